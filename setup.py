@@ -19,7 +19,7 @@ def readme() -> str:
 
 
 def shipped(*patterns: str) -> list[tuple[str, list[str]]]:
-    """Files that messages of an installed package point to (see rltrain.env.shipped)."""
+    """Files that messages of an installed package point to (see rltrain.base.env.shipped)."""
     files = [file.relative_to(ROOT) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
     return [(f"share/rltrain/{file.parent}", [str(file)]) for file in files]
 
@@ -55,7 +55,7 @@ setup(
         "scripts/kubernetes/*.yaml",
         "scripts/constraints-*.txt",
     ),
-    entry_points={"console_scripts": ["rltrain = rltrain.cli:main"]},
+    entry_points={"console_scripts": ["rltrain = rltrain.tools.cli:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch>=2.10,<2.16",

@@ -24,20 +24,20 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.table import RESULTS, write
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import get_device
 from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
-from rltrain.device import get_device
-from rltrain.models.shadow import Ledger
-from rltrain.trainer.memory import OWNERS, forecast
+from rltrain.run.preflight.memory import OWNERS, forecast
+from rltrain.run.preflight.shadow import Ledger
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.residency import Residency
-from rltrain.workers.rollout import kv
-from rltrain.workers.rollout.base import Sampling
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.rollout.embedded import kv
+from rltrain.workers.rollout.embedded.engine import HFRollout
 from rltrain.workers.tasks import GenerateTask, MiniBatch, SaveTask, UpdateTask
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 

@@ -34,12 +34,12 @@ from bench.scale import FreeScores
 from bench.table import write
 from bench.workload import write_prompts
 from bench.zeros import write_zeros
-from rltrain.device import Device, get_device
-from rltrain.env import devices_here, installed
-from rltrain.models.attention import attend
+from rltrain.base.device import Device, get_device
+from rltrain.base.env import devices_here, installed
+from rltrain.models.attention.packed import attend
+from rltrain.models.attention.packing import pack
 from rltrain.models.head import Scaling, token_log_probs
-from rltrain.models.packing import pack
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from scripts.make_small_model import build_tokenizer
 from tests.batches import batch_of_rows
 from tests.local import local_trainer
@@ -347,7 +347,7 @@ def report(options: argparse.Namespace, argv: Sequence[str], found: dict[str, tu
         f"{_count(options)} x {device.name}, {os.cpu_count()} host cores. Qwen2.5 of shape {options.shape}, random "
         f"weights; {options.prompts} prompts of about {options.prompt_tokens} tokens x {options.answers} answers of "
         f"{options.response_tokens}. MFU counts a shared prompt once, and where it says so for every answer; shares "
-        "are of the peaks in rltrain/chips.py.",
+        "are of the peaks in rltrain/base/chips.py.",
         ["stage", "what", "value", "goal"],
         rows,
     )

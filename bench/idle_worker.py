@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain import columns as c
-from rltrain.batch import Batch, DictionaryColumn
-from rltrain.ragged import Ragged
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor, Rollout
 from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask

@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 
 ROOT = Path(__file__).parent.parent
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."

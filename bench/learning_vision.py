@@ -16,7 +16,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen2_vl", "internvl")

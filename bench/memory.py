@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rltrain.algorithms.kl import exact_kl
-from rltrain.batch import Batch, DictionaryColumn
-from rltrain.device import get_device
-from rltrain.models import forward, packing
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import get_device
+from rltrain.models import forward
+from rltrain.models.attention import packing
 from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.ragged import Ragged
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
 
 VOCABULARIES = (32_768, 151_936)
 TOKENS = (512, 2048, 8192)

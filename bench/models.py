@@ -3,10 +3,10 @@
     python -m bench.models [--out docs/models.md] [--no-vllm] [FAMILY ...]
 
 Each row is a configuration of transformers' own sizes, or with the fields that are named here, made small by
-`rltrain.models.small`, as every run does before it loads a model. Training, the embedded engine, adapters and a round
-trip through an export are compared with transformers' eager forward on each sample alone, by log-probs, gradients or
-weights; vLLM through the weight sync of a run, twice, in a process per family. Rows that are not asked for stay
-as they are in the page, and with --no-vllm what it says of vLLM.
+`rltrain.run.preflight.small`, as every run does before it loads a model. Training, the embedded engine, adapters and
+a round trip through an export are compared with transformers' eager forward on each sample alone, by log-probs,
+gradients or weights; vLLM through the weight sync of a run, twice, in a process per family. Rows that are not asked
+for stay as they are in the page, and with --no-vllm what it says of vLLM.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
+from rltrain.base.device import get_device
+from rltrain.base.errors import ConfigError, SyncError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt
-from rltrain.device import get_device
-from rltrain.errors import ConfigError, SyncError
 from rltrain.models.forward import PolicyModel, trunk
 from rltrain.models.load import load_config, model_kind
-from rltrain.models.lora import Lora
-from rltrain.models.shard import empty_packed, sharded_model
-from rltrain.models.small import random_model, small_copy
-from rltrain.models.spec import ModelSpec
-from rltrain.models.weights import whole_weights
-from rltrain.workers import model_check
-from rltrain.workers.model_check import CannotTry, Wrong, differences
+from rltrain.models.weights.lora import Lora
+from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.shard import empty_packed, sharded_model
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.run.preflight import model_check
+from rltrain.run.preflight.model_check import CannotTry, Wrong, differences
+from rltrain.run.preflight.small import random_model, small_copy
 from rltrain.workers.weight_sync import WeightSync
 from tests.exported import export_huggingface
 

@@ -26,11 +26,11 @@ from ray.cluster_utils import Cluster
 
 from bench.scale import PROMPT_TOKENS, make_trainer, numbers
 from bench.table import write
+from rltrain.base.device import get_device
 from rltrain.config.load import load_config
 from rltrain.controller.cluster import reserve, start_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.lifeline import stop_ray
-from rltrain.device import get_device
 
 _CLONE_NEWNET = 0x40000000
 _ADDRESS = "198.51.100.1"

@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.step import run_ours
 from bench.table import write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")
 A = "actor_rollout_ref.actor."

@@ -25,7 +25,7 @@ from typing import Any
 from bench.step import ROOT, Steps, run_ours
 from bench.table import write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
-from rltrain.env import worker_environment
+from rltrain.base.env import worker_environment
 
 PHASES = ("generate_sequences", "old_log_prob", "ref", "update_actor")
 PASSES = ("old_log_prob", "ref", "update_actor")

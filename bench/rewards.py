@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
+from rltrain.base.env import prepare_driver
 from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
 from rltrain.data.rows import read_rows
-from rltrain.env import prepare_driver
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.slot import Slot

@@ -30,17 +30,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import get_device
-from rltrain.models.spec import ModelSpec
-from rltrain.models.weights import Weight
-from rltrain.seeds import sample_seeds
-from rltrain.workers.rollout import hf
+from rltrain.base.device import get_device
+from rltrain.base.seeds import sample_seeds
+from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.models.weights.names import Weight
+from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.answers import RunningAnswers
-from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling
+from rltrain.workers.rollout.contract import Generation, Job, RolloutEngine, Sampling
+from rltrain.workers.rollout.embedded import engine as hf
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
-from rltrain.workers.rollout.vllm import VLLMRollout
+from rltrain.workers.rollout.vllm.engine import VLLMRollout
 
 PROMPT_TOKENS = 57
 BLOCK = 64

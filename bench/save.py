@@ -42,8 +42,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.table import write
 from rltrain.config.load import load_config
-from rltrain.trainer.build import build
-from rltrain.trainer.run import Trainer
+from rltrain.run.build import build
+from rltrain.run.fit import Trainer
 from tests.slow_disk import slow_disk
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 

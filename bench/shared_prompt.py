@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rltrain.batch import Batch, DictionaryColumn
-from rltrain.device import get_device
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import get_device
+from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
-from rltrain.models.packing import pack
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.ragged import Ragged
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
 
 REPEATS = 3
 CPU = torch.device("cpu")

@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.table import write
-from rltrain.errors import DataError
-from rltrain.report import read_metrics
-from rltrain.supervise import WITHOUT_A_WORD
+from rltrain.base.errors import DataError
+from rltrain.controller.launch.supervise import WITHOUT_A_WORD
+from rltrain.run.report.table import read_metrics
 from tests.faults.plug import below
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 

@@ -24,11 +24,11 @@ import ray
 
 from bench.scale import numbers
 from bench.table import write
+from rltrain.base.device import get_device
 from rltrain.config.load import load_config
 from rltrain.controller.cluster import reserve, start_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.lifeline import stop_ray
-from rltrain.device import get_device
 
 # Devices of the largest run that is asked about.
 LARGEST = 384

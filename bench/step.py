@@ -28,7 +28,7 @@ from typing import Any
 from bench import pictures
 from bench.table import write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 
 ROOT = Path(__file__).parent.parent
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")

@@ -32,15 +32,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import get_device
 from rltrain.data.images import PromptImages, mrope_positions
-from rltrain.device import get_device
+from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, model_numbers
 from rltrain.models.load import recompute_activations
-from rltrain.models.packing import pack
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.ragged import Ragged
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
 
 CPU = torch.device("cpu")
 REPEATS, ANSWERS = 5, 8

@@ -23,13 +23,13 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import get_device
+from rltrain.base.device import get_device
+from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.forward import PolicyModel
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.models.weights import Weight, huggingface_name, whole_weights
-from rltrain.workers.rollout.hf import HFRollout
+from rltrain.models.weights.names import Weight, huggingface_name, whole_weights
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.workers.rollout.embedded.engine import HFRollout
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rltrain.base import moved  # noqa: F401 - so that old names of modules are found
+
 if TYPE_CHECKING:
     from rltrain.api import RunResult, build, evaluate, train
+    from rltrain.base.errors import RltrainError
     from rltrain.config.load import load_config
     from rltrain.config.loaded import LoadedConfig
-    from rltrain.errors import RltrainError
-    from rltrain.report import read_metrics
-    from rltrain.trainer.run import Trainer
-    from rltrain.view import read_samples
+    from rltrain.run.fit import Trainer
+    from rltrain.run.report.table import read_metrics
+    from rltrain.run.report.view import read_samples
 
 __version__ = "0.2.0"
 __all__ = [
@@ -26,11 +28,11 @@ __all__ = [
 # Imported when asked for: a worker, or --help, needs none of it.
 _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api") | {
     "LoadedConfig": "rltrain.config.loaded",
-    "RltrainError": "rltrain.errors",
-    "Trainer": "rltrain.trainer.run",
+    "RltrainError": "rltrain.base.errors",
+    "Trainer": "rltrain.run.fit",
     "load_config": "rltrain.config.load",
-    "read_metrics": "rltrain.report",
-    "read_samples": "rltrain.view",
+    "read_metrics": "rltrain.run.report.table",
+    "read_samples": "rltrain.run.report.view",
 }
 
 

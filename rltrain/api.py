@@ -14,20 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain import __version__, logs
+from rltrain import __version__
+from rltrain.base import logs
+from rltrain.base.errors import DataError, Interrupted, RltrainError
+from rltrain.base.imports import importing
+from rltrain.base.plugin import save_object
+from rltrain.base.stop import Stop, listen
 from rltrain.config.check import check
 from rltrain.config.effects import together, without_effect
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
-from rltrain.errors import DataError, Interrupted, RltrainError
-from rltrain.imports import importing
-from rltrain.plugin import save_object
-from rltrain.stop import Stop, listen
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from rltrain.trainer.run import Trainer
+    from rltrain.run.fit import Trainer
 
 log = logging.getLogger(__name__)
 # The forms of a run's settings: a loaded configuration, a mapping (nested, or with dotted keys), key=value words, or a
@@ -58,7 +59,7 @@ class RunResult:
         """One row per step, one column per metric; NaN where a step has no such metric."""
         import pandas as pd
 
-        from rltrain.report import read_metrics
+        from rltrain.run.report.table import read_metrics
 
         # A step may have two lines: its own, and that of a validation.
         lines = pd.DataFrame(read_metrics(self.folder))
@@ -122,7 +123,7 @@ def build(
     The arguments are those of `train`.
     """
     with importing():
-        from rltrain.trainer.build import build as put_together
+        from rltrain.run.build import build as put_together
 
     code = {"reward": reward, "advantage": advantage, "policy_loss": policy_loss, "sampler": sampler}
     loaded, objects = _split_callbacks(with_code(read(config), **code), callbacks)
@@ -200,8 +201,8 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         for note in notes:
             log.warning("note: %s", note)
         with importing():
-            from rltrain.report import show_report
-            from rltrain.trainer.build import build as put_together
+            from rltrain.run.build import build as put_together
+            from rltrain.run.report.table import show_report
 
         with put_together(loaded, stop, callbacks) as made:
             finished = made.fit()

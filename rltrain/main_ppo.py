@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from rltrain.env import tell_supervisor
-from rltrain.errors import ConfigError, Interrupted, RltrainError, lenient_output, of_system, plain, storable
-from rltrain.help import help_text
-from rltrain.stop import Stop, listen
+from rltrain.base.env import tell_supervisor
+from rltrain.base.errors import ConfigError, Interrupted, RltrainError, lenient_output, of_system, plain, storable
+from rltrain.base.stop import Stop, listen
+from rltrain.config.help import help_text
 
 # What Python and packages may take to end once the run has.
 _LEAVE_S = 60
@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         _write(help_text(arguments.help))
         return 0
     if arguments.version:
-        from rltrain.env_report import short_facts
+        from rltrain.run.report.env_report import short_facts
 
         _write(short_facts() + "\n")
         return 0
@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         return 0
     notes = look_over(loaded)
     if arguments.dry_run:
-        from rltrain.dry_run import dry_run
+        from rltrain.run.dry_run import dry_run
 
         text, refused = dry_run(loaded, notes)
         _write(text)
@@ -170,8 +170,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments.overrides = [word for word in words if not word.startswith("-") and storable(word) == word]
     if arguments.config_path or arguments.config_name or arguments.config_dir:
         # Imported here, so that --help and --version need not wait for it.
-        from rltrain.config.hydra import named
-        from rltrain.config.verl_defaults import as_written
+        from rltrain.config.verl.defaults import as_written
+        from rltrain.config.verl.hydra import named
 
         try:
             tree = named(arguments.config_path, arguments.config_name, arguments.config_dir)

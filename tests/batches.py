@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rltrain.batch import Batch, DictionaryColumn
-from rltrain.ragged import Ragged
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 
 
 def batch_of_rows(rows: Sequence[Tensor], prompt_lengths: Sequence[int], mask: Tensor | None = None) -> Batch:

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from rltrain.data.chat import ChatEncoder
-from rltrain.models.export import Export
 from rltrain.models.forward import PolicyModel
+from rltrain.models.weights.export import Export
 
 
 def export_huggingface(

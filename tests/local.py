@@ -11,13 +11,13 @@ from rltrain.config.load import load_config
 from rltrain.controller.calls import Call
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Request, assemble
-from rltrain.rewards.registry import find_scorer
-from rltrain.trainer.assemble import make_trainer
+from rltrain.rewards.scorers.registry import find_scorer
+from rltrain.run.assemble import make_trainer
+from rltrain.run.splits import load_data
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
-from rltrain.trainer.splits import load_data
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.tasks import GenerateTask
 
 # Trainers of one process share a store; each counts its calls from a million of its own.

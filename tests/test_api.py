@@ -12,8 +12,8 @@ import pytest
 
 import rltrain
 from rltrain import api
-from rltrain.errors import ConfigError, DataError
-from rltrain.trainer.callbacks import Callbacks
+from rltrain.base.errors import ConfigError, DataError
+from rltrain.run.watchers.callbacks import Callbacks
 from rltrain.trainer.metrics import Answered
 
 GOOD = [

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from rltrain import aside
-from rltrain.aside import Aside, Lines, goes_on, running
+from rltrain.base import aside
+from rltrain.base.aside import Aside, Lines, goes_on, running
 
 
 class Rang(Exception):

@@ -3,8 +3,8 @@ import zipfile
 
 import pytest
 
-from rltrain import collect
-from rltrain.collect import main
+from rltrain.tools import collect
+from rltrain.tools.collect import main
 
 
 @pytest.fixture

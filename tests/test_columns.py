@@ -1,4 +1,4 @@
-"""Real steps of several algorithms hand over the columns that `rltrain.columns` lists, and no others."""
+"""Real steps of several algorithms hand over the columns that `rltrain.base.columns.names` lists, and no others."""
 
 import pickle
 from dataclasses import replace
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain import columns as c
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 from rltrain.controller.samples import Samples, assemble
-from rltrain.ragged import Ragged
 from tests.local import LocalGroup, local_trainer
 from tests.tiny import small_run
 

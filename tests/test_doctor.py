@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain import doctor
-from rltrain.errors import WorkerError, WorkerLost
-from rltrain.trainer.health import Check
+from rltrain.base.errors import WorkerError, WorkerLost
+from rltrain.run.preflight.health import Check
+from rltrain.tools import doctor
 from rltrain.workers import links
 from rltrain.workers.links import LinksWorker
 from tests.ranks import run_on_ranks

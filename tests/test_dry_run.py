@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, Qwen3MoeConfig
 
+from rltrain.base.env import installed
 from rltrain.config.load import load_config
-from rltrain.env import installed
 from rltrain.main_ppo import main
-from rltrain.trainer.checkpoint import RunFolder
+from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.workers.hybrid import HybridWorker
 from tests.tiny import save_tiny_model, save_tiny_tokenizer, small_run, write_arithmetic
 
@@ -55,7 +55,7 @@ def own(folder, body):
 
 
 def test_memory_that_lacks_is_no_refusal_and_ends_with_two(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.dry_run.look_at_memory", lambda *_: (["memory of a device"], "gen needs 9 GiB."))
+    monkeypatch.setattr("rltrain.run.dry_run.look_at_memory", lambda *_: (["memory of a device"], "gen needs 9 GiB."))
     code, text = dry()
     assert (code, text.splitlines()[-2:]) == (2, ["a run would run out of memory", "  gen needs 9 GiB."])
     assert "a run would refuse" not in text
@@ -237,7 +237,7 @@ def test_slots_of_ray_below_the_devices_are_known(dry, monkeypatch):
 
 
 def test_rows_that_are_not_looked_at_are_said(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.dry_run._MOST_ROWS", 8)
+    monkeypatch.setattr("rltrain.run.dry_run._MOST_ROWS", 8)
     assert "data.train_files: the first 8 of 20 rows are looked at" in dry()[1]
 
 
@@ -260,7 +260,7 @@ def test_fewer_devices_than_asked_for_are_told_with_the_number(dry, monkeypatch)
 
 def test_an_engine_that_is_not_installed_is_named(dry, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.setattr("rltrain.trainer.preflight.installed", lambda package: False)
+    monkeypatch.setattr("rltrain.run.preflight.settings.installed", lambda package: False)
     assert "rltrain[sglang]" in refused(dry, **{R + "name": "sglang"})
 
 
@@ -283,7 +283,7 @@ def test_arguments_that_an_engine_does_not_have_are_named(dry):
     ],
 )
 def test_an_engine_that_nobody_named_is_told_on_accelerators(dry, monkeypatch, has_vllm, words):
-    monkeypatch.setattr("rltrain.env.installed", lambda package: has_vllm)
+    monkeypatch.setattr("rltrain.base.env.installed", lambda package: has_vllm)
     _, text = dry(trainer__device="npu")
     assert words in text
     assert "rollout.name is not set" not in dry()[1]
@@ -355,7 +355,7 @@ def test_a_reward_is_looked_at_even_without_rows(dry, tmp_path):
 
 
 def test_a_disk_that_holds_too_little_is_seen(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.trainer.saving.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    monkeypatch.setattr("rltrain.run.checkpoints.saver.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
     assert "there is no room" not in dry()[1]  # a checkpoint of 25,504 weights has 0.4 MB
     found = refused(dry, trainer__save_freq=1, trainer__total_training_steps=9, trainer__max_actor_ckpt_to_keep=3)
     assert "no room for 4 more checkpoints" in found
@@ -364,7 +364,9 @@ def test_a_disk_that_holds_too_little_is_seen(dry, monkeypatch):
 
 
 def test_the_default_critic_and_a_missing_tracker_are_noted(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.trainer.tracking.missing_package", lambda name: "wandb" if name == "wandb" else None)
+    monkeypatch.setattr(
+        "rltrain.run.report.tracking.missing_package", lambda name: "wandb" if name == "wandb" else None
+    )
     code, text = dry(trainer__logger="[console,wandb]")
     assert code == 0
     assert "trainer.logger=wandb: not installed here" in text

@@ -6,10 +6,9 @@ import os
 
 import pytest
 
-from rltrain import device
-from rltrain.config.load import load_config, to_yaml
-from rltrain.device import threads_per_worker
-from rltrain.env import (
+from rltrain.base import device
+from rltrain.base.device import threads_per_worker
+from rltrain.base.env import (
     adopt,
     cpu_quota,
     driver_environment,
@@ -19,6 +18,7 @@ from rltrain.env import (
     use_interface,
     worker_environment,
 )
+from rltrain.config.load import load_config, to_yaml
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
@@ -101,7 +101,7 @@ def test_threads_are_the_users_choice_or_a_share_of_the_cores(monkeypatch):
 def test_the_default_engine(monkeypatch, device, devices_per_engine, visible, has_vllm, engine):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("rltrain.env.installed", lambda package: has_vllm and package == "vllm")
+    monkeypatch.setattr("rltrain.base.env.installed", lambda package: has_vllm and package == "vllm")
     rollout = "actor_rollout_ref.rollout"
     keys = [f"trainer.device={device}", f"{rollout}.tensor_model_parallel_size={devices_per_engine}"]
     config = load_config(keys).config

@@ -4,8 +4,8 @@ import json
 import sys
 
 import rltrain
-from rltrain import env_report
 from rltrain.config.load import masked_command
+from rltrain.run.report import env_report
 
 
 def test_the_command_line_is_told_without_its_secrets():

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from rltrain.config.keys import all_keys, sections
-from rltrain.errors import ConfigError
-from rltrain.help import help_text
+from rltrain.base.errors import ConfigError
+from rltrain.config.help import help_text
+from rltrain.config.schema.keys import all_keys, sections
 from rltrain.main_ppo import main
 
 

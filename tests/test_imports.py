@@ -2,7 +2,7 @@
 
 import gc
 
-from rltrain.imports import importing
+from rltrain.base.imports import importing
 
 
 def test_what_is_imported_is_looked_through_neither_then_nor_soon_after():

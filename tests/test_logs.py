@@ -9,9 +9,9 @@ import warnings
 import pytest
 from rich.console import Console
 
-from rltrain import logs
+from rltrain.base import logs
 
-log = logging.getLogger("rltrain.trainer.run")
+log = logging.getLogger("rltrain.run.fit")
 
 
 def test_train_log_has_what_was_said_before_the_folder(tmp_path, capsys):
@@ -148,7 +148,7 @@ def test_a_terminal_that_lacks_a_sign_ends_nothing(tmp_path, monkeypatch, encodi
 
 
 def test_programs_show_what_their_terminal_lacks_as_an_escape():
-    code = "from rltrain.errors import command\n@command\ndef main(argv):\n    print('\\u2717 \\u4e00')\nmain([])"
+    code = "from rltrain.base.errors import command\n@command\ndef main(argv):\n    print('\\u2717 \\u4e00')\nmain([])"
     ran = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True
     )
@@ -158,7 +158,7 @@ def test_programs_show_what_their_terminal_lacks_as_an_escape():
 def test_a_sign_that_a_moved_stream_lacks_is_an_escape(tmp_path):
     """Python refuses to set a stream anew whose descriptor was a file and leads into a pipe since."""
     code = (
-        "import os, sys; read, write = os.pipe(); os.dup2(write, 1); from rltrain.errors import lenient_output; "
+        "import os, sys; read, write = os.pipe(); os.dup2(write, 1); from rltrain.base.errors import lenient_output; "
         "lenient_output(); print('\\u2717'); sys.stderr.write(os.read(read, 9).decode())"
     )
     with open(tmp_path / "out", "w") as file:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain import cli
+from rltrain.tools import cli
 from tests.tiny import small_run
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +66,7 @@ def test_the_wheel_says_what_it_is(installed):
     metadata = (info / "METADATA").read_text()
     for line in ("License-Expression: Apache-2.0", "Author: rltrain developers", "Classifier: Typing :: Typed"):
         assert line in metadata
-    assert "rltrain = rltrain.cli:main" in (info / "entry_points.txt").read_text()
+    assert "rltrain = rltrain.tools.cli:main" in (info / "entry_points.txt").read_text()
     assert (installed / "rltrain" / "py.typed").is_file()
     assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
     description = metadata.partition("\n\n")[2]
@@ -76,16 +76,16 @@ def test_the_wheel_says_what_it_is(installed):
 
 def test_an_installed_wheel_plans_a_run_away_from_the_checkout(installed, tiny_model, arithmetic_files, tmp_path):
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run")
-    done = python("-m", "rltrain.cli", "train", *run, "--dry-run", cwd=tmp_path, PYTHONPATH=str(installed))
+    done = python("-m", "rltrain.tools.cli", "train", *run, "--dry-run", cwd=tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1 x 1 = 1 (cpu)" in done.stdout
-    code = "from rltrain.env import shipped; print(shipped('docs/rewards.md'), shipped('scripts/ray_start.sh'))"
+    code = "from rltrain.base.env import shipped; print(shipped('docs/rewards.md'), shipped('scripts/ray_start.sh'))"
     done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
     assert [Path(word).is_file() for word in done.stdout.split()] == [True, True], done.stdout
 
 
 def test_messages_name_pages_that_are_there(monkeypatch):
-    from rltrain.env import shipped
+    from rltrain.base.env import shipped
 
     assert shipped("docs/rewards.md") == "docs/rewards.md"
     for file in (ROOT / "rltrain").rglob("*.py"):

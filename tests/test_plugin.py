@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rltrain import plugin
-from rltrain.errors import ConfigError
-from rltrain.plugin import load_plugin
+from rltrain.base import plugin
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import load_plugin
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +103,9 @@ def test_an_object_travels_with_the_code_of_its_module(place, tmp_path, monkeypa
     import mine_alone  # type: ignore[import-not-found]
 
     if place == "with_the_package_as_prefix":
-        monkeypatch.setattr(mine_alone, "__file__", f"{Path(plugin.__file__).parent}_mine/mine_alone.py")
+        monkeypatch.setattr(mine_alone, "__file__", f"{Path(plugin.__file__).parents[1]}_mine/mine_alone.py")
     name = plugin.save_object("reward", mine_alone.shifted, tmp_path / "objects")
-    script = f"from rltrain.plugin import load_plugin; print(load_plugin('reward', {name!r})(40))"
+    script = f"from rltrain.base.plugin import load_plugin; print(load_plugin('reward', {name!r})(40))"
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
     assert done.stdout == "42\n", done.stderr

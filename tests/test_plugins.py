@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
+from rltrain.base.errors import ConfigError
+from rltrain.base.stop import Stop
 from rltrain.config.check import check, missing_files
 from rltrain.config.load import load_config
-from rltrain.errors import ConfigError
 from rltrain.rewards.custom import CustomReward, RewardFunction
-from rltrain.stop import Stop
-from rltrain.trainer.callbacks import Callbacks
+from rltrain.run.preflight.settings import check_plugins
+from rltrain.run.watchers.callbacks import Callbacks
+from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.metrics import Answered
-from rltrain.trainer.preflight import check_plugins
-from rltrain.trainer.watchers import Watchers
 from tests.local import local_trainer
 from tests.tiny import small_run
 

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.batch import Batch, DictionaryColumn
-from rltrain.ragged import Ragged
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 
 row_lengths = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 

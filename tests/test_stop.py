@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from rltrain import stop as module
-from rltrain.env import ATTEMPT
-from rltrain.errors import DiskError, Interrupted, WorkerLost
+from rltrain.base import stop as module
+from rltrain.base.env import ATTEMPT
+from rltrain.base.errors import DiskError, Interrupted, WorkerLost
+from rltrain.base.stop import Stop, listen
 from rltrain.main_ppo import main
-from rltrain.stop import Stop, listen
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.env import ATTEMPT
-from rltrain.supervise import Attempt, Supervisor
+from rltrain.base.env import ATTEMPT
+from rltrain.controller.launch.supervise import Attempt, Supervisor
 
 # A run as the supervisor sees it: it tells where it is, has metrics, and ends as `ends` says for each of its starts.
 RUN = f"""
@@ -245,7 +245,13 @@ def test_what_cannot_be_killed_does_not_hold_it_up(tmp_path, asked):
     leaves = f"sleep 1000 & echo $! >{left}_; mv {left}_ {left}"
     command = f"[ -e {go} ] && exit; {leaves}; until [ -e {go} ]; do sleep 0.05; done; exit 75"
     limits = f"each._LEAVE_S, each._LEFT_S = 0.2, {1000 if asked else 1}"
-    words = ["-c", f"import sys, rltrain.supervise as each; {limits}; sys.exit(each.main())", "--wait-s", "0", "--"]
+    words = [
+        "-c",
+        f"import sys, rltrain.supervise as each; {limits}; sys.exit(each.main())",
+        "--wait-s",
+        "0",
+        "--",
+    ]
     process = subprocess.Popen([sys.executable, *words, "bash", "-c", command], stderr=subprocess.PIPE, text=True)
     wait_for(left)
     pid = int(left.read_text())

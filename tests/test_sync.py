@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from rltrain import sync
+from rltrain.tools import sync
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from rltrain.errors import DataError
-from rltrain.view import main, one_line, read_samples, shorten
+from rltrain.base.errors import DataError
+from rltrain.run.report.view import main, one_line, read_samples, shorten
 
 
 def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:

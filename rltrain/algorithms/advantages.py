@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.moments import Moments
-from rltrain.config.algorithm_schema import AlgorithmConfig
-from rltrain.config.declarations import ESTIMATOR_KEY, EstimatorTraits, declared
-from rltrain.plugin import is_plugin, load_plugin
-from rltrain.ragged import Ragged
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.plugin import is_plugin, load_plugin
+from rltrain.config.schema.algorithm import AlgorithmConfig
+from rltrain.config.schema.declarations import ESTIMATOR_KEY, EstimatorTraits, declared
 
 # verl's value, so that the same command learns from the same numbers. A group that scores alike has exactly 0 above it
 # (`_Groups.centred`), and so an advantage of 0.

@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from rltrain import columns as c
 from rltrain.algorithms.moments import Moments
-from rltrain.config.algorithm_schema import RejectionRule, RolloutCorrectionConfig
-from rltrain.ragged import Ragged
+from rltrain.base.columns import names as c
+from rltrain.base.columns.ragged import Ragged
+from rltrain.config.schema.algorithm import RejectionRule, RolloutCorrectionConfig
 
 # verl's bound on log w. exp(20) is far beyond any useful threshold, and its square is still finite in float32.
 _LOG_BOUND = 20.0

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.config.algorithm_schema import KLControlConfig
+from rltrain.config.schema.algorithm import KLControlConfig
 
 # The last place of a number between 1 and 2.
 FP32_ROUNDING = 2.0**-23

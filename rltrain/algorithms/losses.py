@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rltrain.algorithms.aggregation import Denominators, token_weights
 from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
-from rltrain.batch import Batch
-from rltrain.config.declarations import TOKEN_MEAN
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
-from rltrain.ragged import Ragged
+from rltrain.config.schema.declarations import TOKEN_MEAN
 
 # Samples with the log-probs of their policy tokens, and the entropy where it was computed.
 Measured: TypeAlias = tuple[Batch, Tensor, Tensor | None]

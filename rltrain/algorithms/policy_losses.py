@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.config.declarations import LOSS_KEY, LossTraits, declared
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.schema import ActorConfig
-from rltrain.plugin import is_plugin, load_plugin
-from rltrain.ragged import Ragged
+from rltrain.config.schema.declarations import LOSS_KEY, LossTraits, declared
 
 # verl's bound: exp(20) is finite in float32, and so are its products with advantages. Beyond it a token has no
 # gradient.

@@ -14,10 +14,10 @@ import torch
 
 from rltrain.algorithms.advantages import OutcomeInputs, TokenInputs, find_estimator
 from rltrain.algorithms.policy_losses import PolicyLoss, PolicyLossInputs, find_policy_loss
-from rltrain.config.algorithm_schema import AlgorithmConfig
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.plugin import is_plugin
 from rltrain.config.schema import ActorConfig
-from rltrain.plugin import is_plugin
-from rltrain.ragged import Ragged
+from rltrain.config.schema.algorithm import AlgorithmConfig
 
 # An empty answer and one of a single token are what a function of the user's own most easily forgets.
 _LENGTHS = torch.tensor([3, 1, 0, 2])

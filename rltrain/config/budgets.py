@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rltrain.config.keys import get
 from rltrain.config.schema import Config
+from rltrain.config.schema.keys import get
 
 _A = "actor_rollout_ref."
 

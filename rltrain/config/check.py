@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rltrain.config.algorithm_schema import FILTER_METRICS
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import is_plugin, plugin_file
+from rltrain.base.storage import matching
 from rltrain.config.budgets import budget_problems
 from rltrain.config.effects import holds
 from rltrain.config.engine_rules import engine_problems
 from rltrain.config.folders import folder_problems
-from rltrain.config.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.model_schema import HALF, NO_SCALER
 from rltrain.config.overlap import overlap_problems
-from rltrain.config.renames import shown
 from rltrain.config.schema import Config
-from rltrain.errors import ConfigError
-from rltrain.plugin import is_plugin, plugin_file
-from rltrain.storage import matching
+from rltrain.config.schema.algorithm import FILTER_METRICS
+from rltrain.config.schema.keys import all_keys, followed, get, plugin_keys
+from rltrain.config.schema.model import HALF, NO_SCALER
+from rltrain.config.verl.renames import shown
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."

@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator, Sequence
 
 from rltrain.config.budgets import unused_sizes
-from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES, estimator_traits, loss_traits
-from rltrain.config.engines import ENGINES
-from rltrain.config.keys import all_keys, free_form_parent, get
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.renames import shown
 from rltrain.config.schema import Config
+from rltrain.config.schema.declarations import ESTIMATORS, POLICY_LOSSES, estimator_traits, loss_traits
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.keys import all_keys, free_form_parent, get
 from rltrain.config.step_passes import make_step_passes, needs_all_old_log_probs
+from rltrain.config.verl.renames import shown
 
 _A = "actor_rollout_ref."
 _OFF_AT_ZERO = ("_coef", "critic_warmup")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rltrain.config.engines import ENGINES, engines_with
-from rltrain.config.keys import get
-from rltrain.config.renames import shown
 from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES, engines_with
+from rltrain.config.schema.keys import get
+from rltrain.config.verl.renames import shown
 
 _R = "actor_rollout_ref.rollout."
 

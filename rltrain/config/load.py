@@ -20,16 +20,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
-from rltrain.config.easyr1 import EASYR1, is_easyr1
-from rltrain.config.hydra import compose, flow, parsed
-from rltrain.config.keys import is_known
+from rltrain.base.env import devices_here, engine_here, nodes_here
+from rltrain.base.errors import ConfigError
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.others import Format, read
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
-from rltrain.config.verl_defaults import as_written
-from rltrain.env import devices_here, engine_here, nodes_here
-from rltrain.errors import ConfigError
+from rltrain.config.schema.keys import is_known
+from rltrain.config.verl.defaults import as_written
+from rltrain.config.verl.easyr1 import EASYR1, is_easyr1
+from rltrain.config.verl.hydra import compose, flow, parsed
+from rltrain.config.verl.others import Format, read
 
 OmegaConf.register_resolver("devices_here", devices_here, replace=True)
 OmegaConf.register_resolver("nodes_here", nodes_here, replace=True)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rltrain.config.keys import followed
 from rltrain.config.schema import Config
+from rltrain.config.schema.keys import followed
 
 _KEYS = re.compile(r"\b[a-z]\w*(?:\.\w+)+")
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rltrain.config.declarations import LOSS_KEY, TOKEN_MEAN, loss_traits
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
+from rltrain.config.schema.declarations import LOSS_KEY, TOKEN_MEAN, loss_traits
 
 _A = "actor_rollout_ref.actor."
 # What clip_ratio_low and clip_ratio_high are in verl's own files, where they are set and so win over clip_ratio.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rltrain.config.keys import get
 from rltrain.config.schema import Config
+from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
 
 _ROLES = "actor_rollout_ref."

@@ -16,19 +16,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rltrain.base.errors import ConfigError
+from rltrain.base.logs import count
+from rltrain.base.plugin import is_plugin
 from rltrain.config.budgets import share_of_rank
-from rltrain.config.elsewhere import own_name
-from rltrain.config.hydra import OPENINGS, parsed
-from rltrain.config.keys import Key, all_keys, free_form_parent, is_known, meant, sections
-from rltrain.config.renames import answer, leaves_of, rename, shown, turned_off
 from rltrain.config.schema import Config
-from rltrain.config.spellings import OLD_KEYS, VALUES, of_several
-from rltrain.config.unwritten import unwritten
-from rltrain.config.verl_keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVERRIDES
-from rltrain.config.verl_refused import GENERATIVE, NO_NULL
-from rltrain.errors import ConfigError
-from rltrain.logs import count
-from rltrain.plugin import is_plugin
+from rltrain.config.schema.keys import Key, all_keys, free_form_parent, is_known, meant, sections
+from rltrain.config.verl.elsewhere import own_name
+from rltrain.config.verl.hydra import OPENINGS, parsed
+from rltrain.config.verl.keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVERRIDES
+from rltrain.config.verl.refused import GENERATIVE, NO_NULL
+from rltrain.config.verl.renames import answer, leaves_of, rename, shown, turned_off
+from rltrain.config.verl.spellings import OLD_KEYS, VALUES, of_several
+from rltrain.config.verl.unwritten import unwritten
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
 _SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rltrain.config.declarations import REINFORCE_LOSS, EstimatorTraits, estimator_traits, loss_traits
 from rltrain.config.schema import Config
+from rltrain.config.schema.declarations import REINFORCE_LOSS, EstimatorTraits, estimator_traits, loss_traits
 
 OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
 

@@ -24,13 +24,13 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
+from rltrain.base.device import Device
+from rltrain.base.env import first_set, prepare_driver, ray_address, shipped, use_token
+from rltrain.base.errors import ConfigError, NodesMissing, WorkerLost
+from rltrain.base.logs import count
 from rltrain.config.schema import Config
 from rltrain.controller import lifeline
-from rltrain.controller.launch_files import own_token
-from rltrain.device import Device
-from rltrain.env import first_set, prepare_driver, ray_address, shipped, use_token
-from rltrain.errors import ConfigError, NodesMissing, WorkerLost
-from rltrain.logs import count
+from rltrain.controller.launch.files import own_token
 
 log = logging.getLogger(__name__)
 _RESERVE_TIMEOUT_S = 120

@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
+from rltrain.base.env import shipped
+from rltrain.base.errors import AGAIN, RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
 from rltrain.controller.cluster import lost_node, ray_logs
 from rltrain.controller.lifeline import lost as ray_lost
-from rltrain.env import shipped
-from rltrain.errors import AGAIN, RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
 
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)

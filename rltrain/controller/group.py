@@ -22,6 +22,9 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rltrain.base.device import Device
+from rltrain.base.env import driver_environment, worker_environment
+from rltrain.base.errors import AGAIN, RltrainError, WorkerLost
 from rltrain.controller import lifeline
 from rltrain.controller.calls import Call, Polls, Stream, bind
 from rltrain.controller.cluster import lost_node
@@ -30,9 +33,6 @@ from rltrain.controller.hang import Deadlines
 from rltrain.controller.host import HOST
 from rltrain.controller.parcels import Cuts, route_calls
 from rltrain.controller.samples import driver_bytes
-from rltrain.device import Device
-from rltrain.env import driver_environment, worker_environment
-from rltrain.errors import AGAIN, RltrainError, WorkerLost
 
 log = logging.getLogger(__name__)
 _Role = TypeVar("_Role")

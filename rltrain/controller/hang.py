@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rltrain.aside import Aside
+from rltrain.base.aside import Aside
 
 # How long storage may take for the stacks.
 _WRITE_S = 10.0

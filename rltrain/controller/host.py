@@ -21,16 +21,16 @@ import ray
 import torch
 import torch.distributed as dist
 
+from rltrain.base.device import COLLECTIVE_TIMEOUT, load_backend
+from rltrain.base.env import SESSION, adopt, see_own_device, use_interface
+from rltrain.base.errors import AGAIN, WorkerLost
+from rltrain.base.imports import importing
+from rltrain.base.logs import open_worker_log
+from rltrain.base.stacks import stacks_here
 from rltrain.controller.calls import Call
 from rltrain.controller.parcels import cut_parcels
 from rltrain.controller.processes import Node, this_node
 from rltrain.controller.samples import Request, StoredRows, assemble
-from rltrain.device import COLLECTIVE_TIMEOUT, load_backend
-from rltrain.env import SESSION, adopt, see_own_device, use_interface
-from rltrain.errors import AGAIN, WorkerLost
-from rltrain.imports import importing
-from rltrain.logs import open_worker_log
-from rltrain.stacks import stacks_here
 
 log = logging.getLogger(__name__)
 

@@ -31,13 +31,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rltrain.aside import Aside, running
+from rltrain.base.aside import Aside, running
+from rltrain.base.env import tell_supervisor
+from rltrain.base.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
+from rltrain.base.stacks import stacks_here
 from rltrain.controller import sweep as sweep_module
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.sweep import ORDERLY, SILENT, forget, message, sweep
-from rltrain.env import tell_supervisor
-from rltrain.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
-from rltrain.stacks import stacks_here
 
 _POLL_S = 1.0
 _CONNECT_S = 5.0

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 from rltrain.controller.calls import Call
 from rltrain.controller.samples import Request, StoredRows, driver_bytes, pick
-from rltrain.ragged import Ragged
 
 # By reading node: the rows of objects that go there. `ids` of these parts stand for nothing.
 Cuts = dict[int, list[StoredRows]]

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rltrain import columns as c
-from rltrain.batch import Batch, DictionaryColumn
-from rltrain.ragged import Ragged
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 
 Array = NDArray[Any]
 

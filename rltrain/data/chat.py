@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rltrain.base.errors import DataError, of_host
 from rltrain.config.schema import Config
 from rltrain.data.images import (
     EncodedPrompt,
@@ -30,7 +31,6 @@ from rltrain.data.images import (
     with_parts,
 )
 from rltrain.data.trial import CPU_S, memory_bound, trouble
-from rltrain.errors import DataError, of_host
 
 # More than any model reads, of one conversation.
 _MOST_CHARS = 10_000_000

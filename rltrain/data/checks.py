@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rltrain.errors import DataError, short
+from rltrain.base.errors import DataError, short
 
 # The column of videos, as in verl's files.
 VIDEOS = "videos"

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from rltrain.base.errors import ConfigError, DataError
+from rltrain.base.plugin import load_plugin, user_traceback
 from rltrain.config.check import as_list
 from rltrain.config.schema import DataConfig
 from rltrain.data.images import open_image
@@ -30,8 +32,6 @@ from rltrain.data.order import BatchOrder
 from rltrain.data.pictures import entries
 from rltrain.data.rows import PromptRow, Rows, keys_of, rows_of
 from rltrain.data.tables import drawn
-from rltrain.errors import ConfigError, DataError
-from rltrain.plugin import load_plugin, user_traceback
 
 log = logging.getLogger(__name__)
 

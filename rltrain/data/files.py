@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from rltrain.errors import DataError, first_line, of_host, short
-from rltrain.storage import matching
+from rltrain.base.errors import DataError, first_line, of_host, short
+from rltrain.base.storage import matching
 
 _HEAD_BYTES = 512
 _JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.errors import DataError, of_host, short
+from rltrain.base.errors import DataError, of_host, short
 
 # What stands for an image in the text of a row, as in verl's files.
 SLOT = "<image>"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rltrain.errors import DataError
-from rltrain.seeds import order_stream
+from rltrain.base.errors import DataError
+from rltrain.base.seeds import order_stream
 
 
 class BatchOrder:

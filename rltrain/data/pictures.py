@@ -28,8 +28,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rltrain.base.errors import DataError, of_host
 from rltrain.data.images import begins_as_image, file_bytes, measured
-from rltrain.errors import DataError, of_host
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from rltrain.base.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt, has_slot, one_each, with_parts
 from rltrain.data.pictures import Pictures
 from rltrain.data.rows import PromptRow, Rows, first_of
-from rltrain.errors import DataError
 
 # Enough for the tokenizer to work on in parallel, without the texts of all rows in memory at once.
 _ENCODE_CHUNK_ROWS = 512

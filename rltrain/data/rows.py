@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rltrain.base.errors import DataError
 from rltrain.config.schema import DataConfig
 from rltrain.data.checks import Keys, row_problem
 from rltrain.data.files import files_of
 from rltrain.data.pictures import Look, PictureFile, Pictures, entries, look_through, seal
 from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
-from rltrain.errors import DataError
 
 _NUM_SHOWN = 5
 _MOST_PATHS = 3

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import load_plugin, user_traceback
+from rltrain.base.seeds import stream
 from rltrain.config.schema import DataConfig
 from rltrain.data.custom import EpochSampler, is_verls
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import PromptRow, Rows
-from rltrain.errors import ConfigError
-from rltrain.plugin import load_plugin, user_traceback
-from rltrain.seeds import stream
 
 State = dict[str, NDArray[Any]]
 

@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rltrain.base.errors import DataError, RltrainError, first_line, of_host
+from rltrain.base.seeds import stream
+from rltrain.base.storage import patiently
 from rltrain.data.checks import VIDEOS, Keys, check_columns, check_schema
 from rltrain.data.files import kind_of, records
 from rltrain.data.pictures import PictureFile, PictureTable
-from rltrain.errors import DataError, RltrainError, first_line, of_host
-from rltrain.seeds import stream
-from rltrain.storage import patiently
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import argparse
 import random
 import sys
 
+from rltrain.base.errors import DataError
 from rltrain.data_preprocess.common import Row, Splits, arguments, at_least, row, run
-from rltrain.errors import DataError
 
 DATA_SOURCE = "rltrain/arithmetic"
 MAX_OPERAND = 10**9

@@ -7,9 +7,9 @@ what stands between them stays as it is. The ground truth is the list of solutio
 import re
 import sys
 
+from rltrain.base.errors import DataError
 from rltrain.data_preprocess.common import At, Drop, Row, converter, kept, row, texts
 from rltrain.data_preprocess.sources import Hub, Record
-from rltrain.errors import DataError
 
 HUB = Hub("inclusionAI/AReaL-boba-Data", splits={"train": "train"})
 _TEMPLATED = re.compile(r"(?:<｜begin▁of▁sentence｜>)?<｜User｜>(.*)<｜Assistant｜>(?:<think>\s*)?", re.DOTALL)

@@ -7,9 +7,9 @@ Every prompt is kept once, with its own instruction. The deduplicated copies of 
 import sys
 from typing import Any
 
+from rltrain.base.errors import DataError
 from rltrain.data_preprocess.common import At, Row, converter, row
 from rltrain.data_preprocess.sources import Hub, Record
-from rltrain.errors import DataError
 
 HUB = Hub("BytedTsinghua-SIA/DAPO-Math-17k", splits={"train": "train"})
 

@@ -2,9 +2,9 @@
 
 import sys
 
+from rltrain.base.errors import DataError
 from rltrain.data_preprocess.common import At, Row, converter, row, texts
 from rltrain.data_preprocess.sources import Hub, Record
-from rltrain.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

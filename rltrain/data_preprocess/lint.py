@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rltrain.base.errors import DataError, RewardError, command
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
-from rltrain.errors import DataError, RewardError, command
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.grading.truths import solutions, why_unmatchable
 from rltrain.rewards.processes.slot import Slot
-from rltrain.rewards.registry import FORMS, check_sources, find_scorer
+from rltrain.rewards.scorers.registry import FORMS, check_sources, find_scorer
 
 Findings = dict[str, list[str]]
 

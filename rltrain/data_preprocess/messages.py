@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rltrain.errors import DataError, short
+from rltrain.base.errors import DataError, short
 
 # As ShareGPT, LLaMA-Factory, OpenAI and others call them.
 _ROLES = {

@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rltrain.base.errors import DataError
+from rltrain.base.storage import matching
 from rltrain.data.files import kind_of, records
 from rltrain.data.tables import unreadable
-from rltrain.errors import DataError
-from rltrain.storage import matching
 
 Record = dict[str, Any]
 

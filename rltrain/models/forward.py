@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from rltrain.errors import ConfigError
-from rltrain.models.attention import PLAN
+from rltrain.base.errors import ConfigError
+from rltrain.models.attention.packed import PLAN
+from rltrain.models.attention.packing import PackedInputs
+from rltrain.models.attention.ulysses import GROUP, share_of_row
 from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs, token_log_probs
 from rltrain.models.load import decoder_layers
-from rltrain.models.packing import PackedInputs
-from rltrain.models.ulysses import GROUP, share_of_row
 from rltrain.models.vision import read_with_images, tower, tower_numbers
 
 

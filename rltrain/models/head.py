@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from rltrain.device import device_of
+from rltrain.base.device import device_of
 
 
 class TokenLogProbs(NamedTuple):

@@ -17,13 +17,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rltrain.config.renames import turned_off
-from rltrain.errors import ConfigError
-from rltrain.logs import count
-from rltrain.models.entries import NoEntries, read_entries
-from rltrain.models.recurrent import adopt
-from rltrain.models.safe import UNREADABLE
-from rltrain.models.scores import count_places_here
+from rltrain.base.errors import ConfigError
+from rltrain.base.logs import count
+from rltrain.config.verl.renames import turned_off
+from rltrain.models.attention.recurrent import adopt
+from rltrain.models.attention.scores import count_places_here
+from rltrain.models.files.entries import NoEntries, read_entries
+from rltrain.models.files.safe import UNREADABLE
 from rltrain.models.vision import takes_images
 
 _HEAD = "score.weight"

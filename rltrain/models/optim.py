@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rltrain.config.model_schema import OptimConfig
-from rltrain.device import Device
+from rltrain.base.device import Device
+from rltrain.config.schema.model import OptimConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig, device: Device) -> torch.optim.AdamW:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rltrain.device import send
-from rltrain.models.packed_images import PackedImages
+from rltrain.base.device import send
+from rltrain.models.attention.packed_images import PackedImages
 
 _KINDS = ("image", "video", "vision", "audio", "boi", "eoi")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rltrain.errors import ConfigError
-from rltrain.plugin import load_plugin
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import load_plugin
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config

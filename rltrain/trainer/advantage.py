@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain import columns as c
 from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
 from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
+from rltrain.base.columns import names as c
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.samples import Samples

@@ -9,9 +9,9 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain.base.errors import NonFiniteError, RewardError, SyncError
 from rltrain.config.meanings import compares_nothing
 from rltrain.config.schema import Config
-from rltrain.errors import NonFiniteError, RewardError, SyncError
 from rltrain.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.packing import pays_to_share
+from rltrain.models.attention.packing import pays_to_share
 from rltrain.trainer.plan import PassBudget
 
 Ids = NDArray[np.int64]

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain import columns as c
 from rltrain.algorithms.advantages import SCORE_ROUNDING
-from rltrain.config.rollout_schema import RolloutConfig, ValKwargs
+from rltrain.base.columns import names as c
+from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
+from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
-from rltrain.stop import Stop
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
@@ -27,7 +27,7 @@ from rltrain.trainer.rewards import Rewards, accuracy, known_number
 from rltrain.trainer.roles import Early, Policy
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
-from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.tasks import GenerateTask
 
 log = logging.getLogger(__name__)

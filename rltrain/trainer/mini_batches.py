@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rltrain import columns as c
 from rltrain.algorithms.aggregation import Denominators
+from rltrain.base.columns import names as c
+from rltrain.base.seeds import stream
 from rltrain.controller.samples import Samples
-from rltrain.seeds import stream
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.plan import Plan
 from rltrain.workers.tasks import MiniBatch

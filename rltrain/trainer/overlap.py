@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain import columns as c
 from rltrain.algorithms.moments import Moments
+from rltrain.base.columns import names as c
 from rltrain.controller.group import Handle
 from rltrain.controller.samples import Samples
 from rltrain.trainer.balance import Layout, Workload, lay_out

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rltrain.base.device import get_device
+from rltrain.base.env import cpu_quota
+from rltrain.base.errors import ConfigError
+from rltrain.base.logs import count
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import uneven
 from rltrain.config.meanings import compares_nothing
-from rltrain.config.model_schema import OptimConfig
 from rltrain.config.overlap import ranks_with_all_weights
 from rltrain.config.schema import Config
+from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import StepPasses, make_step_passes
 from rltrain.data.prompts import PromptStore
-from rltrain.device import get_device
-from rltrain.env import cpu_quota
-from rltrain.errors import ConfigError
-from rltrain.logs import count
-from rltrain.models.spec import has_other_reference
+from rltrain.models.weights.spec import has_other_reference
 
 _MOST_REWARD_WORKERS_PER_NODE = 16
 _MOST_REWARD_WORKERS = 64

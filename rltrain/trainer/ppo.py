@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain import columns as c
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.moments import Moments, join
+from rltrain.base.columns import names as c
+from rltrain.base.seeds import stream
+from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.prompts import PromptStore
 from rltrain.models.optim import learning_rate
-from rltrain.seeds import stream
-from rltrain.stop import Stop
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
 from rltrain.trainer.alarms import Alarms

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain import columns as c
-from rltrain.config.model_schema import OverlongBufferConfig
+from rltrain.base.columns import names as c
+from rltrain.base.errors import RewardError
 from rltrain.config.schema import Config
+from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
-from rltrain.errors import RewardError
 from rltrain.rewards.processes.pool import RewardPool, Scoring
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.roles import RewardModel

@@ -6,7 +6,7 @@ from typing import Any
 
 from rltrain.controller.calls import bind
 from rltrain.controller.group import Handle, WorkerGroup
-from rltrain.models.hashed import Digests
+from rltrain.models.files.hashed import Digests
 from rltrain.workers import roles
 from rltrain.workers.tasks import SaveTask, Written
 

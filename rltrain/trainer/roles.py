@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from rltrain import columns as c
 from rltrain.algorithms.moments import Moments, join
-from rltrain.batch import Batch
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.calls import Call, Stream, bind
 from rltrain.controller.group import Handle, WorkerGroup

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain import columns as c
+from rltrain.base.columns import names as c
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Request, Samples
 from rltrain.trainer.balance import Ids

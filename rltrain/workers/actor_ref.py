@@ -14,28 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain import columns as c
 from rltrain.algorithms.aggregation import loss_mask
 from rltrain.algorithms.correction import accepted, compare, correct, importance_weights
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, Measured, actor_loss
 from rltrain.algorithms.moments import Moments, join
 from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import resolve_dtype
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.data.images import EncodedPrompt
-from rltrain.device import resolve_dtype
-from rltrain.models.export import Export
+from rltrain.models.attention.packing import PackedInputs, pack, per_policy_token
 from rltrain.models.forward import PolicyModel, final_logits, model_numbers
 from rltrain.models.head import ReferenceStates
-from rltrain.models.lora import adapter_weights, adapters_off, write_adapter
-from rltrain.models.packing import PackedInputs, pack, per_policy_token
-from rltrain.models.shard import reshard, sharded_model
-from rltrain.models.spec import actor_spec, reference_spec
-from rltrain.models.state import load_training_state
-from rltrain.ragged import Ragged
+from rltrain.models.weights.export import Export
+from rltrain.models.weights.lora import adapter_weights, adapters_off, write_adapter
+from rltrain.models.weights.shard import reshard, sharded_model
+from rltrain.models.weights.spec import actor_spec, reference_spec
+from rltrain.models.weights.state import load_training_state
 from rltrain.workers.residency import Phase, Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from rltrain import columns as c
 from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, finish
 from rltrain.algorithms.value_loss import value_loss
-from rltrain.batch import Batch
-from rltrain.config.declarations import TOKEN_MEAN
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
 from rltrain.config.schema import Config
+from rltrain.config.schema.declarations import TOKEN_MEAN
+from rltrain.models.attention.packing import pack, per_policy_token
 from rltrain.models.forward import ScalarModel
-from rltrain.models.packing import pack, per_policy_token
-from rltrain.models.shard import reshard, sharded_model
-from rltrain.models.spec import critic_spec
-from rltrain.models.state import load_training_state
+from rltrain.models.weights.shard import reshard, sharded_model
+from rltrain.models.weights.spec import critic_spec
+from rltrain.models.weights.state import load_training_state
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Critic

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rltrain.base.device import Device, resolve_dtype
+from rltrain.base.errors import WorkerLost
 from rltrain.config.budgets import smaller
-from rltrain.config.keys import get
 from rltrain.config.schema import Config
+from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
-from rltrain.device import Device, resolve_dtype
-from rltrain.errors import WorkerLost
 from rltrain.workers.residency import Residency
 
 _A, _R, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."

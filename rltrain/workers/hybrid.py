@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltrain.batch import Batch
-from rltrain.config.engines import ENGINES
-from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import get_device
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import EXTERNAL_LIB, import_libraries
+from rltrain.base.versions import check_node
 from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
-from rltrain.device import get_device
-from rltrain.errors import ConfigError
 from rltrain.models.forward import model_numbers
-from rltrain.plugin import EXTERNAL_LIB, import_libraries
-from rltrain.versions import check_node
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.full_device import device_is_full, is_out_of_memory

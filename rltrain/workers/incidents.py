@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.errors import DataError
 from rltrain.data.images import PromptImages
-from rltrain.errors import DataError
 from rltrain.models.forward import PackedModel
-from rltrain.models.shard import reshard
-from rltrain.models.state import save_training_state
-from rltrain.ragged import Ragged
+from rltrain.models.weights.shard import reshard
+from rltrain.models.weights.state import save_training_state
 from rltrain.workers.tasks import MiniBatch
 
 log = logging.getLogger(__name__)

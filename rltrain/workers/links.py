@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain.device import get_device
-from rltrain.errors import WorkerError
-from rltrain.models.weights import all_gather
+from rltrain.base.device import get_device
+from rltrain.base.errors import WorkerError
+from rltrain.models.weights.names import all_gather
 from rltrain.workers.results import Array
 from rltrain.workers.roles import Links
 

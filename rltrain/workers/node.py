@@ -20,11 +20,11 @@ from pathlib import Path
 
 import xxhash
 
-from rltrain.device import get_device
-from rltrain.errors import RltrainError
-from rltrain.models.source import model_problem
-from rltrain.storage import patiently
-from rltrain.versions import fingerprint
+from rltrain.base.device import get_device
+from rltrain.base.errors import RltrainError
+from rltrain.base.storage import patiently
+from rltrain.base.versions import fingerprint
+from rltrain.models.files.source import model_problem
 
 # A file that was made on one node may come to the others' caches late, as with NFS.
 _SEEN_S, _POLL_S = 10.0, 0.1

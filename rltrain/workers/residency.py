@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rltrain.device import Device, host_memory
-from rltrain.models.shard import reshard
+from rltrain.base.device import Device, host_memory
+from rltrain.models.weights.shard import reshard
 
 Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic"]
 # In these weights that learn are written to: by the optimizer, and where a checkpoint is loaded.

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain import columns as c
-from rltrain.batch import Batch
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
+from rltrain.base.errors import ConfigError, DataError, NonFiniteError
 from rltrain.config.budgets import budgets
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import without_parts
 from rltrain.data.rows import Rows
-from rltrain.errors import ConfigError, DataError, NonFiniteError
+from rltrain.models.attention.packing import pack_whole
 from rltrain.models.forward import ScalarModel
 from rltrain.models.load import read_score_head
-from rltrain.models.packing import pack_whole
-from rltrain.models.shard import reshard, sharded_model
-from rltrain.models.spec import ModelSpec, reward_model_spec
+from rltrain.models.weights.shard import reshard, sharded_model
+from rltrain.models.weights.spec import ModelSpec, reward_model_spec
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array
 from rltrain.workers.roles import RewardModel

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.workers.results import Array, GenerationNumbers, PassNumbers, UpdateNumbers
 from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, UpdateTask, Written

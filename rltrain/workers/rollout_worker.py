@@ -17,26 +17,26 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain import columns as c
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import Device, resolve_dtype
+from rltrain.base.errors import NonFiniteError
+from rltrain.base.seeds import sample_seeds
 from rltrain.config.budgets import longest_sequence
-from rltrain.config.engines import ENGINES
 from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.data.images import EncodedPrompt
 from rltrain.data.prompts import PromptStore
-from rltrain.device import Device, resolve_dtype
-from rltrain.errors import NonFiniteError
 from rltrain.models.forward import PackedModel
-from rltrain.models.spec import actor_spec
-from rltrain.ragged import Ragged
-from rltrain.seeds import sample_seeds
+from rltrain.models.weights.spec import actor_spec
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array, GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
-from rltrain.workers.rollout.base import Generation, Job, RolloutEngine
-from rltrain.workers.rollout.pictures import PicturesOfTask
+from rltrain.workers.rollout.contract import Generation, Job, RolloutEngine
+from rltrain.workers.rollout.images import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.rollout.waiting import read_answers, write_answers

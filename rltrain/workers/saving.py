@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from rltrain.device import DEVICES, Device, host_memory
-from rltrain.env import memory_left
-from rltrain.errors import unwritten
+from rltrain.base.device import DEVICES, Device, host_memory
+from rltrain.base.env import memory_left
+from rltrain.base.errors import unwritten
+from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
-from rltrain.models.hashed import Digests, HashingWriter, Planner
-from rltrain.models.shard import reshard
-from rltrain.models.state import training_state
+from rltrain.models.weights.shard import reshard
+from rltrain.models.weights.state import training_state
 from rltrain.workers.residency import like, local
 
 # What the copies may take of the memory that is free: the rest is for the step that goes on.

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain import columns as c
 from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossInputs, Selection
-from rltrain.batch import Batch
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
+from rltrain.base.seeds import sample_seeds, uniforms
 from rltrain.config.schema import ActorConfig
-from rltrain.seeds import sample_seeds, uniforms
 
 
 def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig) -> Tensor:

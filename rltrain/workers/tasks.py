@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.contract import Sampling
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from rltrain import columns as c
 from rltrain.algorithms.advantages import TokenInputs, find_estimator
 from rltrain.algorithms.moments import Moments
-from rltrain.batch import Batch
-from rltrain.config.algorithm_schema import AlgorithmConfig
-from rltrain.ragged import Ragged
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
+from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.workers.results import PassNumbers
 
 

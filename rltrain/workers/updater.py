@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from rltrain.algorithms.losses import LossShare, Measured
 from rltrain.algorithms.moments import Moments
-from rltrain.batch import Batch
-from rltrain.config.model_schema import FSDPConfig, OptimConfig
-from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.device import Device
-from rltrain.errors import NonFiniteError
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import Device
+from rltrain.base.errors import NonFiniteError
+from rltrain.config.schema.model import FSDPConfig, OptimConfig
+from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.workers.incidents import keep

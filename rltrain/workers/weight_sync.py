@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.base.device import Device
+from rltrain.base.errors import NonFiniteError, SyncError
 from rltrain.data.images import EncodedPrompt
-from rltrain.device import Device
-from rltrain.errors import NonFiniteError, SyncError
 from rltrain.models.forward import PackedModel
-from rltrain.models.weights import CheckpointNames, Weight, whole_weights
+from rltrain.models.weights.names import CheckpointNames, Weight, whole_weights
 from rltrain.workers.results import SyncReport
-from rltrain.workers.rollout.base import RolloutEngine
+from rltrain.workers.rollout.contract import RolloutEngine
 
 
 class WeightSync:

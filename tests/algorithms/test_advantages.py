@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import ESTIMATORS, OutcomeInputs, TokenInputs
 from rltrain.algorithms.moments import Moments
-from rltrain.config import declarations
-from rltrain.config.algorithm_schema import AlgorithmConfig
-from rltrain.ragged import Ragged
+from rltrain.base.columns.ragged import Ragged
+from rltrain.config.schema import declarations
+from rltrain.config.schema.algorithm import AlgorithmConfig
 from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)

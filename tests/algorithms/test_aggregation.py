@@ -9,9 +9,9 @@ from rltrain.algorithms.aggregation import AGGREGATION_MODES, Denominators, toke
 from rltrain.algorithms.losses import actor_loss, aggregate
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from rltrain.algorithms.value_loss import value_loss
-from rltrain.config.model_schema import Aggregation
+from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
-from rltrain.ragged import Ragged
+from rltrain.config.schema.model import Aggregation
 from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.correction import accepted, compare, correction, importance_weights, mismatch
-from rltrain.config.algorithm_schema import RolloutCorrectionConfig
-from rltrain.config.model_schema import OverlongBufferConfig
-from rltrain.ragged import Ragged
+from rltrain.base.columns.ragged import Ragged
+from rltrain.config.schema.algorithm import RolloutCorrectionConfig
+from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.trainer.metrics import mismatch_metrics
 from rltrain.trainer.rewards import overlong_penalty
 from tests.algorithms import references as slow

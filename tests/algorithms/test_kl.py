@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.kl import KL_ESTIMATORS, adapted_kl_coef, exact_kl, kl_per_token
-from rltrain.config.algorithm_schema import KLControlConfig, KLKind
+from rltrain.config.schema.algorithm import KLControlConfig, KLKind
 from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)

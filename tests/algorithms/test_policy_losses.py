@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.losses import actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, BatchMeans, PolicyLossInputs, clip_range
-from rltrain.config import declarations
-from rltrain.config.schema import ActorConfig
-from rltrain.ragged import Ragged
+from rltrain.base.columns.ragged import Ragged
+from rltrain.config.schema import ActorConfig, declarations
 from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)

@@ -12,7 +12,7 @@ from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import read_rows
-from rltrain.models.packing import pack
+from rltrain.models.attention.packing import pack
 from scripts.make_small_model import END
 from tests.local import LocalGroup
 from tests.npu import standin

@@ -3,10 +3,10 @@
 import pytest
 
 from rltrain.api import look_over
-from rltrain.config.keys import all_keys, plugin_keys
+from rltrain.base.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.config.meanings import other_meanings
-from rltrain.errors import ConfigError
+from rltrain.config.schema.keys import all_keys, plugin_keys
 from rltrain.main_ppo import main
 
 BASE = ["actor_rollout_ref.model.path=m", "data.train_files=t.parquet", "trainer.n_gpus_per_node=8"]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import check, missing_files
 from rltrain.config.effects import without_effect
-from rltrain.config.engines import ENGINES
-from rltrain.config.keys import all_keys, free_form_parent, get, is_known
 from rltrain.config.load import load_config, masked_command, to_yaml
-from rltrain.config.verl_keys import ALIASES, NO_EFFECT
-from rltrain.errors import ConfigError
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.keys import all_keys, free_form_parent, get, is_known
+from rltrain.config.verl.keys import ALIASES, NO_EFFECT
 
 A = "actor_rollout_ref."
 # What every valid config needs.

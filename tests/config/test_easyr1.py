@@ -2,11 +2,11 @@
 
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
-from rltrain.config.keys import get
 from rltrain.config.load import load_config
-from rltrain.errors import ConfigError
-from rltrain.port.__main__ import main as port
+from rltrain.config.schema.keys import get
+from rltrain.tools.port.__main__ import main as port
 
 FILE = """\
 data: {train_files: DATA, val_files: DATA, max_prompt_length: 64, max_response_length: 32, rollout_batch_size: 8,

@@ -3,12 +3,12 @@
 import pytest
 
 from rltrain.api import look_over
+from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
-from rltrain.config.declarations import ESTIMATORS, POLICY_LOSSES
 from rltrain.config.effects import holds, without_effect
-from rltrain.config.keys import all_keys
 from rltrain.config.load import load_config
-from rltrain.errors import ConfigError
+from rltrain.config.schema.declarations import ESTIMATORS, POLICY_LOSSES
+from rltrain.config.schema.keys import all_keys
 
 A = "actor_rollout_ref."
 BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]

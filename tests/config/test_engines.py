@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rltrain
-from rltrain.config.engines import ENGINES
-from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.rollout import RolloutConfig
 from tests.workers.engines import rollout_of, settings_of
 
 PACKAGE = Path(rltrain.__file__).parent

@@ -7,13 +7,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.budgets import PassBudget, budgets
-from rltrain.config.hydra import compose, named
 from rltrain.config.load import load_config, to_yaml
 from rltrain.config.meanings import other_meanings
 from rltrain.config.step_passes import make_step_passes
-from rltrain.config.verl_defaults import as_written
-from rltrain.errors import ConfigError
+from rltrain.config.verl.defaults import as_written
+from rltrain.config.verl.hydra import compose, named
 
 # "57 key=value": in the trees that verl 0.5 and 0.7 (and 9: 0.9) save, by default.
 SAVED = (Path(__file__).parent / "verl_saved.txt").read_text().splitlines()

@@ -7,14 +7,13 @@ over all keys, and finds one that nothing reads at all. A name that several sect
 import ast
 from pathlib import Path
 
-from rltrain.config.keys import all_keys
+from rltrain.config.schema.keys import all_keys
 
 PACKAGE = Path(__file__).parents[2] / "rltrain"
 # What walks over all keys, or only judges them.
 JUDGES = {
-    "check.py", "effects.py", "elsewhere.py", "engine_rules.py", "keys.py", "load.py", "meanings.py", "reader.py",
-    "renames.py", "spellings.py", "unwritten.py", "verl_defaults.py", "verl_keys.py", "verl_refused.py",
-    "others.py", "easyr1.py", "easyr1_keys.py", "whose.py",
+    "config/check.py", "config/effects.py", "config/engine_rules.py", "config/load.py", "config/meanings.py",
+    "config/reader.py", "config/schema/keys.py",
 }  # fmt: skip
 
 
@@ -22,7 +21,8 @@ def read_names() -> tuple[set[str], set[str]]:
     """Attributes that are read, and texts, in all files that act."""
     attributes, texts = set(), set()
     for file in PACKAGE.rglob("*.py"):
-        if file.parent.name == "port" or (file.parent.name == "config" and file.name in JUDGES):
+        name = str(file.relative_to(PACKAGE))
+        if name.startswith(("tools/port/", "config/verl/")) or name in JUDGES:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

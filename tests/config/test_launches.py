@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from rltrain import dry_run
 from rltrain.main_ppo import main
-from rltrain.trainer import preflight
+from rltrain.run import dry_run
+from rltrain.run.preflight import settings as preflight
 from tests.pictures import RED
 from tests.tiny import save_tiny_adapter, save_tiny_model, save_tiny_reward_model, write_arithmetic
 from tests.tiny_vision import FAMILIES, save_tiny_vision_model

@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from rltrain import dry_run
-from rltrain.config.keys import get
 from rltrain.config.load import load_config
+from rltrain.config.schema.keys import get
 from rltrain.data_preprocess import geometry3k, virl39k
 from rltrain.main_ppo import main
-from rltrain.trainer import preflight, preflight_models
+from rltrain.run import dry_run
+from rltrain.run.preflight import models as preflight_models
+from rltrain.run.preflight import settings as preflight
 from tests.tiny import save_tiny_tokenizer, write_arithmetic
 from tests.tiny_vision import picture, save_tiny_vision_model
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from rltrain.api import look_over
+from rltrain.base.errors import ConfigError, RewardError
 from rltrain.config.check import check
-from rltrain.config.keys import get
 from rltrain.config.load import load_config
+from rltrain.config.schema.keys import get
 from rltrain.controller.samples import Samples
-from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.processes.score import Score
+from rltrain.run.scorers import check_columns
 from rltrain.trainer.rewards import known_number
-from rltrain.trainer.scorers import check_columns
 
 A = "actor_rollout_ref."
 BASE = [f"{A}model.path=m", "data.train_files=t.parquet", f"{A}rollout.n=4", "trainer.n_gpus_per_node=8"]

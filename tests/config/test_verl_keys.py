@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.load import load_config
-from rltrain.errors import ConfigError
 
 RANKED = [line for line in (Path(__file__).parent / "verl_keys.txt").read_text().splitlines() if line]
 

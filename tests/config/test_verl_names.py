@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from rltrain.api import look_over
-from rltrain.config import elsewhere
+from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
-from rltrain.config.keys import all_keys, free_form_parent, get, sections
 from rltrain.config.load import load_config, masked_command
-from rltrain.config.renames import answer
-from rltrain.config.spellings import OLD_KEYS, VALUES
-from rltrain.config.verl_keys import ALIASES, CLASSES, IMPLIES, NO_EFFECT
-from rltrain.config.verl_refused import NO_NULL, REFUSED, SECTIONS
-from rltrain.errors import ConfigError
+from rltrain.config.schema.keys import all_keys, free_form_parent, get, sections
+from rltrain.config.verl import elsewhere
+from rltrain.config.verl.keys import ALIASES, CLASSES, IMPLIES, NO_EFFECT
+from rltrain.config.verl.refused import NO_NULL, REFUSED, SECTIONS
+from rltrain.config.verl.renames import answer
+from rltrain.config.verl.spellings import OLD_KEYS, VALUES
 from rltrain.main_ppo import main
 
 A, C = "actor_rollout_ref.", "algorithm.rollout_correction."

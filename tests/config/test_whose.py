@@ -2,9 +2,9 @@
 
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.load import load_config, to_yaml
-from rltrain.errors import ConfigError
-from rltrain.port.__main__ import main as port
+from rltrain.tools.port.__main__ import main as port
 
 FILES = {
     "MindSpeed RL": "defaults: [{model: [qwen25_7b]}]\nmegatron_training: {model: qwen25_7b, train_iters: 100}\n"

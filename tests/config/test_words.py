@@ -2,10 +2,10 @@
 
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
-from rltrain.config.keys import all_keys, get
 from rltrain.config.load import load_config
-from rltrain.errors import ConfigError
+from rltrain.config.schema.keys import all_keys, get
 
 A = "actor_rollout_ref."
 BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]

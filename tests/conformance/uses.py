@@ -40,7 +40,7 @@ class Package:
 # fmt: off
 _IMAGES = "vllm.multimodal"
 VLLM = Package(
-    files=("workers/rollout/vllm*.py",),
+    files=("workers/rollout/vllm/*.py",),
     foreign=("vllm", "vllm_ascend"),
     versions=(
         ("vllm 0.20.0",),
@@ -110,15 +110,15 @@ VLLM = Package(
             "vllm_ascend.sample.rejection_sampler:AscendRejectionSampler",
     },
     called={
-        "workers/rollout/vllm_sampler.py:CountedSampler.forward":
+        "workers/rollout/vllm/sampler.py:CountedSampler.forward":
             "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_native",
-        "workers/rollout/vllm_sampler.py:CountedSampler.verify":
+        "workers/rollout/vllm/sampler.py:CountedSampler.verify":
             "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
     },
 )
 
 SGLANG = Package(
-    files=("workers/rollout/sglang*.py",),
+    files=("workers/rollout/sglang/*.py",),
     foreign=("sglang",),
     versions=(("sglang 0.5.23",),),
     attributes={
@@ -149,7 +149,7 @@ SGLANG = Package(
 )
 
 TORCH_NPU = Package(
-    files=("device.py", "models/varlen.py"),
+    files=("base/device.py", "models/attention/varlen.py"),
     foreign=("torch_npu",),
     versions=(("torch-npu 2.10.0.post4",), ("torch-npu 2.13.0",)),
     attributes={
@@ -178,7 +178,7 @@ KERNELS = Package(
 )
 
 TORCH = Package(
-    files=("models/varlen.py",),
+    files=("models/attention/varlen.py",),
     foreign=("torch.nn.attention.varlen",),
     versions=(("torch 2.11.0",), ("torch 2.13.0",), ("torch 2.14.0",), ("torch 2.15.0",)),
     attributes={},
@@ -187,7 +187,7 @@ TORCH = Package(
 )
 
 ENVIRONMENT = Package(
-    files=("env.py",),
+    files=("base/env.py",),
     foreign=(),
     versions=(
         ("vllm 0.20.0",),

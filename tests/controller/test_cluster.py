@@ -11,15 +11,15 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.experimental import get_object_locations
 
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import get_device
+from rltrain.base.errors import ConfigError, NodesMissing, WorkerError, WorkerLost
 from rltrain.controller import cluster as subject
 from rltrain.controller.calls import bind
 from rltrain.controller.cluster import ray_problems, reserve
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Samples, whole
-from rltrain.device import get_device
-from rltrain.errors import ConfigError, NodesMissing, WorkerError, WorkerLost
-from rltrain.ragged import Ragged
 from tests.tiny import small_config
 
 

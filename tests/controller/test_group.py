@@ -15,16 +15,16 @@ import pytest
 import ray
 import torch
 
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import get_device
+from rltrain.base.errors import NonFiniteError, WorkerError, WorkerLost
 from rltrain.controller.calls import Stream, bind
 from rltrain.controller.cluster import start_ray
 from rltrain.controller.failures import explain
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.samples import Samples, whole
-from rltrain.device import get_device
-from rltrain.errors import NonFiniteError, WorkerError, WorkerLost
-from rltrain.ragged import Ragged
 from tests.tiny import small_config
 
 

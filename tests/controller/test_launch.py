@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.controller import launch as module
-from rltrain.controller import launch_ray
-from rltrain.controller.launch_command import run_command
-from rltrain.controller.launch_files import announce, beside, own_token, take_token, withdraw, write
-from rltrain.controller.launch_words import read
-from rltrain.controller.nodes import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
-from rltrain.env import ATTEMPT, tell_supervisor, told_supervisor
-from rltrain.errors import ConfigError, Interrupted, NodesMissing, WorkerLost
+from rltrain.base.env import ATTEMPT, tell_supervisor, told_supervisor
+from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, WorkerLost
+from rltrain.controller.launch import gather as module
+from rltrain.controller.launch import ray_node as launch_ray
+from rltrain.controller.launch.board import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
+from rltrain.controller.launch.command import run_command
+from rltrain.controller.launch.files import announce, beside, own_token, take_token, withdraw, write
+from rltrain.controller.launch.words import read
 
 ENV = (
     "RANK", "NODE_RANK", "SLURM_NODEID", "NNODES", "SLURM_NNODES", "HEAD_FILE", "HEAD_ADDRESS", "MASTER_ADDR", "WAIT_S",
@@ -182,7 +182,7 @@ def test_a_worker_takes_the_heads_token_before_its_own(say, tmp_path, monkeypatc
 
 
 def test_a_file_of_a_head_that_answers_is_not_taken_over(say, tmp_path, monkeypatch):
-    monkeypatch.setattr("rltrain.controller.launch_files.answers", lambda address: True)
+    monkeypatch.setattr("rltrain.controller.launch.files.answers", lambda address: True)
     write(tmp_path / "head", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match=r"names 10.0.0.1:6379, where another head answers"):
         own_token(tmp_path / "head")

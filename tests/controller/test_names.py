@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rltrain import stacks
-from rltrain.controller.nodes import program_of
+from rltrain.controller.launch.board import program_of
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 from rltrain.controller.calls import Call
 from rltrain.controller.parcels import cut_parcels, payload_bytes, route_calls
 from rltrain.controller.samples import Samples, assemble, whole
-from rltrain.ragged import Ragged
 
 
 class Store:

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 from rltrain.controller.samples import Samples, assemble, driver_bytes, whole
-from rltrain.ragged import Ragged
 
 
 def tokens_of(ids) -> Batch:

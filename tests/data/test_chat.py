@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
+from rltrain.base.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows
-from rltrain.errors import DataError
 from tests.pictures import RED
 
 ASK = [{"role": "user", "content": "what is 3 + 4 ?"}]

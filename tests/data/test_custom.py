@@ -5,12 +5,12 @@ import textwrap
 import numpy as np
 import pytest
 
+from rltrain.base.errors import ConfigError, DataError
 from rltrain.config.schema import DataConfig, SamplerConfig
 from rltrain.data.custom import custom_rows
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import read_rows
 from rltrain.data.sampler import make_sampler
-from rltrain.errors import ConfigError, DataError
 from tests.pictures import BLUE, RED
 
 GOOD = """

@@ -8,13 +8,13 @@ import lzma
 import pyarrow as pa
 import pytest
 
+from rltrain.base.errors import DataError
 from rltrain.config.check import missing_files
 from rltrain.config.schema import Config
 from rltrain.data.files import files_of, records
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows, scan_rows
 from rltrain.data.tables import num_rows
-from rltrain.errors import DataError
 from tests.pictures import BLUE, RED
 
 

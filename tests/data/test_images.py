@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rltrain.base.errors import DataError
 from rltrain.data.images import (
     SLOT,
     answer_position,
@@ -22,7 +23,6 @@ from rltrain.data.images import (
     with_parts,
     without_parts,
 )
-from rltrain.errors import DataError
 from tests.pictures import RED
 
 if not importlib.util.find_spec("torchvision"):

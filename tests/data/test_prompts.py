@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from rltrain.base.errors import DataError
 from rltrain.config.schema import DataConfig
 from rltrain.data import pictures as reading
 from rltrain.data.custom import custom_rows
 from rltrain.data.images import measured, open_image
 from rltrain.data.rows import read_rows
-from rltrain.errors import DataError
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
@@ -24,8 +24,8 @@ if not importlib.util.find_spec("torchvision"):
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
 from rltrain.data.prompts import check_limit_images, encode_prompts
-from rltrain.workers.rollout.base import Job
-from rltrain.workers.rollout.pictures import PicturesOfTask
+from rltrain.workers.rollout.contract import Job
+from rltrain.workers.rollout.images import PicturesOfTask
 from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_families
 
 

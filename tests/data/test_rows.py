@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from rltrain.base.errors import DataError
 from rltrain.data.rows import read_rows, scan_rows
-from rltrain.errors import DataError
 from tests.pictures import BLUE, RED
 
 

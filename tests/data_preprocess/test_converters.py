@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rltrain.base.errors import DataError
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess import arithmetic, gsm8k, reasoning_gym
 from rltrain.data_preprocess.common import row, write_splits
-from rltrain.errors import DataError
-from rltrain.rewards.registry import find_scorer
+from rltrain.rewards.scorers.registry import find_scorer
 
 ROOT = Path(__file__).parents[2]
 

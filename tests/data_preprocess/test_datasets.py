@@ -12,7 +12,7 @@ import pytest
 
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess import aime, boba, code_contests, common
-from rltrain.rewards.registry import known_sources
+from rltrain.rewards.scorers.registry import known_sources
 from tests.pictures import BLUE, RED
 
 MATH = {

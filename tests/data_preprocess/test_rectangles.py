@@ -8,7 +8,7 @@ import pytest
 from rltrain.data.images import open_image
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess import rectangles
-from rltrain.rewards.registry import find_scorer
+from rltrain.rewards.scorers.registry import find_scorer
 
 pytest.importorskip("PIL")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rltrain.main_ppo import main
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.config.test_launches import LAUNCHES, Launch
 from tests.pictures import RED
 from tests.tiny import save_tiny_reward_model, write_arithmetic

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.main_ppo import main
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.e2e.test_train import largest_difference, weights
 from tests.tiny import save_tiny_reward_model, small_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.faults.conftest import own_ray, start  # noqa: F401
 from tests.faults.plug import gone, wait_for_step
 from tests.tiny import small_run

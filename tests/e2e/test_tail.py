@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rltrain.main_ppo import main
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("joined")

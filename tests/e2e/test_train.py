@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rltrain
 from rltrain.main_ppo import main
-from rltrain.report import read_metrics
-from rltrain.trainer import build, saving
-from rltrain.view import read_samples
+from rltrain.run import build
+from rltrain.run.checkpoints import saver as saving
+from rltrain.run.report.table import read_metrics
+from rltrain.run.report.view import read_samples
 from tests.distance import distance
 from tests.tiny import small_run
 

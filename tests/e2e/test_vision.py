@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rltrain.main_ppo import main
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.e2e.test_train import largest_difference, stopped_after, weights
 from tests.tiny import small_run
 from tests.tiny_vision import save_tiny_vision_model, write_pictures

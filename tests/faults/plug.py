@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.faults.nursery import begin
 from tests.ranks import MARK, STAND_IN
 
@@ -123,7 +123,7 @@ class Trap:
     PHASES = {  # noqa: RUF012 - read only
         "load": ("workers/actor_ref.py", "_load_models"),
         "sync": ("workers/weight_sync.py", "run"),
-        "generate": ("rollout/hf.py", "generate"),
+        "generate": ("embedded/engine.py", "generate"),
         "log_probs": ("workers/actor_ref.py", "log_probs"),
         "update": ("workers/updater.py", "run"),
         "stage": ("workers/actor_ref.py", "stage"),
@@ -138,7 +138,7 @@ class Trap:
         "save": PHASES["save"],
     }
     # Of vLLM: the process that looks at the model's class while the engine starts, and the loop of its steps.
-    ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("rollout/vllm.py", "generate")}  # noqa: RUF012
+    ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("vllm/engine.py", "generate")}  # noqa: RUF012
 
     # What "memory" needs: one heap, and large blocks that are asked of the kernel each by itself.
     MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(3 << 19)}  # noqa: RUF012 - read only

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from rltrain import __version__
-from rltrain.report import read_metrics
-from rltrain.trainer.checkpoint import find_damage
+from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.report.table import read_metrics
 from tests.faults.plug import (
     PATIENCE_S,
     alive,

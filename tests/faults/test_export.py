@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from rltrain.models.source import model_problem
-from rltrain.report import read_metrics
-from rltrain.trainer.checkpoint import find_damage
+from rltrain.models.files.source import model_problem
+from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.report.table import read_metrics
 from tests.faults.plug import wait_for_step, wait_until
 from tests.tiny import small_run
 
@@ -21,7 +21,7 @@ def test_a_worker_killed_in_an_export_leaves_no_half_of_a_model(start, trap, tin
     words = small_run(tiny_model, arithmetic_files, run, **always)
     process = start(words, **trap.environment)
     wait_for_step(run, 2, process)
-    (tmp_path / "laid").write_text(f"models/export.py write {int(signal.SIGKILL)}")
+    (tmp_path / "laid").write_text(f"models/weights/export.py write {int(signal.SIGKILL)}")
     (tmp_path / "laid").rename(tmp_path / "trap")
     assert wait_until(lambda: trap.caught or process.poll() is not None)
     output, _ = process.communicate(timeout=90)

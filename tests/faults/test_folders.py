@@ -13,7 +13,7 @@ SCRIPT = """
 import subprocess, sys
 from pathlib import Path
 from rltrain.main_ppo import main
-from rltrain.trainer.checkpoint import RunFolder
+from rltrain.run.checkpoints.folder import RunFolder
 
 place, *words = sys.argv[1:]
 

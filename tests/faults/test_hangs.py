@@ -79,7 +79,7 @@ VLLM = {"actor_rollout_ref__rollout__name": "vllm", "trainer__hang_timeout_s": V
             "vllm_generate",
             {"trainer__n_gpus_per_node": 2, "actor_rollout_ref__rollout__tensor_model_parallel_size": 2, **VLLM},
             "Rollout.generate",
-            "rollout/vllm.py",
+            "vllm/engine.py",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and value in (*Trap.PHASES, *Trap.ENGINE) else "",

@@ -12,17 +12,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain import api, storage
+from rltrain import api
+from rltrain.base import storage
+from rltrain.base.errors import RewardError, StorageError, command
+from rltrain.base.stop import Stop
 from rltrain.config.load import load_config
-from rltrain.errors import RewardError, StorageError, command
 from rltrain.main_ppo import main
-from rltrain.report import main as report
-from rltrain.report import read_metrics
-from rltrain.stop import Stop
-from rltrain.trainer.best import Best
-from rltrain.trainer.changes import write_config
-from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.earlier import set_aside
+from rltrain.run.changes import write_config
+from rltrain.run.checkpoints.best import Best
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.earlier import set_aside
+from rltrain.run.report.table import main as report
+from rltrain.run.report.table import read_metrics
 from tests.data.conftest import make_row
 from tests.tiny import small_config
 
@@ -111,7 +112,7 @@ def test_a_run_that_has_ended_needs_no_report(tmp_path, at_once, monkeypatch, ca
             return None
 
     (tmp_path / "metrics.jsonl").symlink_to(NO_ANSWER)
-    monkeypatch.setattr("rltrain.trainer.build.build", lambda *_: Ended())
+    monkeypatch.setattr("rltrain.run.build.build", lambda *_: Ended())
     api.run(load_config([]), [], Stop())
     assert "the report of the run cannot be shown" in caplog.text
 
@@ -129,8 +130,8 @@ import pandas
 from rltrain.data.rows import read_rows
 from rltrain.data.trial import trouble
 from rltrain.main_ppo import main
-from rltrain.models.safe import read_metadata
-from rltrain.view import read_samples
+from rltrain.models.files.safe import read_metadata
+from rltrain.run.report.view import read_samples
 
 folder = Path(sys.argv[1])
 works = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.faults.plug import PATIENCE_S, Trap, alive, below, error_of, wait_for_step, wait_until, worker_pids
 from tests.tiny import save_tiny_model, small_run
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from rltrain import replay
 from rltrain.main_ppo import main
+from rltrain.tools import replay
 from tests.faults.test_resume import NUM_ROWS, PICTURES
 from tests.tiny import small_run
 from tests.tiny_vision import save_tiny_vision_model, write_pictures

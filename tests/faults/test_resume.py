@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.tiny import small_run, write_arithmetic
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
 from tests.trainer.steps import ACTOR, GAE, numbers_of

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from rltrain.report import read_metrics
-from rltrain.trainer import tracking
-from rltrain.trainer.checkpoint import find_damage
-from rltrain.trainer.trackers import RunInfo
+from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.report import tracking
+from rltrain.run.report.table import read_metrics
+from rltrain.run.report.trackers import RunInfo
 from tests.faults.plug import PATIENCE_S, gone, wait_for_line, wait_for_step, wait_until
 from tests.slow_disk import slow_disk
 from tests.tiny import small_run

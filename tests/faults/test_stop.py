@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.faults.plug import PATIENCE_S, wait_for_line, wait_for_step, wait_until
 from tests.tiny import small_run
 

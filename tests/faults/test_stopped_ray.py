@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rltrain.env import ATTEMPT
+from rltrain.base.env import ATTEMPT
 from tests.faults.plug import alive, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -18,7 +18,7 @@ PROGRAM = """
 import os, signal, sys, ray
 from rltrain.controller import lifeline
 from rltrain.controller.hang import Deadlines
-from rltrain.errors import WorkerLost
+from rltrain.base.errors import WorkerLost
 lifeline._GOODBYE_S = 2
 ray.init(num_cpus=1, include_dashboard=False, address="local", log_to_driver=False)
 node = ray._private.worker._global_node

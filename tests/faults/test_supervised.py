@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.report import read_metrics
-from rltrain.trainer.checkpoint import find_damage
+from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.report.table import read_metrics
 from tests.faults.plug import PATIENCE_S, gone, wait_for_step, wait_until
 from tests.hosts.hosts import forbidden
 from tests.tiny import small_run

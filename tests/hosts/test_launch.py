@@ -46,11 +46,11 @@ def test_a_cluster_without_shared_files_gathers_and_ends_alone(hosts):
     assert (job.returncode, "the token of this node is not the head's" in job.output) == (75, True)
     other = third.shared / "rltrain"
     shutil.copytree(ROOT / "rltrain", other, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    (other / "seeds.py").write_text("changed = 1\n")
+    (other / "base" / "seeds.py").write_text("changed = 1\n")
     own = named | {"PYTHONPATH": third.shared, "RAY_AUTH_TOKEN": token}
     job = third.run(f"{SCRIPT} worker --num-cpus=1", own, cwd=third.shared)
     assert job.returncode == 2
-    assert "this node and the head differ. The head has other code: rltrain/seeds.py." in job.output
+    assert "this node and the head differ. The head has other code: rltrain/base/seeds.py." in job.output
     assert not ray_of(third)
 
     # The first card leads nowhere, and its address is the same on all.

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rltrain.env import cpu_quota, installed
+from rltrain.base.env import cpu_quota, installed
 from tests.hosts.hosts import wait_until
 
 TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from rltrain.report import read_metrics
+from rltrain.run.report.table import read_metrics
 from tests.distance import distance
 from tests.hosts.hosts import wait_until
 from tests.local import local_trainer

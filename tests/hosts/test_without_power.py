@@ -19,7 +19,7 @@ LEFT_S = 100
 # The scores are those of always. Some steps wait in the middle until they are let go.
 REWARD = """
 import pathlib, time
-from rltrain.rewards.registry import find_scorer
+from rltrain.rewards.scorers.registry import find_scorer
 def compute_score(data_source, solution_str, ground_truth, extra_info, folder, steps):
     folder = pathlib.Path(folder)
     lines = folder / "run" / "metrics.jsonl"

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn.attention import varlen as torchs
 from transformers import Qwen2Config
 
-from rltrain.errors import ConfigError
-from rltrain.models import attention, varlen
-from rltrain.models.attention import attend
-from rltrain.models.packing import AttentionPlan, Segment
-from rltrain.models.scores import Kind
+from rltrain.base.errors import ConfigError
+from rltrain.models.attention import packed as attention
+from rltrain.models.attention import varlen
+from rltrain.models.attention.packed import attend
+from rltrain.models.attention.packing import AttentionPlan, Segment
+from rltrain.models.attention.scores import Kind
 
 # A prompt of 5 with answers of 3 and 1; a segment of its own; a prompt of 2 with an answer of 6.
 PLAN = AttentionPlan(

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.data.chat import ChatEncoder
-from rltrain.errors import ConfigError
 from rltrain.models.load import load_config
 
 CODE = """

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rltrain.data.chat import ChatEncoder
-from rltrain.models.export import Export, find_problems
 from rltrain.models.load import load_config
+from rltrain.models.weights.export import Export, find_problems
 from tests.distance import distance
 from tests.exported import export_huggingface
 from tests.models.test_forward import make_policy
@@ -76,7 +76,7 @@ def test_a_hub_that_fails_while_saving_does_not_end_the_run(hub_name, tmp_path, 
     def fail(*arguments, **keys):
         raise RuntimeError("proxy")
 
-    monkeypatch.setattr("rltrain.models.export.snapshot_download", fail)
+    monkeypatch.setattr("rltrain.models.weights.export.snapshot_download", fail)
     assert export(hub_name, tmp_path / "out") == []
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 3]
 
@@ -185,7 +185,7 @@ def test_a_look_that_fails_in_any_way_costs_no_export(source, tmp_path, monkeypa
 
     out = tmp_path / "out"
     export(source, out)
-    monkeypatch.setattr("rltrain.models.export.load_config", fail)
+    monkeypatch.setattr("rltrain.models.weights.export.load_config", fail)
     assert f"config.json does not load: {error}" in find_problems(out, ChatEncoder(str(source)), {})
 
 

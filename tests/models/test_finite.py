@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rltrain.device import get_device
-from rltrain.errors import NonFiniteError
-from rltrain.models.finite import all_finite
+from rltrain.base.device import get_device
+from rltrain.base.errors import NonFiniteError
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.lora import Lora
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
+from rltrain.models.weights.finite import all_finite
+from rltrain.models.weights.lora import Lora
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
 from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_adapter
 

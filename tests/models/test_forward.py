@@ -14,14 +14,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rltrain.batch import Batch
-from rltrain.device import get_device
-from rltrain.models import attention
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import get_device
+from rltrain.models.attention import packed as attention
+from rltrain.models.attention.packing import pack, pack_whole
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.packing import pack, pack_whole
-from rltrain.models.shard import reshard, sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.models.weights import whole_weights
+from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.shard import reshard, sharded_model
+from rltrain.models.weights.spec import ModelSpec
 from tests.batches import batch_of_rows, rows_of
 from tests.distance import distance
 

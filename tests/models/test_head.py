@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bench.memory import plain_log_probs
-from rltrain import device
+from rltrain.base import device
 from rltrain.models.head import ReferenceStates, Scaling, token_log_probs
 from tests.distance import distance
 

@@ -9,15 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
-from rltrain import device
-from rltrain.device import get_device
-from rltrain.errors import ConfigError
-from rltrain.models import attention, kernels, recurrent
+from rltrain.base import device
+from rltrain.base.device import get_device
+from rltrain.base.errors import ConfigError
+from rltrain.models import kernels
+from rltrain.models.attention import packed as attention
+from rltrain.models.attention import recurrent
+from rltrain.models.attention.packing import AttentionPlan, pack
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import make_optimizer
-from rltrain.models.packing import AttentionPlan, pack
-from rltrain.models.shard import _compile_layers, sharded_model
-from rltrain.models.spec import ModelSpec
+from rltrain.models.weights.shard import _compile_layers, sharded_model
+from rltrain.models.weights.spec import ModelSpec
 from tests.batches import batch_of_rows
 from tests.distance import distance
 from tests.models.kinds import plain_model

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rltrain.device import get_device
+from rltrain.base.device import get_device
+from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
-from rltrain.models.packing import pack
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
 from tests.batches import rows_of
 from tests.distance import distance
 from tests.models.kinds import KINDS, plain_model

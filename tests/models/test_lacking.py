@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rltrain.errors import ConfigError
+from rltrain.base.errors import ConfigError
 from rltrain.main_ppo import main
-from rltrain.models.entries import NoEntries, files_of, read_entries
+from rltrain.models.files.entries import NoEntries, files_of, read_entries
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head, read_weights
-from rltrain.models.shard import look_at_weights
-from rltrain.models.spec import ModelSpec
+from rltrain.models.weights.shard import look_at_weights
+from rltrain.models.weights.spec import ModelSpec
 from tests.models.test_slices import CONFIGS, made
 from tests.tiny import save_tiny_model, save_tiny_reward_model, small_run
 
@@ -198,7 +198,7 @@ def test_a_reward_model_reads_its_head_from_any_file(tmp_path):
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_a_start_refuses_it_before_ray(more, changed, arithmetic_files, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rltrain.trainer.build.start_ray", lambda cfg: pytest.fail("Ray was started"))
+    monkeypatch.setattr("rltrain.run.build.start_ray", lambda cfg: pytest.fail("Ray was started"))
     folder = changed(before("module."))
     assert main([*small_run(folder, arithmetic_files, tmp_path / "run"), *more]) == 2
     told = capsys.readouterr()
@@ -212,7 +212,7 @@ def test_what_transformers_would_make_up_is_refused_when_it_reads(changed):
 
 
 def test_what_is_not_here_is_not_fetched_for_a_look(monkeypatch):
-    monkeypatch.setattr("rltrain.models.entries.cached_file", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("rltrain.models.files.entries.cached_file", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(NoEntries):
         read_entries("some/model")
     assert looked_at_hub() == []

@@ -10,16 +10,16 @@ from peft import IA3Config, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rltrain.base.device import get_device
+from rltrain.base.errors import ConfigError
 from rltrain.data.chat import ChatEncoder
-from rltrain.device import get_device
-from rltrain.errors import ConfigError
+from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
-from rltrain.models.lora import Lora, adapters_off, lora_layers, save_adapter
-from rltrain.models.packing import pack
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.models.weights import whole_weights
+from rltrain.models.weights.lora import Lora, adapters_off, lora_layers, save_adapter
+from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
 from tests.exported import export_huggingface
 from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy

@@ -8,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, MiniMaxConfig, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from rltrain.errors import ConfigError
-from rltrain.models import attention, delta_rule, recurrent
+from rltrain.base.errors import ConfigError
+from rltrain.models.attention import delta_rule, recurrent
+from rltrain.models.attention import packed as attention
+from rltrain.models.attention.packing import AttentionPlan, Segment
 from rltrain.models.forward import PolicyModel, model_numbers
 from rltrain.models.load import empty_model
-from rltrain.models.packing import AttentionPlan, Segment
 from tests.distance import distance
 from tests.models.kinds import KINDS, plain_model
 

@@ -14,20 +14,20 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from rltrain.base.device import get_device
+from rltrain.base.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config
-from rltrain.device import get_device
-from rltrain.errors import CheckpointError, ConfigError
+from rltrain.models.files.safe import read_metadata
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import load_config as model_config
 from rltrain.models.load import read_weights
-from rltrain.models.lora import Lora
-from rltrain.models.safe import read_metadata
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.models.state import load_training_state, save_training_state
-from rltrain.trainer.checkpoint import RunFolder, find_damage
+from rltrain.models.weights.lora import Lora
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.models.weights.state import load_training_state, save_training_state
+from rltrain.run.checkpoints.folder import RunFolder, find_damage
+from rltrain.run.checkpoints.resume import files_of, find_start
 from rltrain.trainer.progress import Progress
-from rltrain.trainer.resume import files_of, find_start
 from tests.test_house_rules import PACKAGE
 from tests.tiny import save_tiny_adapter
 
@@ -203,7 +203,7 @@ def test_crafted_adapters_are_refused_and_not_run(tiny_model, tmp_path, payload,
 
 
 # What these unpickle this very run has pickled.
-OWN_PICKLES = {"plugin.py", "data/tables.py", "data/pictures.py", "rewards/processes/child.py"}
+OWN_PICKLES = {"base/plugin.py", "data/tables.py", "data/pictures.py", "rewards/processes/child.py"}
 
 
 def test_the_library_unpickles_nothing_of_others():

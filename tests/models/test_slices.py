@@ -24,12 +24,12 @@ from transformers import (
 )
 
 from bench.zeros import write_zeros
-from rltrain.config.model_schema import ShardingConfig
-from rltrain.device import get_device
+from rltrain.base.device import get_device
+from rltrain.config.schema.model import ShardingConfig
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.shard import sharded_model
-from rltrain.models.slices import NotSliceable, SlicedCheckpoint
-from rltrain.models.spec import ModelSpec
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.slices import NotSliceable, SlicedCheckpoint
+from rltrain.models.weights.spec import ModelSpec
 from tests.ranks import run_on_ranks
 from tests.tiny_vision import FAMILIES as VISION
 from tests.tiny_vision import _config

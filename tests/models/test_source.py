@@ -6,7 +6,7 @@ import time
 import huggingface_hub
 import pytest
 
-from rltrain.models import source
+from rltrain.models.files import source
 
 KEY = "actor_rollout_ref.model.path"
 

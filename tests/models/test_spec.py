@@ -2,9 +2,9 @@
 
 import pytest
 
+from rltrain.base.device import get_device
 from rltrain.config.load import load_config
-from rltrain.device import get_device
-from rltrain.models.spec import actor_spec, critic_spec, reference_spec, reward_model_spec
+from rltrain.models.weights.spec import actor_spec, critic_spec, reference_spec, reward_model_spec
 from tests.tiny import save_tiny_model, small_config
 
 

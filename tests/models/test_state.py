@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import load
 
-from rltrain.device import get_device
+from rltrain.base.device import get_device
+from rltrain.models.files.hashed import HashingWriter, Planner
 from rltrain.models.forward import PolicyModel
-from rltrain.models.hashed import HashingWriter, Planner
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.models.state import load_training_state, moments, save_training_state
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.models.weights.state import load_training_state, moments, save_training_state
 from tests.ranks import run_on_ranks
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
-from rltrain.batch import Batch
-from rltrain.device import COLLECTIVE_TIMEOUT, get_device
-from rltrain.errors import ConfigError
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import COLLECTIVE_TIMEOUT, get_device
+from rltrain.base.errors import ConfigError
+from rltrain.models.attention.packing import AttentionPlan, PackedInputs, Segment, pack
+from rltrain.models.attention.ulysses import sequence_group
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.packing import AttentionPlan, PackedInputs, Segment, pack
-from rltrain.models.shard import make_mesh, sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.models.ulysses import sequence_group
+from rltrain.models.weights.shard import make_mesh, sharded_model
+from rltrain.models.weights.spec import ModelSpec
 from tests.batches import batch_of_rows
 from tests.distance import distance
 from tests.models.kinds import KINDS, plain_model

@@ -17,15 +17,15 @@ if not importlib.util.find_spec("torchvision"):
 
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.errors import CheckpointError
 from rltrain.data.chat import ChatEncoder
-from rltrain.errors import CheckpointError
+from rltrain.models.attention.packing import pack
 from rltrain.models.load import load_config, source_dtype
-from rltrain.models.lora import save_adapter
-from rltrain.models.packing import pack
-from rltrain.models.state import load_training_state, save_training_state
 from rltrain.models.vision import tower
-from rltrain.ragged import Ragged
+from rltrain.models.weights.lora import save_adapter
+from rltrain.models.weights.state import load_training_state, save_training_state
 from tests.distance import distance
 from tests.exported import export_huggingface
 from tests.models.test_vision_packed import CPU, LORA, TEMPERATURE, loss_of, make, make_batch

@@ -16,17 +16,17 @@ if not importlib.util.find_spec("torchvision"):
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForImageTextToText
 
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import get_device
 from rltrain.data.chat import ChatEncoder
-from rltrain.device import get_device
+from rltrain.models.attention.packing import pack
+from rltrain.models.attention.ulysses import sequence_group
 from rltrain.models.forward import PolicyModel, ScalarModel, model_numbers
-from rltrain.models.lora import Lora
-from rltrain.models.packing import pack
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
-from rltrain.models.ulysses import sequence_group
 from rltrain.models.vision import read_with_images, tower, tower_numbers
-from rltrain.ragged import Ragged
+from rltrain.models.weights.lora import Lora
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
 from tests.ranks import run_on_ranks
 from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, picture, save_tiny_vision_model

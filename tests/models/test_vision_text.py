@@ -11,18 +11,18 @@ if not importlib.util.find_spec("torchvision"):
 
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import get_device
 from rltrain.data.chat import ChatEncoder
-from rltrain.device import get_device
+from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, ScalarModel, model_numbers
 from rltrain.models.load import by_owner, load_config, without_dropout
-from rltrain.models.lora import Lora, lora_layers
-from rltrain.models.packing import pack
-from rltrain.models.shard import sharded_model
-from rltrain.models.spec import ModelSpec
 from rltrain.models.vision import placeholder_ids, tower
-from rltrain.models.weights import whole_weights
-from rltrain.workers.rollout.base import Sampling
+from rltrain.models.weights.lora import Lora, lora_layers
+from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.workers.rollout.contract import Sampling
 from tests.batches import batch_of_rows, rows_of
 from tests.distance import distance
 from tests.exported import export_huggingface

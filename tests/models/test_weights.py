@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from rltrain.models.weights import CheckpointNames, huggingface_name, whole_weights
+from rltrain.models.weights.names import CheckpointNames, huggingface_name, whole_weights
 from tests.ranks import run_on_ranks
 
 RANKS = 64
@@ -47,7 +47,7 @@ def test_a_weight_with_a_gather_to_itself_is_not_copied(model):
     received, gather = [], torch.distributed.all_gather_into_tensor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "rltrain.models.weights.all_gather", lambda out, *a, **k: received.append(out) or gather(out, *a, **k)
+            "rltrain.models.weights.names.all_gather", lambda out, *a, **k: received.append(out) or gather(out, *a, **k)
         )
         found = {weight.name: weight.values for weight in whole_weights(model, torch.float32, 0)}
     assert {values.data_ptr() for values in found.values()} == {buffer.data_ptr() for buffer in received}

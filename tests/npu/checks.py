@@ -6,8 +6,8 @@ import torch_npu
 from torch.distributed.checkpoint import load
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rltrain.device import detect, get_device
-from rltrain.models.hashed import HashingWriter, Planner
+from rltrain.base.device import detect, get_device
+from rltrain.models.files.hashed import HashingWriter, Planner
 
 _SMALL = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

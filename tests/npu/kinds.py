@@ -3,10 +3,10 @@
 import torch
 import torch_npu  # noqa: F401 - installs the device
 
-from rltrain.models import attention
+from rltrain.models.attention import packed as attention
+from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model
-from rltrain.models.packing import pack
 from tests.distance import distance
 from tests.models.kinds import plain_model
 from tests.models.test_forward import make_groups

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, policy_loss
-from rltrain.device import DEVICES
+from rltrain.base.device import DEVICES
 from rltrain.workers.residency import Residency
 
 

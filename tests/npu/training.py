@@ -21,18 +21,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import device_memory as bench
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import get_device
+from rltrain.base.errors import WorkerLost
 from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
-from rltrain.device import get_device
-from rltrain.errors import WorkerLost
-from rltrain.models.safe import read_metadata
+from rltrain.models.files.safe import read_metadata
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.residency import Residency, local
-from rltrain.workers.rollout.kv import KeyValues
+from rltrain.workers.rollout.embedded.kv import KeyValues
 from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask
 from tests.distance import distance
 from tests.tiny import save_tiny_model, write_arithmetic

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rltrain.cli import main as rltrain
 from rltrain.config.check import check
-from rltrain.config.keys import all_keys
 from rltrain.config.load import load_config, to_dict
-from rltrain.port.__main__ import main
-from rltrain.port.launches import launches
-from rltrain.port.shell import Call, restored
-from rltrain.port.translate import translate
+from rltrain.config.schema.keys import all_keys
+from rltrain.tools.cli import main as rltrain
+from rltrain.tools.port.__main__ import main
+from rltrain.tools.port.launches import launches
+from rltrain.tools.port.shell import Call, restored
+from rltrain.tools.port.translate import translate
 from tests.config.test_launches import recorded
 
 GRPO = """\
@@ -405,7 +405,7 @@ def test_what_is_no_launch_script_is_said(tmp_path, capsys, text, told):
 def test_no_jail_means_nothing_is_run(tmp_path, monkeypatch, capsys):
     jail = tmp_path / "jail.py"
     jail.write_text("import sys; sys.exit(3)")
-    monkeypatch.setattr("rltrain.port.shell.JAIL", jail)
+    monkeypatch.setattr("rltrain.tools.port.shell.JAIL", jail)
     Path(tmp_path / "x.sh").write_text(GRPO)
     assert main([str(tmp_path / "x.sh")]) == 2
     assert "--overrides" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from rltrain.errors import RewardError
+from rltrain.base.errors import RewardError
 from rltrain.rewards.processes.slot import Slot
 
 CALLS = [("a", "one", "1", {"index": 0}), ("b", "two", "2", {"index": 1}), ("a", "three", "3", {})]

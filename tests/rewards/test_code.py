@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from rltrain.errors import RewardError
-from rltrain.rewards.processes.limits import descendants
+from rltrain.base.errors import RewardError
+from rltrain.rewards.jail.limits import descendants
 from rltrain.rewards.processes.slot import Slot
 from rltrain.rewards.scorers.code import extract_code, same_text
 

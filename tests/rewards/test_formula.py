@@ -8,7 +8,7 @@ from rltrain.rewards.grading import formula
 from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.truths import solutions, why_unmatchable
 from rltrain.rewards.processes.slot import Slot
-from rltrain.rewards.registry import find_scorer
+from rltrain.rewards.scorers.registry import find_scorer
 
 EQUAL = [
     ("x+1", "1+x"),

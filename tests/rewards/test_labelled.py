@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.rewards.registry import find_scorer
 from rltrain.rewards.scorers import clevr_count, gsm8k
+from rltrain.rewards.scorers.registry import find_scorer
 
 FOLDER = Path(__file__).parent / "labelled"
 SOURCES = {

@@ -62,7 +62,7 @@ def test_a_function_given_as_an_object_is_told_to_become_a_file(tmp_path):
     script = f"""
 import multiprocessing, sys
 from pathlib import Path
-from rltrain.plugin import save_object
+from rltrain.base.plugin import save_object
 def same(pair): return 1.0
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     with multiprocessing.get_context("spawn").Pool(1) as pool: return pool.map(same, [1])[0]

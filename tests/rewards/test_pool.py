@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rltrain.base.errors import RewardError, WorkerLost
 from rltrain.data.rows import read_rows
-from rltrain.errors import RewardError, WorkerLost
 from rltrain.rewards.processes.pool import columns_of
 from rltrain.rewards.processes.score import Score
 

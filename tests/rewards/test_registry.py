@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 MINE = """
-from rltrain.rewards.registry import scorer
+from rltrain.rewards.scorers.registry import scorer
 
 @scorer("mine/*")
 def mine(solution_str, ground_truth, extra_info):
@@ -32,7 +32,7 @@ def test_a_new_scorer_is_one_new_file(tmp_path):
 def test_listing_scorers_imports_nothing_slow():
     code = """
         import sys
-        from rltrain.rewards.registry import known_sources
+        from rltrain.rewards.scorers.registry import known_sources
         assert len(known_sources()) > 20
         print(*({"mpmath", "sympy", "reasoning_gym", "numpy", "torch", "ray"} & set(sys.modules)))
     """

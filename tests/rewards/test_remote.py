@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rltrain.base.errors import ConfigError, RewardError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.data.rows import read_rows
-from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.processes.remote import RemoteScorer
 
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from rltrain.errors import RewardError
-from rltrain.rewards.registry import check_sources, find_scorer, known_sources
+from rltrain.base.errors import RewardError
 from rltrain.rewards.scorers import arithmetic, gsm8k, math_boxed, reasoning_gym
+from rltrain.rewards.scorers.registry import check_sources, find_scorer, known_sources
 
 GSM8K = [
     # answer, ground truth, score: decided by hand

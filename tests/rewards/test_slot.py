@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rltrain.errors import RewardError
+from rltrain.base.errors import RewardError
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.slot import Slot
 

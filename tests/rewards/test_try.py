@@ -38,7 +38,7 @@ def attempt(tmp_path, monkeypatch, capsys):
         words = ["try", str(tmp_path / "my_reward.py"), str(tmp_path / "rows.parquet"), *map(str, more)]
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
-            runpy.run_module("rltrain.rewards.try", run_name="__main__")
+            runpy.run_module("rltrain.tools.try_reward", run_name="__main__")
         monkeypatch.delitem(sys.modules, "my_rule", raising=False)
         written = capsys.readouterr()
         return ended.value.code, written.out + written.err
@@ -63,7 +63,7 @@ def test_usual_forms_and_a_wrong_answer_are_tried_per_source(attempt):
     assert written.count("KeyError: 'no brackets'") == 1
     assert written.count("returned NoneType None") == 1
     assert "my_reward.py" in written
-    assert "try.py" not in written
+    assert "try_reward.py" not in written
 
 
 @pytest.mark.parametrize("name", ["answers.txt", "answers.jsonl"])

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from rltrain.algorithms import policy_losses
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
 
 ESTIMATOR, LOSS = "algorithm__adv_estimator", "actor_rollout_ref__actor__policy_loss__loss_mode"
 

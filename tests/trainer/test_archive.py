@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.config.load import load_config
-from rltrain.controller import sample_writer
-from rltrain.controller.sample_writer import SampleWriter, Written
 from rltrain.controller.samples import Samples, whole
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import read_rows
-from rltrain.trainer.archive import Archive
+from rltrain.run.report import sample_writer
+from rltrain.run.report.archive import Archive
+from rltrain.run.report.sample_writer import SampleWriter, Written
 from rltrain.trainer.metrics import Answered
 from tests.tiny import write_arithmetic
 

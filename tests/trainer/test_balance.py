@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 from rltrain.data.images import PromptImages
-from rltrain.models.packing import pack
-from rltrain.ragged import Ragged
+from rltrain.models.attention.packing import pack
 from rltrain.trainer import balance
 from rltrain.trainer.balance import Layout, Workload, cost_of, lay_out, rank_tokens, spread
 from rltrain.trainer.plan import PassBudget

@@ -5,21 +5,21 @@ from contextlib import ExitStack
 
 import pytest
 
+from rltrain.base.errors import ConfigError
+from rltrain.base.stop import Stop
 from rltrain.config.effects import without_effect
 from rltrain.config.load import load_config
-from rltrain.errors import ConfigError
-from rltrain.report import read_metrics
-from rltrain.stop import Stop
-from rltrain.trainer.best import Best
-from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.earlier import owes_validation
+from rltrain.run.checkpoints.best import Best
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.resume import find_start
+from rltrain.run.checkpoints.saver import Saver
+from rltrain.run.earlier import owes_validation
+from rltrain.run.fit import Trainer
+from rltrain.run.report.table import read_metrics
+from rltrain.run.report.trackers import RunInfo
+from rltrain.run.report.tracking import Tracker
+from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.metrics import Answered
-from rltrain.trainer.resume import find_start
-from rltrain.trainer.run import Trainer
-from rltrain.trainer.saving import Saver
-from rltrain.trainer.trackers import RunInfo
-from rltrain.trainer.tracking import Tracker
-from rltrain.trainer.watchers import Watchers
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("process_group")

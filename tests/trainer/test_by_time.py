@@ -5,19 +5,20 @@ from contextlib import ExitStack
 
 import pytest
 
+from rltrain.base.stop import Stop
 from rltrain.config.load import load_config
-from rltrain.report import read_metrics
-from rltrain.stop import Stop
-from rltrain.trainer import room, saving
-from rltrain.trainer.checkpoint import RunFolder, read_record
+from rltrain.run.checkpoints import room
+from rltrain.run.checkpoints import saver as saving
+from rltrain.run.checkpoints.folder import RunFolder, read_record
+from rltrain.run.checkpoints.room import missing_room, superfluous
+from rltrain.run.checkpoints.saver import Saver
+from rltrain.run.fit import Trainer
+from rltrain.run.report.table import read_metrics
+from rltrain.run.report.trackers import RunInfo
+from rltrain.run.report.tracking import Tracker
+from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.plan import describe, make_plan
 from rltrain.trainer.progress import Progress
-from rltrain.trainer.room import missing_room, superfluous
-from rltrain.trainer.run import Trainer
-from rltrain.trainer.saving import Saver
-from rltrain.trainer.trackers import RunInfo
-from rltrain.trainer.tracking import Tracker
-from rltrain.trainer.watchers import Watchers
 
 
 @pytest.fixture

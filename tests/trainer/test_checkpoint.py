@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 import xxhash
 
-from rltrain import __version__, storage
+from rltrain import __version__
+from rltrain.base import storage
+from rltrain.base.errors import CheckpointError, ConfigError, DiskError, StorageError
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
-from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.errors import CheckpointError, ConfigError, DiskError, StorageError
-from rltrain.trainer import checkpoint, resume, saving
-from rltrain.trainer.changes import tell_changes, tell_finished, write_config
-from rltrain.trainer.checkpoint import Checkpoints, RunFolder, read_record
+from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.run.changes import tell_changes, tell_finished, write_config
+from rltrain.run.checkpoints import folder as checkpoint
+from rltrain.run.checkpoints import resume
+from rltrain.run.checkpoints import saver as saving
+from rltrain.run.checkpoints.folder import Checkpoints, RunFolder, read_record
+from rltrain.run.checkpoints.resume import Start, files_of, find_start, verified
+from rltrain.run.checkpoints.room import check_room, checkpoint_bytes, steps_saved, superfluous
+from rltrain.run.checkpoints.saver import Saver
 from rltrain.trainer.progress import Progress
-from rltrain.trainer.resume import Start, files_of, find_start, verified
-from rltrain.trainer.room import check_room, checkpoint_bytes, steps_saved, superfluous
-from rltrain.trainer.saving import Saver
 
 
 def save(folder: RunFolder, step: int) -> None:

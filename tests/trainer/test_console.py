@@ -5,8 +5,8 @@ import re
 import pytest
 from rich.console import Console as Screen
 
-from rltrain import logs
-from rltrain.trainer.console import Console, validation_lines
+from rltrain.base import logs
+from rltrain.run.report.console import Console, validation_lines
 from rltrain.trainer.timing import StepTimer
 
 STEP = {

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rltrain.batch import Batch
-from rltrain.config.algorithm_schema import AlgorithmConfig
-from rltrain.ragged import Ragged
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
+from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.workers.token_advantages import token_advantages
 from tests.trainer.steps import (
     ACTOR,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rltrain.errors import NonFiniteError
+from rltrain.base.errors import NonFiniteError
 from rltrain.trainer.progress import Progress
 from rltrain.workers.results import UpdateNumbers
 from rltrain.workers.tasks import SaveTask

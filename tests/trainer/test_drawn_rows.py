@@ -1,7 +1,7 @@
 """data.train_max_samples and val_max_samples in a run."""
 
 from rltrain.config.load import load_config
-from rltrain.trainer.splits import load_data
+from rltrain.run.splits import load_data
 from tests.tiny import small_run
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rltrain.controller.processes import Node, Process, _process
-from rltrain.trainer.drift import Drift, _History, _Look
+from rltrain.run.watchers.drift import Drift, _History, _Look
 from rltrain.trainer.metrics import Answered
 
 LEAKS = """

@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from rltrain.collect import collect
+from rltrain.base.errors import DataError, DiskError, StorageError
 from rltrain.config.load import load_config
-from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.errors import DataError, DiskError, StorageError
-from rltrain.report import read_metrics
-from rltrain.trainer.earlier import set_aside
-from rltrain.trainer.tracking import JsonLines
-from rltrain.view import read_samples
+from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.run.earlier import set_aside
+from rltrain.run.report.table import read_metrics
+from rltrain.run.report.tracking import JsonLines
+from rltrain.run.report.view import read_samples
+from rltrain.tools.collect import collect
 
 OF_A_RUN = (
     "plan.json",

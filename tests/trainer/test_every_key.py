@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.effects import without_effect
-from rltrain.config.keys import all_keys
 from rltrain.config.load import load_config
-from rltrain.errors import ConfigError
-from rltrain.models import shard
+from rltrain.config.schema.keys import all_keys
+from rltrain.models.weights import shard
 from tests.local import local_trainer
 from tests.tiny import small_run
 from tests.trainer.steps import actor_weights, engine_is_off, numbers_of

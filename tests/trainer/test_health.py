@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.errors import ConfigError, WorkerError, WorkerLost
-from rltrain.trainer import health
-from rltrain.trainer.health import Check, look_at_nodes, refuse, try_collectives
-from rltrain.versions import fingerprint
+from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
+from rltrain.base.versions import fingerprint
+from rltrain.run.preflight import health
+from rltrain.run.preflight.health import Check, look_at_nodes, refuse, try_collectives
 from rltrain.workers import node
 from tests.tiny import save_tiny_model, small_config
 
@@ -163,10 +163,10 @@ def test_a_line_that_is_shut_names_both_ends(run):
 
 
 def test_other_versions_and_other_code_are_named(run):
-    versions = fingerprint() | {"torch": "2.1.0", "rltrain/stop.py": "0123"}
+    versions = fingerprint() | {"torch": "2.1.0", "rltrain/base/stop.py": "0123"}
     said = problems(run(Hosts(look=changed(versions=versions))))
     assert said.startswith("b has other versions than this command (torch 2.1.0, here 2.")
-    assert "other code: rltrain/stop.py). Install the same" in said
+    assert "other code: rltrain/base/stop.py). Install the same" in said
 
 
 def test_packages_that_the_driver_lacks_are_compared(run, monkeypatch):

@@ -8,10 +8,10 @@ from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from rltrain.models.lora import lora_layers
-from rltrain.models.packing import pack
+from rltrain.models.attention.packing import pack
+from rltrain.models.weights.lora import lora_layers
+from rltrain.run.checkpoints.resume import frozen_values
 from rltrain.trainer.progress import Progress
-from rltrain.trainer.resume import frozen_values
 from rltrain.workers.tasks import SaveTask
 from tests import local
 from tests.distance import distance

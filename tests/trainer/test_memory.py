@@ -5,17 +5,18 @@ import json
 import pytest
 import torch
 
-from rltrain import columns as c
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import DEVICES
 from rltrain.config.load import load_config
-from rltrain.config.model_schema import OptimConfig
-from rltrain.device import DEVICES
-from rltrain.models import delta_rule, recurrent, shadow
+from rltrain.config.schema.model import OptimConfig
+from rltrain.models.attention import delta_rule, recurrent
 from rltrain.models.forward import PolicyModel
-from rltrain.models.spec import ModelSpec
-from rltrain.ragged import Ragged
-from rltrain.trainer.memory import forecast, fullest
-from rltrain.trainer.memory_room import look_at_memory, no_cache, table, too_large, way_out
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.run.preflight import shadow
+from rltrain.run.preflight.memory import forecast, fullest
+from rltrain.run.preflight.memory_room import look_at_memory, no_cache, table, too_large, way_out
 from rltrain.trainer.plan import make_plan
 from tests.models.kinds import KINDS
 from tests.tiny import small_run

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from rltrain.base.device import get_device
 from rltrain.controller.samples import Samples
-from rltrain.device import get_device
 from rltrain.trainer import metrics as m
 from rltrain.trainer.rewards import accuracy
 

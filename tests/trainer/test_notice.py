@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from rltrain.stop import StepLeft, listen
-from rltrain.trainer.notice import Notice
+from rltrain.base.stop import StepLeft, listen
+from rltrain.run.watchers.notice import Notice
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.config.effects import without_effect
 from rltrain.config.load import load_config
 from rltrain.main_ppo import main
-from rltrain.trainer import health
+from rltrain.run.preflight import health
 from tests.tiny import CHARACTERS, SPECIALS, save_tiny_model, small_run
 
 OTHER = "actor_rollout_ref__ref__model__path"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain import columns as c
 from rltrain.algorithms.moments import Moments
+from rltrain.base.columns import names as c
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.controller.samples import Samples, whole
@@ -14,7 +14,7 @@ from rltrain.trainer.overlap import EarlyPass, Overlap
 from rltrain.trainer.plan import PassBudget
 from rltrain.trainer.roles import Pass, Policy
 from rltrain.workers.results import GenerationNumbers, PassNumbers
-from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.tasks import GenerateTask
 
 # Four ranks, engines of one rank each, weights within two: eight answers of ten tokens, 0 to 3 made by the first two.

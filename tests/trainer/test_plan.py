@@ -1,8 +1,8 @@
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.budgets import budgets
 from rltrain.config.load import load_config
-from rltrain.errors import ConfigError
 from rltrain.models.optim import learning_rate
 from rltrain.trainer.plan import ImageSizes, PassBudget, describe, make_plan
 

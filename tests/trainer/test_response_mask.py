@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.models.packing import pack
-from rltrain.models.shard import reshard
-from rltrain.ragged import Ragged
+from rltrain.base.columns.ragged import Ragged
+from rltrain.models.attention.packing import pack
+from rltrain.models.weights.shard import reshard
 from rltrain.trainer.mini_batches import denominators
 from rltrain.workers.tasks import MiniBatch, UpdateTask
 from tests.batches import prompt_lengths, rows_of

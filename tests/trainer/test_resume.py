@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from rltrain.base.errors import DiskError
+from rltrain.base.stop import Stop
 from rltrain.controller.samples import assemble
-from rltrain.errors import DiskError
-from rltrain.models.state import moments
-from rltrain.stop import Stop
-from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.resume import find_start
-from rltrain.trainer.saving import Saver
+from rltrain.models.weights.state import moments
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.resume import find_start
+from rltrain.run.checkpoints.saver import Saver
 from tests import local
 from tests.tiny import small_run, write_arithmetic
 from tests.tiny_vision import save_tiny_vision_model, write_pictures

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rltrain.columns import COLUMNS, SCORER
-from rltrain.config.model_schema import OverlongBufferConfig
+from rltrain.base.columns.names import COLUMNS, SCORER
+from rltrain.base.errors import ConfigError, RewardError
+from rltrain.base.stop import Stop
+from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.controller.samples import Samples
-from rltrain.errors import ConfigError, RewardError
-from rltrain.stop import Stop
 from rltrain.trainer import experience
 from rltrain.trainer.rewards import overlong_penalty
 from rltrain.trainer.timing import StepTimer

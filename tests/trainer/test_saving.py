@@ -15,20 +15,20 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from rltrain import storage
-from rltrain.errors import DataError, DiskError, NonFiniteError, StorageError, WorkerLost
-from rltrain.models.export import Export
-from rltrain.models.hashed import hashed, write_weights
-from rltrain.report import read_metrics
-from rltrain.stop import Stop
-from rltrain.trainer import checkpoint
-from rltrain.trainer import saving as saving_of_driver
-from rltrain.trainer.checkpoint import RunFolder, find_damage
-from rltrain.trainer.room import sized
-from rltrain.trainer.run import Trainer
-from rltrain.trainer.saving import Saver
-from rltrain.trainer.tracking import JsonLines
-from rltrain.trainer.watchers import Watchers
+from rltrain.base import storage
+from rltrain.base.errors import DataError, DiskError, NonFiniteError, StorageError, WorkerLost
+from rltrain.base.stop import Stop
+from rltrain.models.files.hashed import hashed, write_weights
+from rltrain.models.weights.export import Export
+from rltrain.run.checkpoints import folder as checkpoint
+from rltrain.run.checkpoints import saver as saving_of_driver
+from rltrain.run.checkpoints.folder import RunFolder, find_damage
+from rltrain.run.checkpoints.room import sized
+from rltrain.run.checkpoints.saver import Saver
+from rltrain.run.fit import Trainer
+from rltrain.run.report.table import read_metrics
+from rltrain.run.report.tracking import JsonLines
+from rltrain.run.watchers.watcher import Watchers
 from rltrain.workers import saving
 from tests.local import LocalGroup, LocalHandle
 from tests.trainer.steps import actor_weights, weights
@@ -241,7 +241,7 @@ def test_async_save_off_waits_without_a_word(tiny_trainer, folder, caplog):
 
 @pytest.mark.parametrize("piece_bytes", [7, 32 << 20])
 def test_weights_are_written_as_safetensors_writes_them(piece_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr("rltrain.models.hashed._PIECE", piece_bytes)
+    monkeypatch.setattr("rltrain.models.files.hashed._PIECE", piece_bytes)
     weights = {
         "b": torch.randn(3, 5), "a": torch.randn(4, 2).T, "half": torch.randn(7).bfloat16(), "none": torch.zeros(0, 3),
         "n": torch.tensor(5), "flag": torch.tensor([True, False]), "eight": torch.randn(9).to(torch.float8_e4m3fn),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rltrain.config import declarations
-from rltrain.config.declarations import LossTraits
+from rltrain.config.schema import declarations
+from rltrain.config.schema.declarations import LossTraits
 from tests.distance import distance
 from tests.trainer.steps import (
     ACTOR,

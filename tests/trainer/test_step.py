@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.batch import Batch
-from rltrain.errors import ConfigError
-from rltrain.models import shard
-from rltrain.models.packing import pack
-from rltrain.ragged import Ragged
-from rltrain.stop import Stop
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.errors import ConfigError
+from rltrain.base.stop import Stop
+from rltrain.models.attention.packing import pack
+from rltrain.models.weights import shard
+from rltrain.run.preflight.settings import check_plugins
 from rltrain.trainer.mini_batches import cut_prompts
-from rltrain.trainer.preflight import check_plugins
 from rltrain.trainer.progress import Progress
 from rltrain.workers import actor_ref
 from rltrain.workers.selection import noise

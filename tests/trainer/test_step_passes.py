@@ -2,12 +2,12 @@
 
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
-from rltrain.errors import ConfigError
+from rltrain.run.preflight.settings import check_plugins
 from rltrain.trainer.plan import describe, make_plan
-from rltrain.trainer.preflight import check_plugins
 
 A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 BASE = [

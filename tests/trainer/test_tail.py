@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from rltrain.base.errors import ConfigError
+from rltrain.base.stop import Stop
 from rltrain.controller.samples import Samples, assemble, whole
 from rltrain.data.images import EncodedPrompt
-from rltrain.errors import ConfigError
-from rltrain.rewards.registry import find_scorer
-from rltrain.stop import Stop
+from rltrain.rewards.scorers.registry import find_scorer
+from rltrain.run.checkpoints.resume import find_start
+from rltrain.run.checkpoints.saver import Saver
 from rltrain.trainer.progress import Progress
-from rltrain.trainer.resume import find_start
-from rltrain.trainer.saving import Saver
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers import rollout_worker
@@ -312,7 +312,7 @@ def test_a_run_without_tail_goes_on_with_what_another_has_left(make):
 
 
 def test_progress_is_saved_with_the_prompts_in_flight(make, tmp_path, monkeypatch):
-    from rltrain.trainer.checkpoint import RunFolder
+    from rltrain.run.checkpoints.folder import RunFolder
 
     class Nothing:
         def load(self, *arguments):

@@ -12,10 +12,10 @@ import pytest
 
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
-from rltrain.config.trainer_schema import LOGGERS
-from rltrain.trainer import tracking
-from rltrain.trainer.trackers import TRACKERS, RunInfo, Sink, markdown_table, unsent_wandb, wandb_login_lacks
-from rltrain.trainer.tracking import Sender, Tracker, tracker_notes
+from rltrain.config.schema.trainer import LOGGERS
+from rltrain.run.report import tracking
+from rltrain.run.report.trackers import TRACKERS, RunInfo, Sink, markdown_table, unsent_wandb, wandb_login_lacks
+from rltrain.run.report.tracking import Sender, Tracker, tracker_notes
 
 METRICS = {"critic/score/mean": 0.5, "val-core/openai/gsm8k/acc/mean@1": 0.25, "odd: name": float("nan")}
 
@@ -243,7 +243,7 @@ def test_every_name_that_is_accepted_leads_somewhere():
 
 def test_a_run_ends_although_a_tracker_hangs_at_exit(tmp_path):
     code = (
-        "import atexit, sys, threading; from rltrain import main_ppo; from rltrain.trainer.tracking import Sender\n"
+        "import atexit, sys, threading; from rltrain import main_ppo; from rltrain.run.report.tracking import Sender\n"
         "sender = Sender('stuck', lambda: threading.Event().wait())\n"
         "sender.wait_until_finished(0); atexit.register(lambda: threading.Event().wait())\n"
         "main_ppo._main = lambda *_: 75\n"
@@ -348,8 +348,8 @@ def test_a_dry_run_says_whether_there_is_a_login(tmp_path, monkeypatch, mode, ke
 RUN = """
 import sys
 from pathlib import Path
-from rltrain.trainer.trackers import RunInfo
-from rltrain.trainer.tracking import Tracker
+from rltrain.run.report.trackers import RunInfo
+from rltrain.run.report.tracking import Tracker
 name, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 with Tracker([name], RunInfo("project", "run", {"a": {"b": 1}, "files": ["x"], "long": "y" * 900}, folder, \
 first), 4) as track:
@@ -414,7 +414,7 @@ def test_wandb_loses_no_step_that_is_made_again(tmp_path, monkeypatch):
     pb = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="wandb is not installed (extra: trackers)")
     monkeypatch.setenv("WANDB_MODE", "offline")
     code = (
-        f"from rltrain.trainer.trackers import *; sink = WandB(RunInfo('p', 'n', {{}}, Path({str(tmp_path)!r})))\n"
+        f"from rltrain.run.report.trackers import *; sink = WandB(RunInfo('p', 'n', {{}}, Path({str(tmp_path)!r})))\n"
         "for step in (1, 4, 3, 4): sink.log(step, {'x': step})\n"
         "sink.log_table(2, 'answers', ['a'], [['1']]); sink.finish({}, False)"
     )

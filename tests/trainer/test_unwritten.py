@@ -6,14 +6,14 @@ import pickle
 
 import pytest
 
-from rltrain.config.trainer_schema import TrainerConfig
-from rltrain.env import ATTEMPT
-from rltrain.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
+from rltrain.base.env import ATTEMPT
+from rltrain.base.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
+from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.controller.launch.supervise import Supervisor
 from rltrain.main_ppo import main
-from rltrain.models.hashed import hashed
-from rltrain.supervise import Supervisor
-from rltrain.trainer.checkpoint import RunFolder
-from rltrain.trainer.earlier import set_aside
+from rltrain.models.files.hashed import hashed
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.earlier import set_aside
 from rltrain.workers.saving import told_as_disk_error
 from tests.trainer.test_checkpoint import saver_of
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rltrain.errors import DataError, DiskError
-from rltrain.report import learning_summary, phase_table, read_metrics, report
-from rltrain.report import main as report_main
+from rltrain.base.errors import DataError, DiskError
+from rltrain.run.earlier import complete
+from rltrain.run.report.table import learning_summary, phase_table, read_metrics, report
+from rltrain.run.report.table import main as report_main
+from rltrain.run.report.tracking import JsonLines
 from rltrain.trainer.balance import Layout, Workload, cost_of
-from rltrain.trainer.earlier import complete
 from rltrain.trainer.efficiency import decode_metrics, flops_metrics
-from rltrain.trainer.tracking import JsonLines
 
 
 def lines(count: int) -> list[dict]:
@@ -56,7 +56,7 @@ def test_a_run_in_which_nothing_was_earned_ends_with_where_to_look(ends, said, t
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_run))
     last = report(tmp_path).splitlines()[-1]
     assert last.startswith(said or "training reward: ")
-    assert (f"rltrain.view {tmp_path} --worst (this run has kept none" in last) == bool(said)
+    assert (f"rltrain.run.report.view {tmp_path} --worst (this run has kept none" in last) == bool(said)
 
 
 def test_a_report_of_validation_alone_speaks_of_no_steps(tmp_path):
@@ -75,7 +75,7 @@ def test_the_screen_table_fits_and_tells_share_and_slowest(width, monkeypatch, t
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in many))
     screen = io.StringIO()
     monkeypatch.setattr(
-        "rltrain.report.console", Console(file=screen, force_terminal=True, width=width, color_system=None)
+        "rltrain.run.report.table.console", Console(file=screen, force_terminal=True, width=width, color_system=None)
     )
     assert report_main([str(tmp_path)]) == 0
     shown = screen.getvalue().splitlines()

@@ -13,11 +13,11 @@ if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
 from rltrain.config.load import load_config
-from rltrain.controller.sample_writer import SampleWriter
 from rltrain.models.vision import tower
-from rltrain.trainer.archive import _job
+from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.report.archive import _job
+from rltrain.run.report.sample_writer import SampleWriter
 from rltrain.trainer.plan import ImageSizes
-from rltrain.trainer.preflight_models import Findings, look_at_images
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import small_run, write_arithmetic

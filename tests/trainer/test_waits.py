@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rltrain.config.load import load_config
-from rltrain.trainer import starting
-from rltrain.trainer.resume import Start
+from rltrain.run import start as starting
+from rltrain.run.checkpoints.resume import Start
 
 
 class Reached(Exception):

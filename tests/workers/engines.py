@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import get_device
-from rltrain.models.spec import ModelSpec
-from rltrain.seeds import sample_seeds
-from rltrain.workers.rollout.base import Generation, Job, RolloutEngine, Sampling
+from rltrain.base.device import get_device
+from rltrain.base.seeds import sample_seeds
+from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.workers.rollout.contract import Generation, Job, RolloutEngine, Sampling
 from rltrain.workers.rollout.queue import JobQueue, Replica
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 

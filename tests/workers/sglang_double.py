@@ -29,8 +29,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.workers.rollout.base import RolloutEngine, Sampling
+from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.workers.rollout.contract import RolloutEngine, Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
 from tests.conformance.record import recorded
 from tests.conformance.uses import SGLANG

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
+from rltrain.base.errors import NonFiniteError
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
-from rltrain.errors import NonFiniteError
-from rltrain.models.packing import pack
+from rltrain.models.attention.packing import pack
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.rollout.base import Sampling
+from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 from tests.distance import distance
 from tests.tiny import small_run

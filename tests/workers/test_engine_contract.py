@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from rltrain.config import engines
-from rltrain.config.rollout_schema import RolloutConfig
+from rltrain.config.schema import engines
+from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.data.images import EncodedPrompt
-from rltrain.models.weights import Weight
-from rltrain.workers.rollout.base import Sampling
+from rltrain.models.weights.names import Weight
+from rltrain.workers.rollout.contract import Sampling
 from tests.distance import distance
 from tests.workers.engines import EOS, engine_of, generate, jobs_of, queue_of, rollout_of
 from tests.workers.sglang_double import sglang_engine

@@ -14,22 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.errors import ConfigError
+from rltrain.base.errors import ConfigError
+from rltrain.base.seeds import sample_seeds
 from rltrain.models.load import load_config
 from rltrain.models.vision import placeholder_ids, takes_images, tower
-from rltrain.models.weights import whole_weights
-from rltrain.seeds import sample_seeds
-from rltrain.workers.rollout.base import Job, Sampling
+from rltrain.models.weights.names import whole_weights
+from rltrain.workers.rollout.contract import Job, Sampling
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from rltrain.batch import Batch, DictionaryColumn  # noqa: E402
+from rltrain.base.columns.batch import Batch, DictionaryColumn  # noqa: E402
+from rltrain.base.columns.ragged import Ragged  # noqa: E402
 from rltrain.data.chat import ChatEncoder  # noqa: E402
-from rltrain.models.packing import pack  # noqa: E402
-from rltrain.ragged import Ragged  # noqa: E402
-from rltrain.workers.rollout.vllm_images import image_arguments  # noqa: E402
+from rltrain.models.attention.packing import pack  # noqa: E402
+from rltrain.workers.rollout.vllm.images import image_arguments  # noqa: E402
 from tests.distance import distance  # noqa: E402
 from tests.models.test_vision_packed import PROMPTS, make, make_folder  # noqa: E402
 from tests.tiny_vision import END, IMAGE, START, VIDEO, picture, save_tiny_vision_model  # noqa: E402

@@ -5,8 +5,8 @@ import importlib
 import pytest
 from transformers import Qwen3Config
 
-from rltrain.config.engines import ENGINES, Engine
-from rltrain.workers.rollout.base import RolloutEngine
+from rltrain.config.schema.engines import ENGINES, Engine
+from rltrain.workers.rollout.contract import RolloutEngine
 from rltrain.workers.rollout.settings import make_engine
 from tests.workers.engines import rollout_of, settings_of
 

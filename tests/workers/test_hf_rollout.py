@@ -5,13 +5,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from rltrain.base.errors import ConfigError, DataError
 from rltrain.data.images import EncodedPrompt
-from rltrain.errors import ConfigError, DataError
-from rltrain.models.recurrent import bytes_per_row
-from rltrain.models.weights import Weight
-from rltrain.workers.rollout.base import Sampling
-from rltrain.workers.rollout.hf import HFRollout, bytes_per_token
-from rltrain.workers.rollout.kv import ROOM, KeyValues
+from rltrain.models.attention.recurrent import bytes_per_row
+from rltrain.models.weights.names import Weight
+from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.rollout.embedded.engine import HFRollout, bytes_per_token
+from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues
 from tests.distance import distance
 from tests.models.kinds import KINDS
 from tests.models.kinds import plain_model as plain_kind
@@ -306,7 +306,7 @@ def test_scores_are_the_trainers(plain):
 
 def test_fewer_answers_run_at_once_where_memory_is_short(plain, monkeypatch):
     one = (128 + 64) * 2 * 2 * 2 * 16 * 4
-    monkeypatch.setattr("rltrain.device.Device.free_memory_bytes", lambda self: int(one * 14.5 * ROOM))
+    monkeypatch.setattr("rltrain.base.device.Device.free_memory_bytes", lambda self: int(one * 14.5 * ROOM))
     engine = make_engine(plain, gpu_memory_utilization=0.5)
     sizes = count_tokens(engine)
     found = generate(engine, 4, Sampling(20))

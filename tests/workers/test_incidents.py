@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain import replay
+from rltrain.base.errors import ConfigError, DataError, NonFiniteError
 from rltrain.config.load import load_config, to_yaml
-from rltrain.errors import ConfigError, DataError, NonFiniteError
+from rltrain.tools import replay
 from rltrain.workers.incidents import CONFIG, read
 from tests.tiny import small_run
 from tests.trainer.steps import GAE
@@ -112,7 +112,7 @@ def test_a_crafted_part_of_an_incident_is_refused_and_not_run(tmp_path):
 
 
 def test_pixels_survive_being_kept(tmp_path):
-    from rltrain.batch import Batch, DictionaryColumn
+    from rltrain.base.columns.batch import Batch, DictionaryColumn
     from rltrain.data.images import PromptImages
     from rltrain.workers.incidents import _plain, _restored
 

@@ -8,14 +8,15 @@ import transformers
 from transformers import Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rltrain.errors import ConfigError
-from rltrain.models import attention, forward
+from rltrain.base.errors import ConfigError
+from rltrain.models import forward
+from rltrain.models.attention import packed as attention
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.small import random_model, small_copy
-from rltrain.models.spec import ModelSpec
-from rltrain.workers import model_check
-from rltrain.workers.model_check import CannotTry, Wrong, check_numbers, differences
-from rltrain.workers.rollout.kv import KeyValues
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.run.preflight import model_check
+from rltrain.run.preflight.model_check import CannotTry, Wrong, check_numbers, differences
+from rltrain.run.preflight.small import random_model, small_copy
+from rltrain.workers.rollout.embedded.kv import KeyValues
 
 SPEC = ModelSpec("a/folder", gradient_checkpointing=True)
 # The size of Qwen2.5-72B.

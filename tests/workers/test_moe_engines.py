@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
+from rltrain.base.errors import ConfigError, SyncError
 from rltrain.data.images import EncodedPrompt
-from rltrain.errors import ConfigError, SyncError
-from rltrain.models.weights import CheckpointNames, whole_weights
-from rltrain.workers.rollout.base import Sampling
-from rltrain.workers.rollout.vllm_weights import derived_weights, refuse_on_npu
+from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.rollout.vllm.weights import derived_weights, refuse_on_npu
 from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer
 from tests.workers.engines import engine_of, generate, rollout_of
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from rltrain.data.images import EncodedPrompt
 from rltrain.workers.rollout.answers import RunningJob
-from rltrain.workers.rollout.base import Job
-from rltrain.workers.rollout.pictures import PicturesOfTask
+from rltrain.workers.rollout.contract import Job
+from rltrain.workers.rollout.images import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, Replica, give_up
 from tests.workers.engines import ALONE, queue_of
 

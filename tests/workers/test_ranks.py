@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import POLICY_LOSSES
-from rltrain.batch import Batch
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
-from rltrain.ragged import Ragged
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Workload, lay_out
 from rltrain.trainer.plan import PassBudget

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import DEVICES
-from rltrain.errors import ConfigError
+from rltrain.base.device import DEVICES
+from rltrain.base.errors import ConfigError
+from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.workers.hybrid import check_room
 from rltrain.workers.residency import Residency
 

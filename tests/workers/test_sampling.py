@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain import device
-from rltrain.seeds import sample_seeds
-from rltrain.workers.rollout.base import Sampling
+from rltrain.base import device
+from rltrain.base.seeds import sample_seeds
+from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers, restrict
 
 

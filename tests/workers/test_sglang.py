@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rltrain.device import Device
-from rltrain.errors import ConfigError, SyncError
-from rltrain.models.weights import Weight
-from rltrain.workers.rollout import sglang
-from rltrain.workers.rollout.base import Sampling
+from rltrain.base.device import Device
+from rltrain.base.errors import ConfigError, SyncError
+from rltrain.models.weights.names import Weight
+from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import make_engine
+from rltrain.workers.rollout.sglang import engine as sglang
 from tests.workers import sglang_double
 from tests.workers.engines import engine_of, generate, rollout_of, settings_of
 from tests.workers.test_engine_contract import PROMPTS, load, plain, weights_of  # noqa: F401

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from rltrain.errors import NonFiniteError, SyncError
-from rltrain.models.packing import AttentionPlan, pack
+from rltrain.base.errors import NonFiniteError, SyncError
+from rltrain.models.attention.packing import AttentionPlan, pack
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from rltrain import stacks
-from rltrain.errors import RltrainError
-from rltrain.plugin import user_traceback
+from rltrain.base import stacks
+from rltrain.base.errors import RltrainError
+from rltrain.base.plugin import user_traceback
 from rltrain.rewards.custom import CustomReward, Late, RewardFunction
-from rltrain.rewards.processes.limits import impose
+from rltrain.rewards.jail.limits import impose
 from rltrain.rewards.processes.score import MAX_ERROR_CHARS, ScorerCall, read_returned
-from rltrain.rewards.registry import find_scorer
+from rltrain.rewards.scorers.registry import find_scorer
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

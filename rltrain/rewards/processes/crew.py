@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rltrain.errors import AGAIN, RewardError, WorkerError, WorkerLost
+from rltrain.base.errors import AGAIN, RewardError, WorkerError, WorkerLost
 
 # Calls of this group are answered while an answer is scored.
 CONTROL = "control"

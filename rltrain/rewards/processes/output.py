@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rltrain.errors import plain
+from rltrain.base.errors import plain
 
 logger = logging.getLogger(__name__)
 

@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from rltrain import columns as c
+from rltrain.base.columns import names as c
+from rltrain.base.env import adopt, driver_environment
+from rltrain.base.errors import RewardError
+from rltrain.base.stacks import stacks_here
 from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
-from rltrain.env import adopt, driver_environment
-from rltrain.errors import RewardError
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.crew import CONTROL, Crew, PoolWatch
 from rltrain.rewards.processes.output import RewardLog
 from rltrain.rewards.processes.remote import RemoteScorer
 from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.processes.slot import Slot
-from rltrain.stacks import stacks_here
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from rltrain.errors import RewardError
+from rltrain.base.errors import RewardError
 from rltrain.rewards.processes.score import MAX_ERROR_CHARS, Score, ScorerCall, read_returned
 
 _NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rltrain.errors import storable
+from rltrain.base.errors import storable
 
 # Data source, answer, ground truth and extra_info: the arguments of a reward function.
 ScorerCall = tuple[str, str, Any, dict[str, Any]]

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from rltrain.env import scorer_environment
-from rltrain.errors import RewardError, storable
+from rltrain.base.env import scorer_environment
+from rltrain.base.errors import RewardError, storable
 from rltrain.rewards.custom import CustomReward
-from rltrain.rewards.processes.limits import ScoringLimits, kill_tree
+from rltrain.rewards.jail.limits import ScoringLimits, kill_tree
 from rltrain.rewards.processes.output import Printed, lost_process
 from rltrain.rewards.processes.score import Score, ScorerCall
-from rltrain.rewards.registry import FORMS
+from rltrain.rewards.scorers.registry import FORMS
 
 START_TIMEOUT_S = 120.0
 _MAX_REPLY_BYTES = 1 << 20

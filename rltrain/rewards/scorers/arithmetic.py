@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.registry import scorer
+from rltrain.rewards.scorers.registry import scorer
 
 _TAIL_CHARS = 300
 # A minus sign right after a digit is an operator, not a sign.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.registry import scorer
+from rltrain.rewards.scorers.registry import scorer
 
 _TAIL_CHARS = 300
 

@@ -15,13 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rltrain.env import shipped
-from rltrain.errors import RewardError
-from rltrain.rewards.processes.jail import MAX_FILE_BYTES
-from rltrain.rewards.processes.limits import current_limits, kill_tree
-from rltrain.rewards.registry import scorer
+from rltrain.base.env import shipped
+from rltrain.base.errors import RewardError
+from rltrain.rewards.jail.jail import MAX_FILE_BYTES
+from rltrain.rewards.jail.limits import current_limits, kill_tree
+from rltrain.rewards.scorers.registry import scorer
 
-_JAIL = Path(__file__).parent.with_name("processes") / "jail.py"
+_JAIL = Path(__file__).parents[1] / "jail" / "jail.py"
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64
 _MEMORY_MB = 1024

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rltrain.rewards.registry import scorer
 from rltrain.rewards.scorers.math_boxed import is_right
+from rltrain.rewards.scorers.registry import scorer
 
 # verl's weights.
 _ANSWER_WEIGHT, _FORMAT_WEIGHT = 0.9, 0.1

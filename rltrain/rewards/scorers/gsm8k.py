@@ -5,7 +5,7 @@ from typing import Any
 
 from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.registry import scorer
+from rltrain.rewards.scorers.registry import scorer
 
 # As in verl, so that scores compare.
 _TAIL_CHARS = 300

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rltrain.rewards.registry import scorer
+from rltrain.rewards.scorers.registry import scorer
 
 _MAX_ANSWER_CHARS = 4096
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "，。、！？：；“”‘’（）《》")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rltrain.errors import RewardError
-from rltrain.rewards.registry import scorer
+from rltrain.base.errors import RewardError
+from rltrain.rewards.scorers.registry import scorer
 
 PREFIX = "reasoning_gym/"
 _MAX_ANSWER_CHARS = 4096

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from rltrain.rewards.registry import scorer
 from rltrain.rewards.scorers.geometry3k import graded
+from rltrain.rewards.scorers.registry import scorer
 
 # A category becomes part of a metric's name.
 _MAX_NAME_CHARS = 40

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rltrain.errors import DataError
-from rltrain.ragged import Ragged
-from rltrain.workers.rollout.base import Finished, Generation, Job
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.errors import DataError
+from rltrain.workers.rollout.contract import Finished, Generation, Job
 
 Ints = NDArray[np.int64]
 

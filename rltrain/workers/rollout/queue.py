@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rltrain.device import COLLECTIVE_TIMEOUT
-from rltrain.workers.rollout.base import Job
+from rltrain.base.device import COLLECTIVE_TIMEOUT
+from rltrain.workers.rollout.contract import Job
 
 _GIVEN_UP = "rollout/given_up"
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.device import device_of
-from rltrain.seeds import uniforms
-from rltrain.workers.rollout.base import Sampling
+from rltrain.base.device import device_of
+from rltrain.base.seeds import uniforms
+from rltrain.workers.rollout.contract import Sampling
 
 # Tokens of one block of the two-level search.
 _BLOCK = 256

@@ -1,7 +1,8 @@
 """What a rollout engine is built from, and the one place where it is built.
 
-Every adapter takes the same record, so the table of engines (`rltrain.config.engines`) can name adapters by strings.
-An adapter is imported only by a worker that uses it: vLLM and SGLang take seconds to import and need not be installed.
+Every adapter takes the same record, so the table of engines (`rltrain.config.schema.engines`) can name adapters by
+strings. An adapter is imported only by a worker that uses it: vLLM and SGLang take seconds to import and need not be
+installed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rltrain.config.engines import ENGINES
-from rltrain.config.rollout_schema import RolloutConfig
-from rltrain.device import Device
-from rltrain.models.spec import ModelSpec
-from rltrain.workers.rollout.base import RolloutEngine
+from rltrain.base.device import Device
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.workers.rollout.contract import RolloutEngine
 from rltrain.workers.rollout.queue import Replica
 
 

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from rltrain import columns as c
-from rltrain.batch import Batch, DictionaryColumn
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
 from rltrain.data.prompts import PromptStore
-from rltrain.models.hashed import write_weights
-from rltrain.ragged import Ragged
+from rltrain.models.files.hashed import write_weights
 
 # Numbers of an answer that an engine need not have worked on in this step: it was complete before, or it waits.
 KEPT = (

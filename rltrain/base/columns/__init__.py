@@ -1,0 +1,1 @@
+"""Samples as columns: their names, batches of them, and ragged ones."""

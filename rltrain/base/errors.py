@@ -1,0 +1,234 @@
+"""Every error rltrain raises on purpose.
+
+RltrainError                  exit code
+├── ConfigError               2     a key, a value, or two keys that contradict each other
+├── DataError                 2     a file, row or field that cannot be used
+├── RewardError               2     a reward function that is missing, wrong, or failing on most answers
+├── CheckpointError           2     a checkpoint that is incomplete, damaged, or of another run
+├── NonFiniteError            70    NaN or infinity in a loss, gradient or reward
+├── DiskError                 74    not enough space, or a write that the system refuses
+├── WorkerError               1     a worker raised: ours to fix, or the user's own code
+├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
+├── StorageError              75    storage that does not answer now, to a read or a write: safe to run again
+├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
+│   └── NodesMissing          75    nodes or devices that were waited for in vain: they may come
+└── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): not finished, the same command goes on
+"""
+
+import errno
+import io
+import re
+import sys
+from collections.abc import Callable
+from functools import wraps
+
+from rltrain.base.env import tell_supervisor
+
+# What the system says where it does not get through to storage, network storage above all. All else it says of a write,
+# such as that there is no space, would be said again.
+_NO_ANSWER = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ENETRESET, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
+    errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENXIO, errno.ENODEV,
+    *(getattr(errno, name) for name in ("EREMOTEIO", "ECOMM", "ENOLINK") if hasattr(errno, name)),  # not on macOS
+}  # fmt: skip
+# Of these no socket and no process ever speaks; of those below it is a file where they name one.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
+_NOT_GIVEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
+# As Ray, the C library, torch, Python, C++, the loader of libraries and Pillow say it.
+_NO_HOST_MEMORY = (
+    "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
+    "mmap error", "failed to map segment", "out of memory error when reading",
+)  # fmt: skip
+# What it then does stands in the last line (`Stop.kept`).
+AGAIN = "Run the same command again."
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class RltrainError(Exception):
+    """Base class. ``str(error)`` is the whole message a user sees: what is wrong, where, and what to type."""
+
+    exit_code = 1
+    passing = False
+    """Whether waiting may mend it."""
+
+
+class ConfigError(RltrainError):
+    """One or more configuration problems, reported together."""
+
+    exit_code = 2
+
+
+class DataError(RltrainError):
+    """Input data that cannot be trained on."""
+
+    exit_code = 2
+
+
+class RewardError(RltrainError):
+    """A reward function that cannot be loaded or fails on most answers."""
+
+    exit_code = 2
+
+
+class CheckpointError(RltrainError):
+    """A checkpoint that cannot be loaded as asked."""
+
+    exit_code = 2
+
+
+class NonFiniteError(RltrainError):
+    """A loss, gradient or reward is NaN or infinite; no optimizer step was made from it."""
+
+    exit_code = 70
+
+
+class DiskError(RltrainError):
+    """A file could not be written, and will not be as things are."""
+
+    exit_code = 74
+
+
+class WorkerError(RltrainError):
+    """A worker raised an exception; the message carries role, rank and the worker's traceback."""
+
+    exit_code = 1
+
+
+class WorkerLost(RltrainError):
+    """A worker process died, hung or ran out of memory."""
+
+    exit_code = 75
+
+
+class NodesMissing(WorkerLost):
+    """Nodes or devices are not there, or not yet."""
+
+    passing = True
+
+
+class StorageError(RltrainError):
+    """Storage does not let a file be read or written; nothing is known of the file itself."""
+
+    exit_code = 75
+    passing = True
+
+
+class SyncError(RltrainError):
+    """The rollout engine does not compute with the trainer's weights. A new process, which starts a new engine, may."""
+
+    exit_code = 75
+
+
+class Interrupted(RltrainError):
+    """Stopped by a signal. 130 after Ctrl-C; 75 after SIGTERM, whose sender may start the run again."""
+
+    def __init__(self, message: str, exit_code: int = 130) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def storable(text: str) -> str:
+    """``text`` that every file takes: half of a surrogate pair, as JSON that was cut has it, is replaced."""
+    # A pair whose halves came one by one is one sign again.
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def plain(text: str) -> str:
+    """``text`` for a terminal: what a model has written may hold sequences that steer one."""
+    return _CONTROLS.sub("\ufffd", storable(text))
+
+
+def lenient_output() -> None:
+    """Have standard output and error show a sign that their encoding lacks as an escape: by itself Python raises, and
+    what a model writes would end the program."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not hasattr(stream, "reconfigure"):  # a program has put something of its own there
+            continue
+        try:
+            stream.reconfigure(errors="backslashreplace")
+        except OSError:
+            # The descriptor leads elsewhere since Python started (dup2), from a file into a pipe, which has no place.
+            raw = io.FileIO(stream.fileno(), "w", closefd=False)
+            own = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, own)
+
+
+def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
+    """The error to raise of a file that could not be written, as ``what`` says: StorageError where storage is away.
+
+    way_out(): what a user shall do about the disk.
+    """
+    if isinstance(cause, StorageError) or (isinstance(cause, OSError) and cause.errno in _NO_ANSWER):
+        then = ". The storage does not answer: see to it, and run the same command again." if way_out else ""
+        return StorageError(what + then)
+    return DiskError(f"{what}. {way_out()}" if way_out else what)
+
+
+def lacks_memory(error: BaseException, said: str = "") -> bool:
+    """Whether a host, and not a device, has had no memory for what has failed. said: what else is known of it."""
+    text = f"{error} {said}".lower()
+    return isinstance(error, MemoryError) or any(words in text for words in _NO_HOST_MEMORY)
+
+
+def no_memory(told: str) -> str:
+    """The beginning of a sentence about a host that has no memory left."""
+    return f"the host has no memory left: {told}. Give it (or the container) more, end other programs there"
+
+
+def of_host(error: BaseException) -> RltrainError | None:
+    """The error to tell where this host has no memory left, or its storage gives no answer: what was read may be as it
+    should. None of any other."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, RltrainError):
+        return None
+    if lacks_memory(error):
+        limit = "or raise its limit (ulimit -v), and run the same command again."
+        return WorkerLost(f"{no_memory(first_line(error).rstrip('.'))}, {limit}")
+    if number in (errno.EIO, errno.ESTALE) or (number in _NO_ANSWER and _names_file(error)):
+        return unwritten(first_line(error), error, lambda: "")
+    return None
+
+
+def of_system(error: BaseException) -> RltrainError | None:
+    """`of_host`, and the error to tell where the system refuses a file."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL or (number in _NOT_GIVEN and _names_file(error)):
+        return DiskError(f"{first_line(error)}. Mend that, and run the same command again.")
+    return of_host(error)
+
+
+def _names_file(error: BaseException) -> bool:
+    return getattr(error, "filename", None) is not None
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text; the name of its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+
+
+def short(value: object, most: int = 100) -> str:
+    """The text of a value, in the middle of a sentence: its beginning where it is long. Values may be megabytes."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
+    """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned; so is what
+    `of_system` makes of another."""
+
+    @wraps(main)
+    def guarded(argv: list[str] | None = None) -> int:
+        lenient_output()
+        try:
+            return main(argv)
+        except Exception as found:
+            error = found if isinstance(found, RltrainError) else of_system(found)
+            if not error:
+                raise
+            tell_supervisor(error=str(error), passing=error.passing)
+            sys.stderr.write(plain(f"error: {error}\n"))
+            return error.exit_code
+
+    return guarded

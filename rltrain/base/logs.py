@@ -1,0 +1,213 @@
+"""Log lines of all processes: the console, RUN/train.log, and RUN/logs/rank_00017.log per worker.
+
+The run folder is known only after the configuration is read, and earlier lines must not be lost. So a session keeps its
+lines in memory until `open_train_log` names the file, and an error that ends the session is written to the file too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from rltrain.base.aside import Lines
+from rltrain.base.errors import Interrupted, plain
+
+TRAIN_LOG = "train.log"
+# Lines that tell the numbers of a step. They are always in train.log; a console shows them where it has no bar.
+STEPS = logging.getLogger("rltrain.steps")
+
+# How long the end of a session waits for its last lines.
+_LAST_S = 5.0
+# Bars, tables and lines of this process share it, so that a line stands above the bar.
+console = Console(highlight=False, markup=False, emoji=False)
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
+
+
+class _Stamped(logging.Formatter):
+    """Time, a word for what is more than information, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        return plain(f"{self.formatTime(record, self.datefmt)} {level}{super().format(record)}")
+
+
+class _ConsoleLines(logging.Handler):
+    """Lines as they are, never wrapped, on the shared console; standard output is looked up anew for each."""
+
+    shows_steps = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.shows_steps or record.name != STEPS.name:
+            # Anew for each line: a program may send standard output somewhere else in the middle, as tests do.
+            self.setFormatter(_Stamped(datefmt="%H:%M:%S" if console.is_terminal else "%Y-%m-%d %H:%M:%S"))
+            console.print(self.format(record), style=_STYLES.get(record.levelno), markup=False, soft_wrap=True)
+
+
+class _Output:
+    """Standard output that may be full, gone with its terminal or pipe, or of an encoding that lacks a sign: that ends
+    no run, as train.log has the lines too. What writes without a log line, such as a bar or a callback, goes through it
+    as well."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _File(logging.Handler):
+    """Appends to a file, whose disk may be full or may not answer: that stops no run and fills no screen."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.lines = Lines(file)
+        self.setFormatter(_Stamped())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.add(self.format(record) + "\n")
+
+    def close(self) -> None:
+        self.lines.close(_LAST_S)
+        super().close()
+
+
+class _TrainLog(MemoryHandler):
+    """Keeps what is said until the run folder is there, then writes it at once."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=10_000)
+
+    def shouldFlush(self, record: logging.LogRecord) -> bool:
+        # The capacity is not asked: without a file there is nowhere to flush to, and with one every line is written at
+        # once.
+        return self.target is not None
+
+
+class _Session:
+    """The handlers of a driver."""
+
+    def __init__(self) -> None:
+        self.lines, self.file = _ConsoleLines(), _TrainLog()
+
+
+_session: _Session | None = None
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+    """Inside, log lines reach the console, and after `open_train_log` also train.log.
+
+    An error that ends the block is written to train.log too.
+    """
+    global _session
+    if _session:  # the caller has opened one
+        yield
+        return
+    _session = found = _Session()
+    root, own = logging.getLogger(), logging.getLogger("rltrain")
+    # Only our own loggers tell of more than warnings; those of other packages keep their level.
+    level = own.level
+    own.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    for handler in (found.lines, found.file):
+        root.addHandler(handler)
+    output, sys.stdout = sys.stdout, cast(TextIO, _Output(sys.stdout))
+    try:
+        yield
+    except BaseException as error:
+        trace = None if isinstance(error, Interrupted) else sys.exc_info()
+        text = str(error) or type(error).__name__
+        # To the file alone, because whoever ends the program shows the error on the terminal. A stop by signal needs no
+        # traceback.
+        found.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, trace))
+        raise
+    finally:
+        _session = None
+        sys.stdout = output
+        logging.captureWarnings(False)
+        own.setLevel(level)
+        for handler in (found.lines, found.file):
+            root.removeHandler(handler)
+        # Closing the handler flushes it into its target but leaves that open.
+        if target := found.file.target:
+            found.file.close()
+            target.close()
+
+
+def open_train_log(folder: Path) -> None:
+    """Write all lines since the start of the session, and all later lines, to ``folder``/train.log.
+
+    A resumed run appends to the file.
+    """
+    if _session is None or _session.file.target is not None:
+        return
+    file = folder / TRAIN_LOG
+    again = file.exists() and file.stat().st_size > 0
+    target = _File(file)
+    if again:
+        # Written past the handler, because it is no line with a time, and before the flush, so that it stands above all
+        # lines of this start.
+        target.lines.add(f"\n{'=' * 20} started again on {time.strftime('%Y-%m-%d %H:%M:%S')} {'=' * 20}\n")
+    _session.file.setTarget(target)
+    _session.file.flush()
+
+
+def show_steps(shown: bool) -> None:
+    """Whether the console prints the line of every step."""
+    if _session:
+        _session.lines.shows_steps = shown
+
+
+def open_worker_log(folder: str, rank: int) -> None:
+    """In a worker: write log lines, warnings and the stacks of a crash to ``folder``/rank_00017.log.
+
+    Nothing is written if this node cannot write to ``folder``.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        crashes = open(file := Path(folder) / f"rank_{rank:05d}.log", "a", encoding="utf-8")  # noqa: SIM115 - see below
+    except OSError:  # storage that not all nodes see is told of where it matters, at checkpoints
+        return
+    logging.getLogger().addHandler(_File(file))
+    logging.getLogger("rltrain").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    # It writes to the file's descriptor below Python, so the file is never closed while the worker lives.
+    faulthandler.enable(file=crashes)
+    logging.getLogger(__name__).info("rank %d: pid %d on %s", rank, os.getpid(), socket.gethostname())
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Say what is waited for; on a terminal something moves meanwhile."""
+    logging.getLogger(__name__).info("%s", text)
+    with console.status(Text(text)):  # a path may look like rich's own marks
+        yield
+
+
+def count(number: int, noun: str) -> str:
+    """``1 worker``, ``2,000 workers``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

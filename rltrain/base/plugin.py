@@ -1,0 +1,166 @@
+"""Code of the user's own, named FILE.py:NAME or package.module:NAME: rewards, estimators, losses, samplers, callbacks.
+
+A file is run as a module under a name of its own, because two files in different folders may share one, and it may
+import its neighbours. A module is imported by its name, from what is installed or below the current folder. verl's
+marks, file:// and pkg://, are understood.
+
+An object given to `rltrain.train` becomes a file too: cloudpickle writes it into the run folder, and driver, workers
+and scorers load it from there under the same kind of name. So the rest of the program needs no other way to pass code,
+and the config.yaml of the run stays complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pickle
+import sys
+import sysconfig
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rltrain.base import plugins
+from rltrain.base.errors import ConfigError
+
+_MAX_TRACEBACK_CHARS = 4000
+# Packages between a process's own loop and the first frame of the user's code.
+_MACHINERY = ("importlib", "rltrain", "rltrain.base", "rltrain.data", "rltrain.rewards", "rltrain.rewards.processes")
+_FILE, _PACKAGE = "file://", "pkg://"
+EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
+_WITHOUT_VERL = (
+    "\nIt needs {}, which is not installed here: install a version of verl that has it beside rltrain, or write the "
+    "code without verl (docs/plugins.md has complete files)."
+)
+
+
+def is_plugin(name: str) -> bool:
+    """Whether ``name`` is FILE.py:NAME or package.module:NAME."""
+    return ":" in name
+
+
+def plugin_file(place: str) -> str | None:
+    """The file that ``place`` (what stands before :NAME) names; None where it names a module."""
+    dotted = all(part.isidentifier() for part in place.split("."))
+    is_module = place.startswith(_PACKAGE) or (dotted and not place.endswith((".py", ".pkl")))
+    return None if is_module else place.removeprefix(_FILE)
+
+
+def save_object(key: str, value: Any, folder: Path) -> str:
+    """Write a function or class of ``key`` into ``folder``; returns the name to configure.
+
+    Its module's code is written with it, unless it is an installed package, which other processes can import. Raises
+    ConfigError for an object that cannot be written.
+    """
+    import cloudpickle
+
+    name = getattr(value, "__name__", type(value).__name__)
+    module = sys.modules.get(getattr(value, "__module__", None) or type(value).__module__)
+    # cloudpickle writes a function of an imported module as a mere name, which other machines could not import. What
+    # was defined in __main__ it always writes whole.
+    own = module is not None and module.__name__ != "__main__" and not _is_installed(module)
+    try:
+        if own:
+            cloudpickle.register_pickle_by_value(module)
+        data = cloudpickle.dumps({name: value})
+    except Exception as error:  # cloudpickle raises whatever an object's own code does
+        raise ConfigError(
+            f"{key}: {name} cannot be sent to other processes: {type(error).__name__}: {error}. Open files, locks, "
+            "connections and generators cannot: make them at the first call, or give FILE.py:NAME."
+        ) from error
+    finally:
+        if own:
+            cloudpickle.unregister_pickle_by_value(module)
+    # Named for its contents: a function that was changed is another one.
+    file = folder / f"{name}-{zlib.crc32(data):08x}.pkl"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(data)
+    return f"{file}:{name}"
+
+
+def _is_installed(module: ModuleType) -> bool:
+    # A built-in module has no file and counts as installed.
+    file = getattr(module, "__file__", None)
+    places = [str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    return file is None or any(Path(file).is_relative_to(place) for place in places)
+
+
+# One import per process: a second would run the file again and make other classes of the same names.
+@functools.cache
+def load_plugin(key: str, name: str) -> Callable[..., Any]:
+    """The function or class that ``key=name`` names (see `is_plugin`).
+
+    Raises ConfigError, with the traceback where the import fails.
+    """
+    place, _, function_name = name.rpartition(":")
+    file = plugin_file(place)
+    path = Path(file or "").expanduser()
+    if file is not None and not (path.is_file() and path.suffix in (".py", ".pkl")):
+        raise ConfigError(f"{key}={name}: {path.absolute()} is not a Python file.")
+    module = _imported(f"{key}={name}", place if file is None else path)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        own = [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        what = "module" if file is None else "file"
+        raise ConfigError(
+            f"{key}={name}: the {what} has no function {function_name!r}; it defines {', '.join(own) or 'none'}."
+        )
+    return function
+
+
+def import_libraries(key: str, names: Sequence[str]) -> None:
+    """Import modules, or files, for what their import does. Raises ConfigError, with the traceback, where it fails."""
+    for name in names:
+        _import_library(key, name)
+
+
+@functools.cache
+def _import_library(key: str, name: str) -> None:
+    file = plugin_file(name)
+    path = Path(file or "").expanduser()
+    if file is not None and not (path.is_file() and path.suffix == ".py"):
+        raise ConfigError(f"{key}={name}: it is no name of a module, and {path.absolute()} is not a Python file.")
+    _imported(f"{key}={name}", name if file is None else path)
+
+
+def _imported(named: str, place: str | Path) -> ModuleType:
+    """The module or file ``place``. named: the setting, for the message where the import fails."""
+    try:
+        return _import_file(place) if isinstance(place, Path) else _import_module(place)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
+        lacking = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        advice = _WITHOUT_VERL.format(lacking) if lacking.partition(".")[0] == "verl" else ""
+        raise ConfigError(f"{named} cannot be imported:\n{user_traceback(error)}{advice}") from None
+
+
+def _import_module(place: str) -> ModuleType:
+    # As with python -m, whatever command has started the process; last, as in `_import_file`.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return importlib.import_module(place.removeprefix(_PACKAGE).replace("/", "."))
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = plugins.module_name(path)
+    if path.suffix == ".pkl":  # of `save_object`
+        module = ModuleType(name)
+        # A pickle runs code when it is read, but so does the .py file that a user may name instead.
+        vars(module).update(pickle.loads(path.read_bytes()))
+        return module
+    known = sys.modules.get(name)
+    if known and known.__spec__ and known.__spec__.loader_state != path.stat().st_mtime_ns:
+        del sys.modules[name]  # it was changed since, as beside a notebook
+    return importlib.import_module(name)
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback from the first frame of the user's code on, bounded; a syntax error names its place without one."""
+    first = error.__traceback__
+    # Frames are told by their package, since the user's file has none: its module is not part of any package.
+    while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
+        first = first.tb_next
+    return "".join(traceback.format_exception(type(error), error, first))[-_MAX_TRACEBACK_CHARS:].rstrip()

@@ -1,0 +1,250 @@
+"""SIGINT, SIGTERM and SIGUSR1, from the first line of the program to its last.
+
+A step that is cut short is lost, and schedulers signal minutes before they kill. So the first signal lets a step finish
+and be saved. A second signal ends the run at once, and so does the first one if nothing would be lost. The signal
+handler itself only notes the request or raises, because the program may be anywhere when the signal arrives. Where the
+time until the kill is known (`Stop.notice_s`), a step that does not fit into it is left, and at its end all ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rltrain.base.env import tell_supervisor
+from rltrain.base.errors import Interrupted, RltrainError, of_system
+
+log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# `timeout`, terminals and schedulers send a signal to a process and then to its group: that is one request.
+_ONE_REQUEST_S = 0.5
+# How long it may take to end the workers of a run that is to stop at once.
+_CLEAN_UP_S = 20.0
+# The share of the notice that is kept for ending the workers.
+_KEPT_SHARE = 0.1
+
+
+class StepLeft(Exception):
+    """The step under way is not worth finishing: it would not be saved before the kill."""
+
+
+class Stop:
+    """The requests of the signals so far.
+
+    While ``finishing`` names work to be finished first, a signal only sets ``requested``. A second signal, or the first
+    one without such work, raises `Interrupted` in the main thread. Ray may turn that error into another one on its way,
+    so ``at_once`` records that it was raised. notice_s: how long the process may live after the first signal.
+    """
+
+    def __init__(self) -> None:
+        # Steps made, of how many, and the newest that is saved; None as long as nothing is known of the run.
+        self._reached: tuple[int, int, int] | None = None
+        self._timers: list[threading.Timer] = []
+        self.notice_s: float | None = None
+        self._why_to_leave: Callable[[], str] = str
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been asked for yet."""
+        self.requested = False
+        self.at_once = False
+        self.save_requested = False
+        self.finishing = self._expired = ""
+        self._received: set[int] = set()
+        self._requested_at = 0.0
+
+    def leave_where(self, why: Callable[[], str]) -> None:
+        """why(): what to say where the step under way should be left for the notice, or nothing."""
+        self._why_to_leave = why
+
+    @property
+    def exit_code(self) -> int:
+        """130 after Ctrl-C, 75 after SIGTERM: whoever sent that may start the run again."""
+        # 130 is what a shell reports for Ctrl-C (128 + SIGINT), 75 is EX_TEMPFAIL of sysexits.h: try again later.
+        return 130 if signal.SIGINT in self._received else 75
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until a run that has been asked to stop is cut off; infinite where no notice is known."""
+        if not self.requested or self.notice_s is None:
+            return math.inf
+        return self._requested_at + self.notice_s - self._kept_s - time.monotonic()
+
+    @property
+    def _kept_s(self) -> float:
+        """The end of the notice, for ending the workers."""
+        return min(_CLEAN_UP_S, _KEPT_SHARE * (self.notice_s or math.inf))
+
+    def reached(self, step: int, total: int, saved: int) -> None:
+        """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint (0: there is none)."""
+        self._reached = step, total, saved
+
+    @property
+    def loses(self) -> bool:
+        """Whether steps are made that no checkpoint has."""
+        return bool(self._reached and self._reached[0] != self._reached[2])
+
+    def kept(self) -> str:
+        """What is saved and what the same command does then; "" as long as nothing is known of the run."""
+        if not self._reached:
+            return ""
+        step, total, saved = self._reached
+        steps = f"step {step} is" if step == saved + 1 else f"steps {saved + 1} to {step} are"
+        lost = f", and {steps} made again" if self.loses else ""
+        if not saved:
+            return f"Nothing is saved yet: the same command starts anew{lost}."
+        return f"Step {saved} of {total} is saved: the same command goes on after it{lost}."
+
+    def interrupted(self) -> Interrupted:
+        """What to raise when the run has stopped."""
+        if not self._reached:
+            return Interrupted("stopped before training began; the same command starts it again", self.exit_code)
+        step, total, saved = self._reached
+        then = "the same command goes on" if saved else "nothing is saved yet, so the same command starts anew"
+        then += f" after step {saved}, the newest that is saved" if saved and self.loses else ""
+        # What ends a run of which all is saved, a little before it would have ended, is no news.
+        why = self._expired if self.loses else ""
+        return Interrupted(f"stopped after step {step} of {total}; {then}{why}", self.exit_code)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error that ends the block says in its last line what `kept` does."""
+        try:
+            yield
+        except Exception as error:
+            ours = of_system(error) or error
+            if not (kept := self.kept()) or self.at_once or isinstance(error, Interrupted):
+                raise
+            if not isinstance(ours, RltrainError):
+                if hasattr(ours, "add_note"):  # since Python 3.11
+                    ours.add_note(kept)
+                raise
+            ours.args = (f"{ours}\n{kept}",)
+            if ours is error:
+                raise
+            raise ours from error
+
+    def check(self) -> None:
+        """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see `leave_where`."""
+        if self.at_once or (self.requested and not self.finishing):
+            raise self.interrupted()
+        if self.requested and (why := self._why_to_leave()):
+            raise StepLeft(why)
+
+    def handle(self, number: int, _frame: object) -> None:
+        """The signal handler."""
+        now = time.monotonic()
+        self._received.add(number)
+        # Once the run is on its way out, a further signal must not tear the clean-up that the first has begun.
+        if self.at_once or (self.requested and now - self._requested_at < _ONE_REQUEST_S):
+            return
+        if self.finishing and not self.requested:
+            self.requested, self._requested_at = True, now
+            log.warning("%s: %s, then stopping (again: stop at once)", signal.Signals(number).name, self.finishing)
+            if self.notice_s is not None:
+                self._after(self.left_s, self._expire)
+            return
+        self._requested_at = self._requested_at if self.requested else now
+        self.requested = self.at_once = True
+        # The clean-up may hang in a call below Python, where no exception arrives; a thread can still end the process.
+        self._after(min(_CLEAN_UP_S, max(self.left_s, 0.0) + self._kept_s), self._give_up)
+        raise self.interrupted()
+
+    def ask_to_save(self, number: int, _frame: object) -> None:
+        """The handler of SIGUSR1."""
+        self.save_requested = True
+        step = "this step" if self.finishing else "the next step"
+        log.warning("%s: saving after %s, then going on", signal.Signals(number).name, step)
+
+    def _after(self, seconds: float, do: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, do)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _expire(self) -> None:
+        self._expired = f" (trainer.stop_notice_s={self.notice_s:g} is over)"
+        # A thread cannot raise in the main one; a second signal does.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _give_up(self) -> None:
+        tell_supervisor(error=str(self.interrupted()))
+        # Neither logging nor print: the main thread may hold their locks.
+        os.write(2, f"{self.interrupted()}\n".encode())
+        os._exit(self.exit_code)
+
+    @contextmanager
+    def keeping_handlers(self, finishing: str) -> Iterator[None]:
+        """Inside, called code (Ray, when it starts) cannot replace our signal handlers.
+
+        A signal does not interrupt the called code.
+        """
+        # While this names work, a signal only sets `requested`: an exception in the middle of Ray's start would leave
+        # half of it running.
+        real, self.finishing = signal.signal, finishing
+        # What Ray starts inherits that SIGUSR1 is ignored: schedulers send it to all processes of a job.
+        saves = signal.getsignal(signal.SIGUSR1) == self.ask_to_save
+        if saves:
+            real(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal = lambda number, _handler: signal.getsignal(number)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            signal.signal, self.finishing = real, ""
+            if saves:
+                signal.signal(signal.SIGUSR1, self.ask_to_save)
+            # Below Python, Ray has put its own handlers over ours all the same.
+            for number in _SIGNALS:
+                if signal.getsignal(number) == self.handle:
+                    signal.signal(number, self.handle)
+        self.check()
+
+    def end(self) -> None:
+        """The run has ended: there is nothing left to cut short."""
+        for timer in self._timers:
+            timer.cancel()
+
+
+@contextmanager
+def listen(stop: Stop | None = None) -> Iterator[Stop]:
+    """Signals go to the `Stop` that this yields: ``stop``, as if it had heard nothing yet, or a new one.
+
+    Nothing changes where ``stop`` listens already, or outside the main thread, where Python allows no handlers.
+    """
+    stop = stop or Stop()
+    # A caller further out may listen with this `Stop` already; its handlers must not be taken away at the end of the
+    # inner block.
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == stop.handle:
+        yield stop
+        return
+    stop.begin()
+    before: dict[int, Any] = {number: signal.signal(number, stop.handle) for number in _SIGNALS}
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, stop.ask_to_save)
+    try:
+        yield stop
+    finally:
+        stop.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def listed_signals() -> Iterator[list[int]]:
+    """Inside, the signals that ask for an end are listed instead of obeyed; one that was ignored (nohup) stays so."""
+    asked: list[int] = []
+    wanted = [
+        each for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN
+    ]
+    before = {each: signal.signal(each, lambda signum, _: asked.append(signum)) for each in wanted}
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,85 @@
+"""Storage that may be gone for a moment, as network storage is while a server starts anew, or full."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rltrain.base.errors import StorageError, unwritten
+
+T = TypeVar("T")
+_PATTERN = re.compile(r"[*?[]")
+_TRIED_S, _PAUSE_S = 5.0, 0.5
+
+
+def patiently(path: Path, read: Callable[[], T]) -> T:
+    """What ``read`` returns, which looks at ``path``; tried again for seconds where storage fails.
+
+    Raises StorageError where it does not come back. That something is not there, or is a folder, is an answer and no
+    failure: these OSErrors are raised as they are, and so are those without a number.
+    """
+    deadline = 0.0
+    while True:
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise
+        except OSError as error:
+            if error.errno is None:  # no word of the system: a library has read something that it cannot use
+                raise
+            # Counted from the first failure, as reading itself may take long.
+            deadline = deadline or time.monotonic() + _TRIED_S
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{path} cannot be read: {error.strerror or error}. That is no damage to pass over: see to the "
+                    "storage (or its permissions) and run the same command again. If a file of a checkpoint is lost "
+                    "for good, move the checkpoint's folder away."
+                ) from error
+        time.sleep(_PAUSE_S)
+
+
+def matching(name: str) -> list[Path]:
+    """The file or folder of this path; else the files that it matches as a pattern (``*``, ``?``, ``[…]``, ``**``), in
+    the order of their names. Empty where there is nothing."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return [path]
+    if not _PATTERN.search(name):
+        return []
+    found = (Path(each) for each in glob.glob(str(path), recursive=True))
+    return sorted(each for each in found if each.is_file())
+
+
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one on each line, none where it is not there. Lines that a kill has cut off are passed
+    over. Raises StorageError."""
+    found = []
+    for line in lines_of(file):
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a file, none where it is not there. Raises StorageError, and OSError for what is no file."""
+    try:
+        return patiently(file, partial(file.read_text, encoding="utf-8", errors="replace")).splitlines()
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """An OSError within becomes the DiskError or StorageError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        way_out = "Make room or allow writing there, and run the same command again."
+        raise unwritten(f"{path} cannot be written: {error}", error, lambda: way_out) from error

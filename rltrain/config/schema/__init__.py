@@ -1,0 +1,338 @@
+"""Every configuration key: type, default, rules (see `fields`), and the help text, which is the string under each
+field.
+
+Names and meanings are verl's. A default that starts with ``${`` follows another key. Keys of verl's that change nothing
+here are no fields but rows of `verl_keys.NO_EFFECT`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rltrain.config.schema.algorithm import AlgorithmConfig, KLKind
+from rltrain.config.schema.declarations import POLICY_LOSSES
+from rltrain.config.schema.fields import key, section
+from rltrain.config.schema.model import (
+    ACTOR,
+    Aggregation,
+    CriticConfig,
+    FSDPConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+    RewardModelConfig,
+)
+from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.config.schema.trainer import TRAINS, VALIDATES, WITH_CRITIC, TrainerConfig
+
+_SUMS = "seq-mean-token-sum-norm"
+_WITH_REFERENCE = {
+    "actor.use_kl_loss or algorithm.use_kl_in_reward": "there is no reference policy with use_kl_loss=False"
+}
+_WHOLE = {
+    "actor_rollout_ref.model.uses_lora=False": "with LoRA the reference is the actor without its adapters, as in verl"
+}
+_REFERENCE_PASS = {
+    "algorithm.use_kl_in_reward or actor.kl_loss_type!=full": "kl_loss_type=full runs the reference inside the update"
+}
+_POLICY_LOSS = {
+    "algorithm.rollout_correction.bypass_mode=False or algorithm.rollout_correction.loss_type=ppo_clip": (
+        "rollout_correction.loss_type=reinforce is a policy loss of its own"
+    )
+}
+_WITH_SCORER = {"reward_model.runs_scorers": "the reward model alone decides unless reward_model.rule_weight is set"}
+_REMOTE = {"url": "reward.url is not set"}
+
+
+@dataclass
+class SamplerConfig:
+    """Which prompts come next."""
+
+    name: str = key("shuffle", among=("shuffle", "solve_rate"), plugin=True)
+    """shuffle (in file order with data.shuffle=False), solve_rate (skips most prompts that were always or never solved
+    before), or a sampler of your own: FILE.py:NAME (verl's data.sampler.class_path and class_name)."""
+    revisit: float = key(0.1, least=0, most=1, only_with="name=solve_rate")
+    """solve_rate: how often per epoch such a prompt is tried again."""
+
+
+@dataclass
+class DataConfig:
+    """Prompts: files, columns, lengths, order."""
+
+    # Any, because OmegaConf has no union of a text and a list; see `check.as_list`.
+    train_files: Any = None
+    """Parquet file or list of files to train on (required)."""
+    val_files: Any = None
+    """Parquet file or list of files to validate on; null: no validation."""
+    train_batch_size: int = key(1024, least=1)
+    """Prompts per step. The incomplete tail of an epoch is left out."""
+    gen_batch_size: int | None = key(None, least=1, only_with="algorithm.filter_groups.enable")
+    """Prompts per round of generation with algorithm.filter_groups; null: train_batch_size."""
+    max_prompt_length: int = key(512, least=1)
+    """Longest prompt in tokens, chat template included."""
+    max_response_length: int = key(512, least=1)
+    """Longest answer in tokens."""
+    filter_overlong_prompts: bool = False
+    """Leave out rows whose prompt is longer than max_prompt_length."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What to do with a prompt that is still too long: error, left (keep the end), right (keep the start), middle (keep
+    both ends)."""
+    prompt_key: str = "prompt"
+    """Column with the chat messages."""
+    image_key: str = "images"
+    """Column with the images of a prompt: each {bytes} or {path}, which is relative to the folder of the file."""
+    min_pixels: int | None = key(None, least=1)
+    """Smaller images are scaled up to so many pixels (width times height); null: the processor's own bound alone."""
+    max_pixels: int | None = key(None, least=1)
+    """Larger images are scaled down to so many pixels; null: the processor's own bound alone."""
+    reward_fn_key: str = "data_source"
+    """Column that chooses the scorer."""
+    shuffle: bool = True
+    """Shuffle the prompts anew in every epoch. Batch k depends on data.seed and k alone."""
+    custom_cls: str | None = key(None, plugin=True)
+    """A dataset class of your own that makes the rows: FILE.py:NAME (verl's data.custom_cls.path and name); null:
+    parquet files are read as they are."""
+    own_keys: dict[str, Any] = key({})
+    """Free-form: further keys of data that your own classes (custom_cls, sampler) find in their config. Keys of data
+    that are unknown here are put there."""
+    sampler: SamplerConfig = section(SamplerConfig)
+    """Which prompts come next."""
+    seed: int = 1
+    """Decides the order of prompts, and the sampling unless rollout.seed is set."""
+    train_max_samples: int = -1
+    """Train on so many rows only, drawn by data.seed (the first ones with data.shuffle=False); 0 or less: all."""
+    val_max_samples: int = key(-1, only_with=VALIDATES)
+    """Validate on so many rows only, chosen likewise; 0 or less: all."""
+    apply_chat_template_kwargs: dict[str, Any] = key({})
+    """Free-form: arguments of the chat template, such as enable_thinking."""
+
+
+@dataclass
+class PolicyLossConfig:
+    """Which surrogate is maximised."""
+
+    loss_mode: str = key("vanilla", among=tuple(POLICY_LOSSES), plugin=True, only_with=_POLICY_LOSS)
+    """vanilla (PPO with dual clip), gspo, gpg, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, or your own:
+    FILE.py:NAME."""
+    clip_cov_ratio: float = key(0.0002, least=0, most=1)
+    """clip_cov: share of tokens that get no gradient."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: smallest covariance of such a token."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: largest covariance of such a token."""
+    kl_cov_ratio: float = key(0.0002, least=0, most=1)
+    """kl_cov: share of tokens that are held back by a KL."""
+    ppo_kl_coef: float = key(0.1, least=0)
+    """kl_cov: weight of that KL."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What a checkpoint holds."""
+
+    save_contents: list[str] = key(
+        ["model", "optimizer", "extra", "hf_model"], among=("model", "optimizer", "extra", "hf_model")
+    )
+    """model, optimizer and extra are always saved together; hf_model adds a Hugging Face folder."""
+
+
+@dataclass
+class ActorConfig:
+    """The policy's update."""
+
+    optim: OptimConfig = section(OptimConfig, only_with=TRAINS)
+    """Optimizer."""
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    """Sharding."""
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
+    """Policy loss."""
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    """Checkpoint contents."""
+    # fsdp is accepted because verl's commands name it; it never means FSDP1.
+    strategy: Literal["fsdp2", "fsdp"] = key("fsdp2", only_with={"strategy=fsdp2": "fsdp and fsdp2 both mean FSDP2"})
+    """Training backend of every model: FSDP2."""
+    ppo_mini_batch_size: int = key(256, least=1)
+    """Prompts per optimizer step, over all devices, with all their answers."""
+    ppo_micro_batch_size_per_gpu: int | None = key(None, least=1)
+    """Samples per forward and backward on one device (of a sequence-parallel group: on all of it). See
+    use_dynamic_bsz."""
+    use_dynamic_bsz: bool | None = None
+    """Micro-batches are cut by tokens (True) or by samples (False); null: by as many tokens as
+    ppo_micro_batch_size_per_gpu of the longest sequences have, where it is set, else by ppo_max_token_len_per_gpu. The
+    other passes go by the same rule and, where they have no sizes of their own, by the actor's."""
+    ppo_max_token_len_per_gpu: int = key(16384, least=1)
+    """Tokens per forward and backward on one device; times the sequence-parallel size for a group of devices."""
+    ppo_epochs: int = key(1, least=1)
+    """Passes over each batch."""
+    recompute_old_log_prob: Literal["auto", "always"] = "auto"
+    """Old log-probs of the first mini-batch. auto: from the update's own forward, unless they are needed earlier;
+    always: from a pass."""
+    shuffle: bool = False
+    """Shuffle the prompts of a batch before it is cut into mini-batches, anew in every epoch over it."""
+    clip_ratio: float = key(
+        0.2,
+        least=0,
+        only_with={
+            "clip_ratio_low=null or clip_ratio_high=null": "clip_ratio_low and clip_ratio_high are both set",
+            **_POLICY_LOSS,
+        },
+    )
+    """PPO clips the importance ratio to [1 - clip_ratio, 1 + clip_ratio]."""
+    clip_ratio_low: float | None = key(None, least=0, only_with=_POLICY_LOSS)
+    """Lower clip range; null: clip_ratio."""
+    clip_ratio_high: float | None = key(None, least=0, only_with=_POLICY_LOSS)
+    """Upper clip range; null: clip_ratio."""
+    clip_ratio_c: float = key(3.0, least=1, only_with=_POLICY_LOSS)
+    """Dual clip: with a negative advantage A the loss is at most -A * clip_ratio_c. dppo_tv, dppo_kl: largest weight of
+    a token."""
+    tau_pos: float = key(1.0, over=0)
+    """sapo: temperature of the gate for positive advantages."""
+    tau_neg: float = key(1.05, over=0)
+    """sapo: temperature of the gate for the other advantages."""
+    freeze_vision_tower: bool = False
+    """Prompts with images: leave the vision tower of the policy, and of a critic, as it was loaded, with what projects
+    its features. Under LoRA it rests anyway unless target_modules names its layers."""
+    loss_agg_mode: Aggregation | None = None
+    """How token losses become one loss over the global mini-batch; null: the loss's own way (gspo, sapo and geo_mean
+    seq-mean-token-mean, all others token-mean), and token-mean for entropy and KL."""
+    loss_scale_factor: int | None = key(
+        None,
+        least=1,
+        only_with={f"loss_agg_mode={_SUMS} or critic.loss_agg_mode={_SUMS}": f"only loss_agg_mode={_SUMS} uses it"},
+    )
+    """seq-mean-token-sum-norm divides by this; null: data.max_response_length."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the KL to the reference policy to the loss."""
+    kl_loss_coef: float = key(0.001, least=0, only_with="use_kl_loss")
+    """Weight of that KL."""
+    kl_loss_type: KLKind = key("low_var_kl", only_with="use_kl_loss")
+    """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over
+    the vocabulary."""
+    ulysses_sequence_parallel_size: int = key(1, least=1)
+    """Neighbouring devices that share each sequence (Ulysses) and so their token budgets. It must divide the attention
+    heads."""
+
+
+@dataclass
+class RefModelConfig:
+    """The weights of the reference."""
+
+    path: str | None = key(
+        "${actor_rollout_ref.model.path}",
+        only_with=_WHOLE,
+    )
+    """Hugging Face folder or hub name: the model that training starts from, or another one with its tokenizer."""
+
+
+@dataclass
+class RefConfig:
+    """The frozen reference policy, sharded and computed like the actor. Its budgets follow the actor's unless set."""
+
+    model: RefModelConfig = section(RefModelConfig)
+    """Model."""
+    fsdp_config: OffloadConfig = section(
+        OffloadConfig,
+        only_with=_WHOLE,
+    )
+    """Sharding; param_offload keeps the reference in host memory between its passes."""
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_REFERENCE_PASS)
+    """Samples per forward on one device; null: as the actor's."""
+    log_prob_use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_REFERENCE_PASS)
+    """As actor.use_dynamic_bsz."""
+    log_prob_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_REFERENCE_PASS)
+    """Tokens per forward on one device; null: as the actor's."""
+    ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
+    """Devices that share each sequence. It may differ from the actor's, except with full KLs and with LoRA."""
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    """Actor, rollout engine and reference, which share the devices."""
+
+    model: ModelConfig = section(ModelConfig)
+    """Model."""
+    actor: ActorConfig = section(ActorConfig)
+    """Update."""
+    ref: RefConfig = section(RefConfig, only_with=_WITH_REFERENCE)
+    """Reference policy."""
+    rollout: RolloutConfig = section(RolloutConfig)
+    """Generation."""
+
+
+@dataclass
+class CustomRewardConfig:
+    """Your own reward function."""
+
+    path: str | None = None
+    """Python file with the function; null: the built-in scorer of each data_source."""
+    name: str = "compute_score"
+    """Function (data_source, solution_str, ground_truth, extra_info) -> number, or dict with 'score'."""
+    reward_kwargs: dict[str, Any] = key({})
+    """Free-form: further keyword arguments of the function."""
+
+
+@dataclass
+class RewardConfig:
+    """Where and how long scorers run."""
+
+    num_workers: int | None = key(None, least=1)
+    """Processes that score answers; null: one per core that the devices' workers leave, at most 16 per node and 64 in
+    all."""
+    timeout_s: float = key(10.0, least=0.01)
+    """Seconds that one answer may take; then its scorer is killed and the answer counts as failed."""
+    on_error: float = 0.0
+    """Score of an answer that could not be scored (counted in reward/error_rate)."""
+    weights: dict[str, Any] = key({})
+    """Free-form: the rule reward as a weighted sum of numbers the scorer returns (weights.acc=0.9 weights.format=0.1);
+    {}: its score."""
+    overlap: bool = True
+    """Score the answers to a prompt as soon as the last of them has ended, while others are still being generated."""
+    memory_limit_mb: int = key(4096, least=0)
+    """Address space of a scorer's process in MiB; an answer that exceeds it counts as failed. 0: no limit."""
+    allow_code_execution: bool = False
+    """Let scorers run programs that the model wrote. Read rewards.md of the documentation first: it is no wall against
+    an attacker."""
+    url: str | None = None
+    """Address of a remote scorer (http://host:port/path); answers are sent there instead of being scored here."""
+    url_concurrency: int = key(8, least=1, only_with=_REMOTE)
+    """Answers that each of num_workers (null: one per node) has under way at reward.url."""
+    url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
+    """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in
+    config.yaml."""
+
+
+@dataclass
+class RayConfig:
+    """Ray."""
+
+    ray_init: dict[str, Any] = key({"address": None, "num_cpus": None})
+    """Free-form arguments of ray.init: address (cluster to join; "auto" finds the one on this node; null: RAY_ADDRESS,
+    else a local Ray), num_cpus (slots of a local Ray; null: the larger of cores and workers), _temp_dir,
+    runtime_env.env_vars and others."""
+
+
+@dataclass
+class Config:
+    """Everything a run can be told."""
+
+    data: DataConfig = section(DataConfig)
+    """Prompts."""
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    """Actor, rollout engine and reference."""
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    """Advantages."""
+    critic: CriticConfig = section(CriticConfig, only_with=WITH_CRITIC)
+    """Value function (gae)."""
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, only_with=_WITH_SCORER)
+    """Your own reward function."""
+    reward: RewardConfig = section(RewardConfig, only_with=_WITH_SCORER)
+    """Scoring processes."""
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    """Reward model and reward manager."""
+    trainer: TrainerConfig = section(TrainerConfig)
+    """The run."""
+    ray_kwargs: RayConfig = section(RayConfig)
+    """Ray."""

@@ -1,0 +1,181 @@
+"""Keys under algorithm: how advantages come from rewards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rltrain.config.schema.declarations import ESTIMATORS, EstimatorTraits, estimator_traits
+from rltrain.config.schema.fields import key, section
+
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full"
+]  # fmt: skip
+# Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says: as good as no limit.
+# Without any, a policy that solves everything or nothing would generate for ever.
+_DEFAULT_ROUNDS = 100
+# Metrics that dynamic sampling compares whatever a scorer returns.
+FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
+_ADAPTIVE = "type=adaptive"
+_WEIGHS = {
+    "bypass_mode=False or loss_type=reinforce": (
+        "with bypass_mode and loss_type=ppo_clip the ratio itself is taken against the engine"
+    )
+}
+
+
+@dataclass
+class KLControlConfig:
+    """Weight of the KL in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Whether the weight follows the KL that is measured."""
+    kl_coef: float = key(0.001, least=0)
+    """Weight (adaptive: at the start)."""
+    horizon: int = key(10000, least=1, only_with=_ADAPTIVE)
+    """Adaptive: samples over which the weight adapts."""
+    target_kl: float = key(0.1, over=0, only_with=_ADAPTIVE)
+    """Adaptive: the KL to hold."""
+
+
+@dataclass
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling."""
+
+    enable: bool = key(False, only_with={"actor_rollout_ref.rollout.n>1": "a prompt has one answer, and all are kept"})
+    """Generate again in place of groups whose answers all score alike."""
+    metric: str = key("acc", only_with="enable")
+    """What is compared: acc (else the scorer's score), score (the scorer's, without penalties), seq_reward and
+    seq_final_reward (with penalties), or another number of the scorer."""
+    max_num_gen_batches: int = key(0, only_with="enable")
+    """Most rounds of generation in a step; 0 or less: 100. What is then still missing is filled with groups that were
+    thrown away."""
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds of generation in a step at most."""
+        return self.max_num_gen_batches if self.max_num_gen_batches > 0 else _DEFAULT_ROUNDS
+
+
+@dataclass(frozen=True)
+class RejectionRule:
+    """Keep what lies within [low, high]. over: token, seq_sum, seq_mean or seq_max; measure: k1, k2 or k3."""
+
+    over: str
+    measure: str
+    low: float
+    high: float
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """What to do about an engine whose policy is not quite the trainer's."""
+
+    rollout_is: Literal["token", "sequence"] | None = key(None, only_with=_WEIGHS)
+    """Importance weights of the policy loss, per token or per sequence; null: none."""
+    rollout_is_threshold: str = key("2.0", only_with={"rollout_is": "rollout_is is null", **_WEIGHS})
+    """Truncate weights from above at this number; low_high (0.5_2.0): weights outside become 0."""
+    rollout_is_batch_normalize: bool = key(
+        False,
+        only_with={
+            "rollout_is": "rollout_is is null",
+            "bypass_mode=False": "with bypass_mode weights follow from each micro-batch as it is computed",
+        },
+    )
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Reject tokens or sequences: comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3;
+    null: none."""
+    rollout_rs_threshold: str | None = key(None, only_with={"rollout_rs": "rollout_rs is null"})
+    """Bounds of rollout_rs, one for all or one each: k1 low_high in pi_engine / pi_trainer (x: 1/x to x); k2, k3 the
+    largest value."""
+    bypass_mode: bool = False
+    """Take the engine's log-probs as the old policy's, and make no old_log_prob pass."""
+    loss_type: Literal["ppo_clip", "reinforce"] = key("ppo_clip", only_with="bypass_mode")
+    """bypass_mode: ppo_clip (the policy loss, its ratio taken against the engine) or reinforce (-A w log pi)."""
+
+    def importance_bounds(self) -> tuple[float | None, float]:
+        """(low, high) of rollout_is_threshold; low is None for a plain truncation. Raises ValueError."""
+        low, high = bounds(str(self.rollout_is_threshold))
+        return low, high
+
+    def rejection_rules(self) -> list[RejectionRule]:
+        """The rules of rollout_rs. Raises ValueError that says what is wrong."""
+        names = [name.strip() for name in self.rollout_rs.split(",")] if self.rollout_rs else []
+        limits = [limit.strip() for limit in str(self.rollout_rs_threshold or "").split(",")]
+        limits = limits * len(names) if len(limits) == 1 else limits
+        if len(limits) != len(names):
+            raise ValueError(f"{len(names)} rules and {len(limits)} thresholds")
+        rules = []
+        for name, limit in zip(names, limits, strict=True):
+            over, _, measure = name.rpartition("_")
+            if over not in ("token", "seq_sum", "seq_mean", "seq_max") or measure not in ("k1", "k2", "k3"):
+                raise ValueError(f"'{name}' is not a rule")
+            # k1 has a sign, and its largest value says nothing about tokens that differ in the other direction.
+            if (over, measure) == ("seq_max", "k1"):
+                raise ValueError("seq_max goes with k2 or k3")
+            low, high = bounds(limit)
+            # k1 is measured as log(pi_engine / pi_trainer), so bounds on the ratio become bounds on its logarithm.
+            if measure == "k1":
+                if low is None and high <= 1:
+                    raise ValueError(f"{name}={limit}: one bound x means 1/x to x, so it must be over 1")
+                if low == 0:
+                    raise ValueError(f"{name}={limit}: the lower bound of a ratio must be over 0")
+                rules.append(RejectionRule(over, measure, math.log(low or 1 / high), math.log(high)))
+            else:
+                if low is not None:
+                    raise ValueError(f"{name}={limit}: {measure} has one bound, the largest value")
+                rules.append(RejectionRule(over, measure, -math.inf, high))
+        return rules
+
+
+@dataclass
+class AlgorithmConfig:
+    """How advantages come from rewards."""
+
+    adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True)
+    """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg,
+    gpg_paper, gdpo, or your own: FILE.py:NAME. grpo_vectorized and rloo_vectorized are grpo and rloo."""
+    gamma: float = key(1.0, least=0, most=1)
+    """Discount of later rewards (gae, reinforce_plus_plus)."""
+    lam: float = key(1.0, least=0, most=1)
+    """GAE's lambda."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo, grpo_passk, gdpo: divide by the standard deviation of the group; False: Dr. GRPO."""
+    gdpo_reward_keys: list[str] = key([])
+    """gdpo: numbers the scorer returns that are compared one by one."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: weight of each; null: 1 each."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference from the reward, token by token."""
+    kl_penalty: KLKind = key("kl", only_with="use_kl_in_reward")
+    """Estimator of that KL, as in actor.kl_loss_type."""
+    kl_ctrl: KLControlConfig = section(KLControlConfig, only_with="use_kl_in_reward")
+    """Weight of that KL."""
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    """Dynamic sampling."""
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    """Mismatch between engine and trainer."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages need a value function."""
+        return self.estimator.values
+
+    @property
+    def estimator(self) -> EstimatorTraits:
+        """What the advantage estimator declares about itself."""
+        return estimator_traits(self.adv_estimator)
+
+
+def bounds(text: str) -> tuple[float | None, float]:
+    """(low, high) of "high" or "low_high". Raises ValueError that says what is wrong."""
+    low, _, high = text.rpartition("_")
+    try:
+        numbers = (float(low) if low else None, float(high))
+    except ValueError:
+        raise ValueError(f"'{text}' is neither a number nor low_high, such as 2.0 or 0.5_2.0") from None
+    if not float("inf") > numbers[1] > (numbers[0] or 0.0) >= 0:
+        raise ValueError(f"'{text}': bounds are positive and finite, the lower one first")
+    return numbers

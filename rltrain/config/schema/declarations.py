@@ -1,0 +1,129 @@
+"""What each advantage estimator and each policy loss declares about itself.
+
+Problem: whether a run has a critic, a greedy baseline or a selection over a mini-batch must be known before anything
+starts, and the configuration must not wait the seconds that torch takes to import. Choice: the declarations of the
+built-in functions stand here, without torch, and their formulas in `rltrain.algorithms`. A function of the user's own
+(FILE.py:NAME) gets its declaration from the decorators there; its file is imported once to read it. Nothing else in the
+program asks for the name of an algorithm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import is_plugin, load_plugin
+
+ESTIMATOR_KEY = "algorithm.adv_estimator"
+LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
+# What algorithm.rollout_correction.loss_type=reinforce computes: the plain policy gradient.
+REINFORCE_LOSS = "gpg"
+# How token losses become one where neither the user nor the loss says so.
+TOKEN_MEAN = "token-mean"
+_ANSWER_MEAN = "seq-mean-token-mean"
+_ATTRIBUTE = "rltrain_declaration"
+
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """What an advantage estimator needs and does.
+
+    per_token: it gives one advantage per token, computed where the tokens are; otherwise one per answer, computed on
+    the driver. values: a critic gives it the value of every token. greedy_baseline: it gets the reward of a greedy
+    answer per prompt. compares: it compares the answers of a prompt group. takes_one: an answer without others has its
+    score for an advantage, as in verl; where it does not, one answer per prompt is refused. reward_terms: it takes the
+    numbers named by ``gdpo_reward_keys`` in place of the reward. whitens: its token advantages are whitened over the
+    batch. reads: the keys of ``algorithm`` that it reads (None: unknown).
+    """
+
+    per_token: bool = False
+    values: bool = False
+    greedy_baseline: bool = False
+    compares: bool = False
+    takes_one: bool = False
+    reward_terms: bool = False
+    whitens: bool = False
+    reads: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    """What a policy loss needs and does.
+
+    selects: it treats some tokens of the global mini-batch differently. silent_at_zero: an answer without any advantage
+    has no gradient, so it may be left out of the update. aggregation: the mean that the loss is defined with, taken
+    unless ``loss_agg_mode`` is set. reads: the keys of ``actor`` that it reads (None: unknown).
+    """
+
+    selects: bool = False
+    silent_at_zero: bool = False
+    aggregation: str = TOKEN_MEAN
+    reads: tuple[str, ...] | None = None
+
+
+_BY_STD = ("norm_adv_by_std_in_grpo",)
+_GROUP = EstimatorTraits(compares=True, takes_one=True, reads=())
+ESTIMATORS = {
+    "gae": EstimatorTraits(per_token=True, values=True, whitens=True, reads=("gamma", "lam")),
+    "grpo": dataclasses.replace(_GROUP, reads=_BY_STD),
+    "grpo_vectorized": dataclasses.replace(_GROUP, reads=_BY_STD),
+    "reinforce_plus_plus": EstimatorTraits(per_token=True, whitens=True, reads=("gamma",)),
+    # Whitened on the driver by its formula, as gdpo is; `whitens` is about advantages per token, which the driver
+    # lacks.
+    "reinforce_plus_plus_baseline": _GROUP,
+    "rloo": _GROUP,
+    # verl gives an answer alone 0 here, so nothing would be learnt.
+    "rloo_vectorized": EstimatorTraits(compares=True, reads=()),
+    "remax": EstimatorTraits(per_token=True, greedy_baseline=True, reads=()),
+    "opo": _GROUP,
+    "grpo_passk": EstimatorTraits(compares=True, reads=_BY_STD),
+    "gpg": _GROUP,
+    "gpg_paper": EstimatorTraits(compares=True, reads=()),
+    "gdpo": dataclasses.replace(_GROUP, reward_terms=True, reads=(*_BY_STD, "gdpo_reward_keys", "gdpo_reward_weights")),
+}
+
+_CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+_CLIP_COV = tuple(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))
+POLICY_LOSSES = {
+    "vanilla": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
+    "gspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=_CLIP),
+    "gpg": LossTraits(silent_at_zero=True, reads=()),
+    "cispo": LossTraits(silent_at_zero=True, reads=_CLIP),
+    "sapo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("tau_pos", "tau_neg")),
+    # Every token of an answer carries the answer's loss, so this is GMPO's mean over answers.
+    "geo_mean": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=_CLIP),
+    # Not silent: a token without advantage may be among the selected, and without it another would be in its place.
+    "clip_cov": LossTraits(selects=True, reads=(*_CLIP, *_CLIP_COV)),
+    "kl_cov": LossTraits(selects=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
+    "dppo_tv": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
+    "dppo_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
+}
+
+
+def declared(function: Any, traits: EstimatorTraits | LossTraits) -> Any:
+    """A function of the user's own with its declaration attached."""
+    setattr(function, _ATTRIBUTE, traits)
+    return function
+
+
+def estimator_traits(name: str) -> EstimatorTraits:
+    """Declaration of ``algorithm.adv_estimator=name``. A function without one is an outcome estimator without needs."""
+    return _of_plugin(ESTIMATOR_KEY, name) if is_plugin(name) else ESTIMATORS.get(name, EstimatorTraits())
+
+
+def loss_traits(name: str) -> LossTraits:
+    """Declaration of ``actor.policy_loss.loss_mode=name``."""
+    return _of_plugin(LOSS_KEY, name) if is_plugin(name) else POLICY_LOSSES.get(name, LossTraits())
+
+
+@functools.cache
+def _of_plugin(key: str, name: str) -> Any:
+    nothing = EstimatorTraits() if key == ESTIMATOR_KEY else LossTraits()
+    try:
+        # A file without a decorator is fine: it gets the least that a function can need.
+        return getattr(load_plugin(key, name), _ATTRIBUTE, nothing)
+    except ConfigError:  # `preflight` reports it, beside everything else that is wrong
+        return nothing

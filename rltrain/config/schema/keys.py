@@ -1,0 +1,173 @@
+"""The keys of the schema, with type, default, rules and help text. Needs nothing but the schema's source.
+
+Help, checks, notes and the reader of overrides all walk this one list. The help texts are read from the source, because
+the string under a field is the only place where text and field cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.config.schema import Config
+from rltrain.config.schema.fields import Rules
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the configuration.
+
+    choices: the values it may have, empty where it may have any. free_form: a dictionary with keys of the user's own.
+    only_with: (section that the condition is written in, condition, reason) of the key and of the sections around it,
+    outermost first.
+    """
+
+    name: str
+    type_name: str
+    default: Any
+    help: str
+    free_form: bool
+    choices: tuple[Any, ...]
+    rules: Rules
+    only_with: tuple[tuple[str, str, str], ...]
+
+
+def get(config: Config, key: str) -> Any:
+    """The value of a dotted key or property."""
+    return functools.reduce(getattr, key.split(".") if key else (), config)
+
+
+@functools.cache
+def all_keys() -> dict[str, Key]:
+    """Every leaf key by its dotted name, in schema order."""
+    return {key.name: key for key in _walk(Config, "", ())}
+
+
+@functools.cache
+def sections() -> dict[str, str]:
+    """Every inner key ("actor_rollout_ref.actor") and what it is about."""
+    return dict(_sections(Config, ""))
+
+
+def plugin_keys() -> list[str]:
+    """Keys that may name a function of the user's own: FILE.py:NAME."""
+    return [key.name for key in all_keys().values() if key.rules.plugin]
+
+
+def is_known(name: str) -> bool:
+    """Whether ``name`` is a leaf, or lies inside a free-form dictionary."""
+    keys = all_keys()
+    return name in keys or free_form_parent(name) is not None
+
+
+def free_form_parent(name: str) -> str | None:
+    """The free-form key that ``name`` lies in, or None."""
+    parts = name.split(".")
+    parents = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    keys = all_keys()
+    return next((parent for parent in parents if parent in keys and keys[parent].free_form), None)
+
+
+def followed(name: str) -> str | None:
+    """The key whose value ``name`` has unless it is set, or None."""
+    key = all_keys().get(name)
+    found = re.fullmatch(r"\$\{([\w.]+)\}", str(key.default)) if key else None
+    return found[1] if found else None
+
+
+def meant(name: str) -> list[str]:
+    """Up to three keys that a mistyped ``name`` may have meant, of its own section alone: keys of other sections do
+    other things."""
+    section, _, leaf = name.rpartition(".")
+    inside = [known for known in all_keys() if known.startswith(f"{section}." if section else "")]
+    own = {known.rpartition(".")[2]: known for known in inside if known.rpartition(".")[0] == section}
+    near = [own[match] for match in difflib.get_close_matches(leaf, own, n=2, cutoff=0.8)]
+    below = [known for known in inside if known.endswith(f".{leaf}")]
+    # The start of the name was left out or mistyped, and the rest of it is there.
+    whole = [known for known in all_keys() if section and known.endswith(f".{name}")]
+    sections_like = difflib.get_close_matches(section, sections(), n=2, cutoff=0.85)
+    whole += [known for like in sections_like if (known := f"{like}.{leaf}") in all_keys()]
+    return list(dict.fromkeys([*near, *below, *whole]))[:3]
+
+
+def nearest(name: str) -> list[str]:
+    """Up to three known keys that ``name`` may have meant: alike as a whole, or with the same last part."""
+    names = list(all_keys())
+    leaf = name.rpartition(".")[2]
+    alike = difflib.get_close_matches(name, names, n=2, cutoff=0.8)
+    # Reversed, so that of several keys with one last part the first in the schema is offered.
+    by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)}
+    same = [known for known in names if known.rpartition(".")[2] == leaf]
+    leaves = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.8)]
+    return list(dict.fromkeys([*alike, *same, *leaves]))[:3]
+
+
+def _walk(owner: type, prefix: str, around: tuple[tuple[str, str, str], ...]) -> Iterator[Key]:
+    # Annotations are texts under `from __future__ import annotations`; only the resolved ones can be told apart.
+    hints, texts = typing.get_type_hints(owner), _texts(owner)
+    for field in dataclasses.fields(owner):
+        name, kind = prefix + field.name, hints[field.name]
+        rules = field.metadata.get("rules", Rules())
+        only_with = (*around, *((prefix.rstrip("."), *each) for each in rules.only_with.items()))
+        if dataclasses.is_dataclass(kind):
+            yield from _walk(typing.cast(type, kind), name + ".", only_with)
+            continue
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        choices = rules.among or _literals(kind)
+        # The text of a `Literal` would repeat its values, which `choices` has.
+        type_name = "str" if choices and not str(field.type).startswith("list") else str(field.type)
+        yield Key(name, type_name, default, texts[field.name], type_name.startswith("dict"), choices, rules, only_with)
+
+
+def _literals(kind: Any) -> tuple[Any, ...]:
+    """The values of a `Literal`, with None where it is optional."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        found = [value for part in typing.get_args(kind) for value in _literals(part)]
+        return (None, *found) if found else ()
+    return ()
+
+
+def _sections(owner: type, prefix: str) -> Iterator[tuple[str, str]]:
+    hints = typing.get_type_hints(owner)
+    for field in dataclasses.fields(owner):
+        kind: type = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield prefix + field.name, (inspect.getdoc(kind) or "").splitlines()[0]
+            yield from _sections(kind, f"{prefix}{field.name}.")
+
+
+def _texts(owner: type) -> dict[str, str]:
+    """The help texts of a section's fields, inherited ones included."""
+    every = (_module_texts(base.__module__).get(base.__name__, {}) for base in reversed(owner.__mro__[:-1]))
+    return {name: text for texts in every for name, text in texts.items()}
+
+
+@functools.cache
+def _module_texts(module: str) -> dict[str, dict[str, str]]:
+    """The string that follows each field, by class and field: Python itself does not keep it."""
+    texts: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.ClassDef):
+            texts[node.name] = {
+                one.target.id: inspect.cleandoc(after.value.value)
+                for one, after in zip(node.body, node.body[1:], strict=False)
+                if isinstance(one, ast.AnnAssign)
+                and isinstance(one.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            }
+    return texts

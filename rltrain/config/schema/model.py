@@ -1,0 +1,249 @@
+"""Keys of the models: policy, critic and reward model, and what they have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rltrain.config.schema.fields import key, section
+from rltrain.config.schema.trainer import TRAINS
+
+# What a default that follows one of the actor's keys begins with.
+ACTOR = "${actor_rollout_ref.actor."
+Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+HALF = ("float16", "fp16")
+NO_SCALER = "small gradients are 0 in float16, and there is no gradient scaler in this version: use bfloat16 or float32"
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]  # fmt: skip
+
+_ON_DEVICE = {"trainer.device!=cpu": "on a CPU everything is in host memory"}
+_COSINE = "lr_scheduler_type=cosine"
+_ADAPTERS = {"uses_lora": "lora_rank=0"}
+_JUDGE = "reward_model.enable"
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = key(1e-6, least=0)
+    """Peak learning rate."""
+    lr_warmup_steps: int = -1
+    """Steps of linear warm-up; 0 or less: lr_warmup_steps_ratio of all steps."""
+    lr_warmup_steps_ratio: float = key(0.0, least=0, most=1, only_with={"lr_warmup_steps<1": "lr_warmup_steps is set"})
+    """Share of all steps that warm up, when lr_warmup_steps is 0 or less."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """The learning rate after the warm-up."""
+    min_lr_ratio: float = key(0.0, least=0, most=1, only_with=_COSINE)
+    """Cosine ends at this share of lr."""
+    num_cycles: float = key(0.5, least=0, only_with=_COSINE)
+    """Cosine waves over the run; 0.5 goes down once."""
+    weight_decay: float = key(0.01, least=0)
+    """Decoupled weight decay."""
+    betas: list[float] = key([0.9, 0.999])
+    """AdamW's decay rates of the first and the second moment."""
+    eps: float = key(1e-8, over=0)
+    """AdamW divides the first moment by the root of the second plus this. A larger value moves weights with tiny
+    gradients less."""
+    clip_grad: float = key(1.0, over=0)
+    """Largest global gradient norm (actor.grad_clip is the old name)."""
+
+
+@dataclass
+class OffloadConfig:
+    """Where a model rests while it is not needed."""
+
+    param_offload: bool = key(False, only_with=_ON_DEVICE)
+    """Keep the parameters in host memory while they are not needed."""
+
+
+@dataclass
+class ShardingConfig(OffloadConfig):
+    """How a model is sharded and where it rests."""
+
+    compute_dtype: Dtype = "auto"
+    """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. Gradients are reduced in
+    float32."""
+    fsdp_size: int = -1
+    """Ranks that share one copy of the weights; -1: all. Fewer make replicas of shard groups (HSDP)."""
+    reshard_after_forward: bool = True
+    """Free the gathered weights of each layer after its forward."""
+
+
+@dataclass
+class FSDPConfig(ShardingConfig):
+    """How a trained model is sharded and where it rests."""
+
+    optimizer_offload: bool = key(False, only_with=_ON_DEVICE)
+    """Keep the optimizer state in host memory outside the update."""
+    model_dtype: Dtype = "float32"
+    """dtype of the master weights."""
+    use_no_sync_for_gradient_accumulation: bool = False
+    """Spread gradients over the devices once per optimizer step, and not after every micro-batch. Each device then
+    holds those of all weights meanwhile, 4 bytes per parameter of the whole model."""
+    use_torch_compile: bool = False
+    """Compile each decoder layer, for any number of tokens. The first steps take minutes."""
+
+
+@dataclass
+class TrainedModelConfig:
+    """A model that is trained, whole or by LoRA adapters."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    override_config: dict[str, Any] = key({})
+    """Free-form: fields of the model's config to replace."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute each layer in the backward pass."""
+    lora_rank: int = key(0, least=0)
+    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as
+    3e-5."""
+    lora_alpha: float = key(16.0, over=0, only_with=_ADAPTERS)
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    # Any, because OmegaConf has no union of a text and a list; `check._lora` looks at the type.
+    target_modules: Any = key("all-linear", only_with=_ADAPTERS)
+    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of
+    full names."""
+    exclude_modules: Any = key(None, only_with=_ADAPTERS)
+    """Layers that get no adapters all the same: a list of names, or a pattern of full names."""
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters (of a critic: and the head) are trained instead of all weights."""
+        return self.lora_rank > 0
+
+
+@dataclass
+class ModelConfig(TrainedModelConfig):
+    """The model that is trained."""
+
+    path: str = ""
+    """Hugging Face folder or hub name (required)."""
+    external_lib: list[str] = key([])
+    """Modules, or files FILE.py, that driver and workers import before they load a model, such as one that registers a
+    family with transformers."""
+    use_liger: bool = key(False, only_with={"trainer.device!=cpu": "fused kernels are those of accelerators"})
+    """Compute RMSNorm, SwiGLU and rotary embeddings of all models but the engine's with fused kernels: Liger's on
+    CUDA (pip install 'rltrain[liger]'), torch_npu's on NPU."""
+    custom_chat_template: str | None = None
+    """Chat template to use instead of the tokenizer's."""
+    lora_adapter_path: str | None = None
+    """Go on training a peft adapter: a folder or hub name, which brings rank, scale and layers. The reference stays the
+    model without it."""
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+
+@dataclass
+class CriticModelConfig(TrainedModelConfig):
+    """The model under the value head."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name; null: the actor's. A classification head of one label is kept, else the head
+    starts at 0."""
+    # Follows the actor's, because the critic usually is the actor's model, with the same code.
+    trust_remote_code: bool = key("${actor_rollout_ref.model.trust_remote_code}")
+    """Run Python code that comes with the model."""
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    """Sharding."""
+
+
+@dataclass
+class CriticOptimConfig(OptimConfig):
+    """The critic's AdamW and its learning rate."""
+
+    lr: float = key(1e-5, least=0)
+    """Peak learning rate."""
+
+
+@dataclass
+class CriticConfig:
+    """The value function. Its sizes and passes follow the actor's unless set."""
+
+    model: CriticModelConfig = section(CriticModelConfig)
+    """Model."""
+    optim: CriticOptimConfig = section(CriticOptimConfig, only_with=TRAINS)
+    """Optimizer."""
+    ppo_mini_batch_size: int = key(ACTOR + "ppo_mini_batch_size}", least=1)
+    """Prompts per optimizer step, over all devices, with all their answers."""
+    ppo_micro_batch_size_per_gpu: int | None = key(None, least=1)
+    """Samples per forward and backward on one device; null: as the actor's."""
+    forward_micro_batch_size_per_gpu: int | None = key(None, least=1)
+    """Samples per forward of the values pass on one device; null: as in the critic's update."""
+    use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}")
+    """As actor.use_dynamic_bsz."""
+    ppo_max_token_len_per_gpu: int | None = key(None, least=1)
+    """Tokens per forward and backward on one device; null: as the actor's."""
+    forward_max_token_len_per_gpu: int | None = key(None, least=1)
+    """Tokens per forward of the values pass on one device; null: as in the critic's update."""
+    ppo_epochs: int = key(ACTOR + "ppo_epochs}", least=1)
+    """Passes over each batch."""
+    shuffle: bool = key(ACTOR + "shuffle}")
+    """Shuffle the prompts of a batch before it is cut into mini-batches."""
+    cliprange_value: float = key(0.5, least=0)
+    """The loss does not reward values that move further than this from those of the values pass."""
+    loss_agg_mode: Aggregation | None = key(ACTOR + "loss_agg_mode}")
+    """As actor.loss_agg_mode; null: token-mean."""
+    ulysses_sequence_parallel_size: int = key(1, least=1)
+    """Devices that share each sequence."""
+
+
+@dataclass
+class RewardModelModelConfig:
+    """The reward model."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name of a sequence classifier with one label."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    fsdp_config: ShardingConfig = section(ShardingConfig)
+    """Sharding; param_offload keeps the reward model in host memory between its passes."""
+
+
+@dataclass
+class OverlongBufferConfig:
+    """DAPO's soft penalty for long answers (reward_manager=dapo)."""
+
+    enable: bool = False
+    """Subtract a penalty that grows linearly over the last tokens before the limit."""
+    len: int = key(0, only_with="enable")
+    """The number of those last tokens."""
+    max_resp_len: int | None = key(None, least=1, only_with="enable")
+    """The limit that they come before; null: data.max_response_length. Beyond it the penalty grows on."""
+    penalty_factor: float = key(1.0, least=0, only_with="enable")
+    """Penalty of an answer at the limit."""
+
+
+@dataclass
+class RewardModelConfig:
+    """Rewards by a model, and how rewards are put together: weight * model + rule_weight * rule, minus penalties."""
+
+    enable: bool = False
+    """Score answers with a reward model."""
+    model: RewardModelModelConfig = section(RewardModelModelConfig, only_with=_JUDGE)
+    """Model."""
+    weight: float = key(1.0, least=0, only_with=_JUDGE)
+    """Weight of the reward model's score."""
+    rule_weight: float | None = key(None, least=0, only_with=_JUDGE)
+    """Weight of the rule reward beside a reward model. null or 0: the model alone decides; no scorer is needed, none
+    runs."""
+    micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_JUDGE)
+    """Samples per forward on one device; null: as the actor's."""
+    use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_JUDGE)
+    """As actor.use_dynamic_bsz."""
+    forward_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_JUDGE)
+    """Tokens per forward on one device; null: as the actor's."""
+    reward_manager: Literal["naive", "dapo", "batch"] = "naive"
+    """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of
+    answers)."""
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, only_with="reward_manager=dapo")
+    """Penalty for long answers."""
+
+    @property
+    def runs_scorers(self) -> bool:
+        """Whether answers get a rule reward: alone, or beside that of a reward model."""
+        return not self.enable or bool(self.rule_weight)

@@ -1,0 +1,143 @@
+"""Keys under actor_rollout_ref.rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.fields import key, section
+from rltrain.config.schema.model import ACTOR, Dtype
+
+_STOPS_EARLY = "tail=oversample|carry_over"
+_NO_SAMPLING = "validation is greedy with val_kwargs.do_sample=False; leave that out to sample"
+_SAMPLES = {
+    "val_kwargs.do_sample!=False": _NO_SAMPLING,
+    "val_kwargs.temperature>0": "validation is greedy; set val_kwargs.temperature=1.0 to sample",
+}
+_OLD_LOG_PROB_PASS = {
+    "algorithm.rollout_correction.bypass_mode=False": "with bypass_mode there is no old_log_prob pass"
+}
+
+
+@dataclass
+class ValKwargs:
+    """How validation answers are sampled."""
+
+    do_sample: bool | None = key(
+        None, only_with={"do_sample!=True or temperature>0": "val_kwargs.temperature=0 is greedy"}
+    )
+    """False: greedy, whatever the temperature. The temperature alone decides otherwise."""
+    n: int = key(
+        1, least=1, only_with={f"n=1 or {when}": f"one answer says all: {why}" for when, why in _SAMPLES.items()}
+    )
+    """Answers per validation prompt; one where they are greedy."""
+    temperature: float = key(0.0, least=0, only_with={"temperature=0.0 or do_sample!=False": _NO_SAMPLING})
+    """Sampling temperature; 0: greedy."""
+    top_k: int = key(-1, only_with=_SAMPLES)
+    """Sample among the k likeliest tokens; -1: all."""
+    top_p: float = key(1.0, over=0, most=1, only_with=_SAMPLES)
+    """Sample among the likeliest tokens that together hold this probability."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.do_sample is False or self.temperature == 0
+
+
+@dataclass
+class RolloutConfig:
+    """Generation, and the pass that recomputes the log-probs of what was generated."""
+
+    # hf needs no package beside rltrain's own, so that a first run works anywhere.
+    name: str = key(
+        "${engine_here:${trainer.device},${actor_rollout_ref.rollout.tensor_model_parallel_size}}", among=tuple(ENGINES)
+    )
+    """Engine: hf (embedded decode loop), vllm (and vllm-ascend) or sglang. Default: vllm where it is installed and
+    trainer.device is an accelerator, and with tensor_model_parallel_size over 1; else hf."""
+    n: int = key(1, least=1)
+    """Answers per prompt."""
+    temperature: float = key(1.0, over=0)
+    """Sampling temperature. Log-probs in training are those of this temperature."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1, 0, or more than the vocabulary: all."""
+    top_p: float = key(1.0, over=0, most=1)
+    """Sample among the likeliest tokens that together hold this probability."""
+    do_sample: bool = True
+    """Sample; False: greedy."""
+    ignore_eos: bool = False
+    """Go on to max_response_length past the end token."""
+    # A key of its own, so that answers can be drawn anew to the same prompts in the same order.
+    seed: int | None = None
+    """Decides all sampling; null: data.seed."""
+    val_kwargs: ValKwargs = section(ValKwargs)
+    """Validation sampling."""
+    dtype: Dtype = "auto"
+    """dtype of the engine's weights: auto is bfloat16 on NPU and GPU, float32 on CPU."""
+    tensor_model_parallel_size: int = key(1, least=1)
+    """Devices per engine replica. More than 1 needs name=vllm or name=sglang."""
+    gpu_memory_utilization: float = key(0.5, over=0, most=1)
+    """Share of device memory for the engine (name=hf: of what is free before generation, for keys and values)."""
+    max_num_seqs: int = key(256, least=1)
+    """Most answers that an engine decodes at once."""
+    max_num_batched_tokens: int = key(8192, least=1)
+    """Most tokens that an engine computes at once (name=hf: tokens of prompts)."""
+    max_model_len: int | None = None
+    """Longest prompt with its answer; null: the limit of the prompt plus that of the answer."""
+    limit_images: int | None = key(None, least=1)
+    """Most images of a prompt; null: no limit. A row with more ends the run before it begins."""
+    enforce_eager: bool | None = None
+    """Run the engine without graphs; null: with graphs on accelerators, without on a CPU."""
+    enable_chunked_prefill: bool = True
+    """Prefill prompts longer than max_num_batched_tokens in pieces."""
+    enable_prefix_caching: bool = True
+    """Reuse the cache of common prefixes. With name=hf the answers to a prompt always share its prefill."""
+    free_cache_engine: bool = True
+    """Free the engine's weights and cache outside generation. With name=hf it has none of its own then."""
+    disable_log_stats: bool = True
+    """Do not collect the engine's statistics."""
+    update_weights_bucket_megabytes: int = key(512, least=1)
+    """Weights are gathered and handed to the engine in buckets of at most this size."""
+    tail: Literal["off", "exact", "oversample", "carry_over"] = "off"
+    """What to do about the few longest answers: off (wait for them), exact (speculative decoding; vllm), oversample
+    (start more prompts, stop when enough are answered, throw the rest away), carry_over (the same, but finish the rest
+    in the next step)."""
+    oversample_ratio: float = key(1.25, least=1, most=2, only_with=_STOPS_EARLY)
+    """oversample, carry_over: prompts started per step, as a multiple of data.train_batch_size."""
+    tail_max_age: int = key(
+        4, least=1, only_with={_STOPS_EARLY: "", "oversample_ratio>1": "with oversample_ratio=1 no prompt is left over"}
+    )
+    """oversample, carry_over: a step waits for a prompt that is still unanswered after this many steps."""
+    tail_draft_tokens: int = key(4, least=1, only_with="tail=exact")
+    """exact: tokens guessed at once, copied from where the last tokens occurred earlier in the prompt or answer."""
+    log_prob_gap_limit: float | None = key(None, least=0)
+    """Alarm where engine and trainer differ by more than this per token; null: 1e-3 if both compute in float32, else
+    0.1."""
+    on_log_prob_gap: Literal["warn", "stop"] = "warn"
+    """On such an alarm over the answers of a step: warn, or stop before the update (with bypass_mode: after the update,
+    and nothing is saved). After a weight sync the alarm always stops the run."""
+    engine_kwargs: dict[str, Any] = key({})
+    """Free-form arguments of the engine, under its name: engine_kwargs.vllm.block_size=32."""
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_OLD_LOG_PROB_PASS)
+    """old_log_prob pass: samples per forward on one device; null: as the actor's."""
+    log_prob_use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_OLD_LOG_PROB_PASS)
+    """old_log_prob pass: as actor.use_dynamic_bsz."""
+    log_prob_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_OLD_LOG_PROB_PASS)
+    """old_log_prob pass: tokens per forward on one device; null: as the actor's."""
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether a step ends before all the answers that it has started."""
+        return self.tail in ("oversample", "carry_over")
+
+    @property
+    def prompt_lookup(self) -> dict[str, Any] | None:
+        """vLLM's ``speculative_config`` for ``tail=exact``: drafts looked up in the text so far (Saxena 2023)."""
+        if self.tail != "exact":
+            return None
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": self.tail_draft_tokens,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }

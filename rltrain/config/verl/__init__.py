@@ -1,0 +1,1 @@
+"""Keys and files of verl's and of its relatives, and what they mean here."""

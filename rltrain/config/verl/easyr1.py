@@ -1,0 +1,175 @@
+"""A configuration of EasyR1's, a fork of verl with names and defaults of its own, as one of ours.
+
+`easyr1_keys` says what becomes of each key; here is what several keys say together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rltrain.config.verl.easyr1_keys import DEFAULTS, KEYS, ONLY, TOGETHER, VALUES
+from rltrain.config.verl.others import Format, Reading
+
+_A, _R, _V = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.val_kwargs."
+_OVERRIDE = "worker.rollout.val_override_config."
+
+
+def is_easyr1(settings: Mapping[str, Any]) -> bool:
+    """Whether the dotted keys are those of EasyR1, which alone has them below ``worker``."""
+    return any(key.startswith(("worker.actor.", "worker.rollout.", "worker.reward.")) for key in settings)
+
+
+def _joint(of: Reading) -> None:
+    _kl(of)
+    for role, ours, passes in (("actor", _A, (_R, "actor_rollout_ref.ref.")), ("critic", "critic.", ())):
+        if role == "actor" or of.value("algorithm.adv_estimator") == "gae":
+            _sizes(of, f"worker.{role}.", ours, passes)
+    _validation(of)
+    _filtering(of)
+    _offload(of)
+    _precision(of)
+    _data(of)
+    _reward(of)
+
+
+def _kl(of: Reading) -> None:
+    coef, kind = "algorithm.kl_coef", "algorithm.kl_penalty"
+    if of.value("algorithm.disable_kl", False):
+        of.notes.append("algorithm.disable_kl: there is no KL here unless it is asked for")
+    elif of.value("algorithm.use_kl_loss", False):
+        of.put(_A + "use_kl_loss", True, "algorithm.use_kl_loss")
+        of.put(_A + "kl_loss_coef", of.value(coef), coef)
+        of.put(_A + "kl_loss_type", of.value(kind), kind)
+    else:
+        of.put("algorithm.use_kl_in_reward", True, "algorithm.use_kl_loss")
+        of.put("algorithm.kl_ctrl.kl_coef", of.value(coef), coef)
+        of.put(kind, of.value(kind), kind)
+        if of.value("algorithm.kl_type") == "adaptive":
+            for their, ours, default in (
+                ("type", "type", ""),
+                ("horizon", "horizon", 10000),
+                ("target", "target_kl", 0.1),
+            ):
+                of.put(f"algorithm.kl_ctrl.{ours}", of.value(f"algorithm.kl_{their}", default), f"algorithm.kl_{their}")
+
+
+def _sizes(of: Reading, role: str, ours: str, passes: tuple[str, ...]) -> None:
+    """Micro-batches: by tokens with its dynamic batching, which is on by default."""
+    update, experience = (f"{role}micro_batch_size_per_device_for_{each}" for each in ("update", "experience"))
+    dynamic = f"{role}dynamic_batching"
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    # Lengths that the user's shell knows alone cannot be added up.
+    numbers = all(isinstance(of.value(each), int) for each in (*lengths, update, experience))
+    tokens = bool(of.value(dynamic, True)) and numbers
+    name = "max_token_len_per_gpu" if tokens else "micro_batch_size_per_gpu"
+    factor = sum(of.value(each) for each in lengths) if tokens else 1
+    of.put(f"{ours}use_dynamic_bsz", tokens, dynamic)
+    of.put(f"{ours}ppo_{name}", of.value(update) * factor, update, *lengths)
+    for other in passes:
+        if other == _R or not of.value("algorithm.disable_kl", False):
+            of.put(f"{other}log_prob_{name}", of.value(experience) * factor, experience, *lengths)
+    if not passes:
+        of.put(f"{ours}forward_{name}", of.value(experience) * factor, experience, *lengths)
+
+
+def _validation(of: Reading) -> None:
+    """It validates as it trains, but for what is overridden; here validation is greedy unless told."""
+    if not of.value("data.val_files"):
+        return
+    for each in ("temperature", "top_p", "top_k", "n"):
+        default = 1 if each == "n" else of.value(f"worker.rollout.{each}")
+        value = of.value(_OVERRIDE + each, default)
+        if value is not None:
+            of.put(_V + each, value, _OVERRIDE + each)
+    of.put(_V + "do_sample", of.settings.get(_V + "temperature") != 0, _OVERRIDE + "temperature")
+    for key, value in of.theirs.items():
+        name = key.removeprefix(_OVERRIDE)
+        if name != key and name not in ("temperature", "top_p", "top_k", "n"):
+            of.refused.append(f"{key}={value}: use one of temperature, top_p, top_k, n.")
+
+
+def _filtering(of: Reading) -> None:
+    low, high, size = "algorithm.filter_low", "algorithm.filter_high", "data.mini_rollout_batch_size"
+    if not of.value("algorithm.online_filtering", False):
+        if of.value(size):
+            of.notes.append(f"{size}: no effect: a step's prompts are generated at once")
+        return
+    if (of.value(low), of.value(high)) != (0.01, 0.99):
+        of.refused.append(
+            f"{low}={of.value(low)}, {high}={of.value(high)}: groups are left out here whose answers all score alike, "
+            "which is the same for scores of 0 and 1 with 0.01 and 0.99 alone. Leave both keys out if that is meant."
+        )
+    name = of.value("algorithm.filter_key")
+    of.put("algorithm.filter_groups.enable", True, "algorithm.online_filtering")
+    of.put("algorithm.filter_groups.metric", {"overall": "score"}.get(name, name), "algorithm.filter_key")
+    rounds = "trainer.max_try_make_batch"
+    of.put("algorithm.filter_groups.max_num_gen_batches", of.value(rounds), rounds)
+    if of.value(size):
+        of.put("data.gen_batch_size", of.value(size), size)
+
+
+def _offload(of: Reading) -> None:
+    for role, ours in (("actor", _A), ("ref", "actor_rollout_ref.ref."), ("critic", "critic.model.")):
+        keys = [f"worker.{role}.{each}" for each in ("fsdp.enable_cpu_offload", "offload.offload_params")]
+        if moved := [each for each in keys if of.value(each, False)]:
+            of.put(f"{ours}fsdp_config.param_offload", True, *moved)
+
+
+def _precision(of: Reading) -> None:
+    for role in ("actor", "critic"):
+        key, types = f"worker.{role}.optim.strategy", f"worker.{role}.fsdp.torch_dtype"
+        kind = of.value(key, "adamw")
+        if kind == "adamw_bf16" and of.value(types) in ("bf16", "bfloat16"):
+            of.notes.append(f"{key}: no effect: AdamW keeps its moments in the type of the weights")
+        elif kind != "adamw":
+            of.refused.append(
+                f"{key}={kind}: the optimizer is AdamW, with moments in the type of the weights. Set {types}=bf16 "
+                f"too, or {key}=adamw."
+            )
+
+
+def _data(of: Reading) -> None:
+    """Files: verl's columns stand in them here, and a template is applied when they are made."""
+    files = {key: of.value(key) for key in ("data.train_files", "data.val_files")}
+    prompt, answer, images = (of.value(f"data.{name}_key", name) for name in ("prompt", "answer", "image"))
+    asked = ("prompt_key", "answer_key", "image_dir", "format_prompt")
+    written = [f"data.{name}={of.theirs[f'data.{name}']}" for name in asked if of.theirs.get(f"data.{name}")]
+    hub = [f"{key}={value}" for key, value in files.items() if isinstance(value, str) and "@" in value]
+    if written or hub:
+        template = of.value("data.format_prompt")
+        words = f" --instruction 'the words of {template}'" if template else ""
+        of.refused.append(
+            f"{', '.join(hub + written)}: files have verl's columns here, and a template is part of the prompt. Make "
+            f"them of FILE, which is {files['data.train_files']} as parquet or jsonl: rltrain data jsonl --input FILE "
+            f"--prompt-column {prompt} --answer-column {answer} --data-source math_dapo{words} --output DIR (with "
+            f"pictures: --image-column {images}). Then set data.train_files=DIR/train.parquet "
+            "data.val_files=DIR/test.parquet, and to null what else is named here."
+        )
+    for key, value in files.items():
+        if value and f"{key}={value}" not in hub:
+            of.put(key, value, key)
+
+
+def _reward(of: Reading) -> None:
+    keys = [f"worker.reward.{each}" for each in ("reward_function", "score_function", "compute_score")]
+    for key in (each for each in keys if of.value(each)):
+        file, _, name = str(of.value(key)).partition(":")
+        if of.value("custom_reward_function.path"):
+            of.notes.append(f"{key}: no effect: custom_reward_function.path is set")
+            continue
+        more = ", **options" if any(".reward_function_kwargs." in each for each in of.theirs) else ""
+        call = '{"response": solution_str, "ground_truth": ground_truth}'
+        one = of.value("worker.reward.reward_type") == "sequential"
+        call = f"({call}{more})" if one else f"([{call}]{more})[0]"
+        of.refused.append(
+            f"{key}={of.value(key)}: a reward function is called otherwise here. Write FILE.py with the lines: import "
+            f'runpy; theirs = runpy.run_path("{file}")["{name or "main"}"]; def compute_score(data_source, '
+            f"solution_str, ground_truth, extra_info=None{more}): found = theirs{call}; return "
+            '{"score": found["overall"], **found}. Then set custom_reward_function.path=FILE.py.'
+        )
+
+
+EASYR1 = Format(
+    "EasyR1", KEYS, VALUES, ONLY, DEFAULTS, TOGETHER, _joint, ("data.", "algorithm.", "worker.", "trainer.")
+)

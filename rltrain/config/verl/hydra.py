@@ -1,0 +1,251 @@
+"""YAML files with Hydra's ``defaults:`` lists -> the settings they stand for, without Hydra.
+
+verl's recipes are such files. A list is composed as Hydra does it, and files of verl's own stand for verl's defaults,
+so nothing need be read of them. Left out: ``override`` of a choice that an earlier file made, and groups chosen on the
+command line.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
+
+from rltrain.base.errors import ConfigError
+from rltrain.config.verl.refused import RECIPES
+from rltrain.config.verl.whose import whose
+
+Tree = dict[str, Any]
+
+# The words of a value: texts in quotes, openings of interpolations and single characters.
+_WORDS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.DOTALL)
+# What a value begins with that YAML reads, not Hydra's rules for a word.
+OPENINGS = ("{", "[", "'", '"')
+_WORDS_WITH_A_VALUE = {
+    "": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False,
+}  # fmt: skip
+_INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"(?i)[+-]?(([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|\.inf|\.nan)")
+# Numbers of YAML 1.1 that are octal, or digits of base sixty.
+_ODD_NUMBER = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+# verl's own files by name, where they set anything that has a meaning here beside verl's defaults.
+_DAPO: Tree = {"reward_model": {"reward_manager": "dapo"}, "trainer": {"project_name": "verl-dapo"}}
+_STOCK: dict[str, Tree] = {
+    "ppo_trainer": {}, "ppo_megatron_trainer": {}, "ppo_veomni_trainer": {}, "ppo_torchtitan_trainer": {},
+    "ppo_mindspeed_trainer": {}, "ppo_fsdp_turbo_trainer": {}, "dapo_trainer": _DAPO, "dapo_megatron_trainer": _DAPO,
+}  # fmt: skip
+# The folders of verl's config tree: a file of one of these that is not here holds verl's defaults.
+_STOCK_GROUPS = (
+    *("actor", "algorithm", "critic", "data", "distillation", "engine", "legacy_reward_impl", "model", "model_engine"),
+    *("npu_profile", "optim", "profiler", "ref", "reward", "reward_manager", "reward_model", "rollout"),
+    "transfer_queue",
+)
+
+
+def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
+    """The settings of a YAML file and of all files that its ``defaults:`` list names, later ones over earlier ones.
+
+    roots: folders to look in beside that of the file. Raises ConfigError with every file that is missing.
+    """
+    _refuse_recipe(f"--config {file}", file.stem)
+    if trainer := whose(read_yaml(file)[1]):
+        raise ConfigError(
+            f"--config {file}: this is a configuration of {trainer}'s, which is not read here: docs/from-others.md. "
+            "Write its settings with the keys of --help; a key by its name there is answered with the one here."
+        )
+    composer = _Composer([file.parent, *roots])
+    composer.take(file, "", "")
+    if composer.problems:
+        raise ConfigError("\n".join(composer.problems))
+    composer.tree.pop("hydra", None)
+    return composer.tree
+
+
+def _refuse_recipe(written: str, name: str) -> None:
+    if recipe := RECIPES.get(name):
+        raise ConfigError(
+            f"{written}: {name}.yaml is the configuration of verl's recipe {recipe}, a trainer of its own that is not "
+            "in this version. Give a configuration of PPO or GRPO, or one of your own by another name."
+        )
+
+
+def flow(text: str) -> str:
+    """A value in Hydra's syntax as YAML's, which wants a space after a key: ``{a:1,b:http://x}`` is
+    ``{a: 1,b: http://x}``."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return text
+    words, open_ = list[str](), [""]
+    for word in _WORDS.findall(text):
+        if word in ("{", "[", "${"):
+            open_.append("key" if word == "{" else "")
+        elif word in ("}", "]"):
+            open_ = open_[:-1] or [""]
+        elif word == "," and open_[-1] == "value":
+            open_[-1] = "key"
+        elif word == ":" and open_[-1] == "key":
+            # Later colons belong to the value.
+            open_[-1], word = "value", ": "
+        words.append(word)
+    return "".join(words)
+
+
+def parsed(text: str) -> Any:
+    """What the text of a value stands for on the command line; interpolations stay. Raises YAMLError or an error of
+    OmegaConf's.
+
+    Brackets and quotes are YAML's. All else is read as Hydra does it, and not by YAML 1.1, where 064 is 52, 1:20 is 80
+    and " #1" is no part of a name.
+    """
+    word = text.strip()
+    if not word.startswith(OPENINGS):
+        return _scalar(word)
+    tokens = [token for token in scan(flow(word)) if not isinstance(token, StreamEndToken)]
+    if odd := next(_odd_numbers(tokens), None):
+        raise YAMLError(odd[1])
+    if rest := flow(word)[tokens[-1].end_mark.index :].strip():
+        raise YAMLError(f"{rest} would be a comment")
+    tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(word)}"]), resolve=False)
+    return tree["value"]
+
+
+def _scalar(word: str) -> Any:
+    if word.lower() in _WORDS_WITH_A_VALUE:
+        return _WORDS_WITH_A_VALUE[word.lower()]
+    # Python refuses to read longer ones.
+    if _INTEGER.fullmatch(word) and len(word) < 4300:
+        return int(word)
+    return float(word.lower().replace(".inf", "inf").replace(".nan", "nan")) if _FLOAT.fullmatch(word) else word
+
+
+def _odd_numbers(tokens: Iterable[Token]) -> Iterator[tuple[int, str]]:
+    """(line from 0, what to say) of each number that YAML 1.1 reads otherwise than it looks."""
+    for token in tokens:
+        if isinstance(token, ScalarToken) and token.plain and _ODD_NUMBER.fullmatch(token.value):
+            base = "of base sixty" if ":" in token.value else "octal"
+            way_out = "" if ":" in token.value else "write it without the 0 in front, or "
+            yield token.start_mark.line, f"{token.value} is {base} in YAML: {way_out}put it in quotes if it is a text"
+
+
+def stock(name: str) -> Tree | None:
+    """What verl's own file of that name sets beside verl's defaults, or None for a name that is not verl's."""
+    return _STOCK.get(Path(name).name.removesuffix(".yaml").removesuffix(".yml"))
+
+
+def named(config_path: str | None, config_name: str | None, config_dir: str | None = None) -> Tree:
+    """What Hydra's flags of these names stand for; a file of verl's own need not be there. Raises ConfigError."""
+    name = (config_name or "ppo_trainer").removesuffix(".yaml")
+    folders = [Path(folder).expanduser() for folder in (config_path, config_dir) if folder]
+    for folder in folders or [Path()]:
+        # Without a folder, verl's own names mean verl's files.
+        if (folder / f"{name}.yaml").is_file() and (folders or stock(name) is None):
+            return compose(folder / f"{name}.yaml", folders)
+    if (known := stock(name)) is not None:
+        return known
+    flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
+    written = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
+    _refuse_recipe(written, name)
+    raise ConfigError(
+        f"{written}: there is no file {name}.yaml in {' or '.join(map(str, folders)) or 'this folder'}, and it is none "
+        "of verl's own. Give the folder that it is in, or --config FILE."
+    )
+
+
+class _Composer:
+    """Walks defaults lists depth first, as Hydra orders them."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots, self.tree, self.problems = list(roots), Tree(), list[str]()
+        self._chosen: dict[str, str] = {}
+
+    def take(self, file: Path, group: str, package: str) -> None:
+        """Merge ``file`` and what its list names. group: its folder within its root; package: the dotted key that its
+        content goes under."""
+        text, content = read_yaml(file)
+        if header := re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE):
+            package = "" if header[1] == "_global_" else package if header[1] in ("_group_", "_here_") else header[1]
+        if not group:
+            self.roots += _search_path(content, file)
+        entries = content.pop("defaults", None) or []
+        own = "_self_" in entries
+        # Without a `_self_` the file itself comes first, and its list overrides it.
+        for entry in entries if own else ["_self_", *entries]:
+            if entry == "_self_":
+                _merge(self.tree, _under(package, content))
+            else:
+                for name, option in entry.items() if isinstance(entry, dict) else [(entry, "")]:
+                    self._entry(str(name), option, group, package, file)
+
+    def _entry(self, name: str, option: Any, group: str, package: str, file: Path) -> None:
+        words = name.split()
+        path, _, place = words[-1].partition("@")
+        for one in option if isinstance(option, list) else [option]:
+            if one is None or one == "_self_":
+                continue
+            one = re.sub(r"\$\{(\w+)\}", lambda match: self._chosen.get(match[1], ""), str(one))
+            full = posixpath.normpath(posixpath.join("/", group, path, one)).lstrip("/")
+            self._chosen[path] = one
+            below = posixpath.dirname(full) if not place else ""
+            inner = place if place else posixpath.relpath(below or ".", group or ".").replace("/", ".").strip(".")
+            under = (
+                ""
+                if place == "_global_"
+                else ".".join(part for part in (package, inner.removeprefix("_here_")) if part)
+            )
+            found = next((at for root in self.roots if (at := root / f"{full}.yaml").is_file()), None)
+            if found:
+                self.take(found, posixpath.dirname(full), under)
+            elif (known := stock(full)) is not None:
+                _merge(self.tree, known)
+            elif full.split("/")[0] not in _STOCK_GROUPS and "optional" not in words:
+                where = ", ".join(str(root) for root in dict.fromkeys(self.roots))
+                self.problems.append(f"{file}: there is no {full}.yaml in {where} (defaults: {name}).")
+
+
+def read_yaml(file: Path) -> tuple[str, Tree]:
+    """Text and content of a file with a mapping. Raises ConfigError."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {'there is no such file' if not file.exists() else error}.") from error
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file}: expected a mapping of keys to values.")
+    if odd := [f"--config {file}, line {line + 1}: {why}." for line, why in _odd_numbers(scan(text))]:
+        raise ConfigError("\n".join(odd))
+    return text, {str(key): value for key, value in content.items()}
+
+
+def _search_path(content: Tree, file: Path) -> list[Path]:
+    """Hydra's search path, from here or from a folder above the file, where its repository begins."""
+    hydra = content.get("hydra")
+    entries = (hydra.get("searchpath") if isinstance(hydra, dict) else None) or content.get("hydra.searchpath") or []
+    bases = [Path.cwd(), *file.absolute().parents]
+    places = [re.sub(r"^(file|pkg)://", "", str(entry)) for entry in entries]
+    places = [
+        place.replace(".", "/") if str(entry).startswith("pkg:") else place
+        for place, entry in zip(places, entries, strict=True)
+    ]
+    return [base / place for place in places for base in bases if (base / place).is_dir()]
+
+
+def _under(package: str, content: Tree) -> Tree:
+    for part in reversed(package.split(".") if package else []):
+        content = {part: content}
+    return content
+
+
+def _merge(tree: Tree, other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            # Copied, because later files are merged into it.
+            tree[key] = OmegaConf.to_container(OmegaConf.create(dict(value))) if isinstance(value, Mapping) else value

@@ -1,0 +1,177 @@
+"""verl's keys and sections that are refused, each with one sentence: what is so here, and what to type instead.
+
+What would make a run another experiment is refused, not noted. The form of a row is told in `verl_keys`.
+"""
+
+from __future__ import annotations
+
+from rltrain.config.schema.engines import FULL_PRECISION
+from rltrain.config.schema.model import NO_SCALER
+
+_A = "actor_rollout_ref."
+_R = _A + "rollout."
+_FSDP = "the training backend here is FSDP2: "
+_LEAVE = _FSDP + "leave it out"
+_SYNCHRONOUS = (
+    "training is synchronous here, on devices that all roles share: leave it out; "
+    "actor_rollout_ref.rollout.tail=carry_over (or oversample) keeps a step from waiting for its longest answers"
+)
+_SINGLE_TURN = "answers are single-turn: leave it out"
+_TOOLS = "tools are not supported: answers are single-turn"
+_MANAGER = (
+    "a reward manager of one's own reads verl's batch of tensors, which no process has here: write what it computes "
+    "for an answer as a function (custom_reward_function.path and name), or for many with "
+    "reward_model.reward_manager=batch"
+)
+_LR_NAMES = "this is Megatron's name: use optim.lr_scheduler_type, lr_warmup_steps and min_lr_ratio"
+# Of rows of NO_EFFECT beside other settings. A reward model's server with a function of the user's own: in verl that
+# function asks the server.
+GENERATIVE = (
+    "a generative reward model, which custom_reward_function.path asks, is not in this version: serve it yourself, let "
+    "your function ask its address, and leave reward_model.enable out"
+)
+
+# Keys whose null is no default -> why, and the way out.
+NO_NULL = {
+    "algorithm.adv_estimator": "no estimator is named (the trainers SPPO and SPIN of verl's recipes have none, and are "
+    "not in this version): give one, such as gae or grpo"
+}
+
+# Keys that are refused -> why, and the way out.
+REFUSED = {
+    _A + "hybrid_engine=False": _SYNCHRONOUS,
+    "rollout.nnodes": _SYNCHRONOUS,
+    "rollout.n_gpus_per_node": _SYNCHRONOUS,
+    "rollout.test_freq": _SYNCHRONOUS,
+    "rollout.total_*": _SYNCHRONOUS,
+    "model_engine!=dp|fsdp|fsdp2": _LEAVE,
+    _A + "rollout.agent.default_agent_loop!=single_turn_agent": _SINGLE_TURN,
+    _R + "agent.agent_loop_config_path": "agent loops are not supported: answers are single-turn",
+    _R + "agent.agent_loop_manager_class": "agent loops are not supported: answers are single-turn",
+    _R + "agent.custom_async_server.*": "the engines are those of --help actor_rollout_ref.rollout.name",
+    _R + "multi_turn.enable=True": _SINGLE_TURN,
+    _R + "multi_turn.*_path": _TOOLS,
+    _R + "multi_turn.completion_callback": _TOOLS,
+    _R + "chat_scheduler": _SINGLE_TURN,
+    _R + "use_fire_sampling": "FIRE sampling is not in this version: leave it out",
+    _R + "nnodes": _SYNCHRONOUS,
+    _R + "data_parallel_size!=1": "the number of engines is that of the devices divided by tensor_model_parallel_size: "
+    "leave it out",
+    _R + "expert_parallel_size!=1": "an engine does not spread experts over devices in this version: leave it out, or "
+    "use tensor_model_parallel_size, which cuts each expert",
+    _R + "pipeline_model_parallel_size!=1": "an engine spans devices by tensor_model_parallel_size alone: use that",
+    _R + "quantization*": FULL_PRECISION + ": leave it out",
+    _R + "enable_rollout_routing_replay": "answers are trained with the routing of the trainer: leave it out",
+    _R + "skip_rollout": "every step generates its own answers: leave it out",
+    "*.strategy!=fsdp2|fsdp": _LEAVE,
+    "*.optim.optimizer!=AdamW|adamw|adam": "every model is trained by AdamW: leave it out",
+    "*.override_optimizer_config.amsgrad": "every model is trained by AdamW without amsgrad: leave it out",
+    "*.override_optimizer_config.maximize": "a loss is always minimised: leave it out",
+    "*.fsdp_config.mixed_precision*=float16|fp16|half|torch.float16": NO_SCALER,
+    "*.optim.lr_decay_*": _LR_NAMES,
+    "*.optim.lr_wsd_*": _LR_NAMES,
+    "*.optim.lr_warmup_init": _LR_NAMES,
+    "*.optim.min_lr": _LR_NAMES,
+    "*.model.modules_to_save": "adapters alone are trained beside lora_rank, no module in full: leave it out",
+    "*.model.lora.merge=False": "adapters are always merged on the way to the engine: leave it out",
+    "*.model.lora.rank": "this is Megatron's name: use model.lora_rank, lora_alpha and target_modules",
+    _A + "model.tokenizer_path!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
+    _A + "model.hf_config_path!=${actor_rollout_ref.model.path}": "save config.json in the folder of model.path",
+    "critic.model.lora_adapter_path": "the critic's adapters start anew: use critic.model.lora_rank",
+    "algorithm.use_pf_ppo": "PF-PPO is not in this version: leave it out",
+    "data.min_response_length": "an answer ends where the model ends it: leave it out",
+    "data.tokenizer!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
+    "data.mm_processor_kwargs*": "images are made by the processor of model.path as it is saved there: use "
+    "data.min_pixels and data.max_pixels, or change preprocessor_config.json in that folder",
+    "data.tool_config_path": _TOOLS,
+    "data.function_tool_path": _TOOLS,
+    "*reward_manager.source!=register": _MANAGER,
+    "reward_model.reward_manager=limited|rate_limited": "use naive: at most reward.num_workers answers are scored at "
+    "once, and a limit on requests belongs into your function",
+    "reward_model.model.type!=discriminative": "a generative reward model is not in this version: serve it yourself, "
+    "and let a function of custom_reward_function.path ask its address",
+    "reward_model.reward_loop_source!=register": _MANAGER,
+    "reward_model.reward_loop_*": _MANAGER,
+    "*sandbox_fusion_url": "use custom_reward_function.path with a function that calls your sandbox",
+    "trainer.v1.trainer_mode!=sync": _SYNCHRONOUS,
+    "trainer.v1.sampler.custom_sampler.*": "use data.sampler.name=FILE.py:NAME",
+    "*@*": "config groups are Hydra's: put settings in a YAML file and give --config FILE",
+    # Megatron's keys, where there is something to use in their place.
+    "*.megatron.*model_parallel_size!=1": _FSDP + "weights are sharded over all devices by themselves; for long "
+    "sequences use {role}.ulysses_sequence_parallel_size",
+    "*.megatron.expert_*parallel_size!=1": _FSDP + "weights are sharded over all devices by themselves",
+    "*.megatron.context_parallel_size!=1": _FSDP + "use {role}.ulysses_sequence_parallel_size",
+    "*.megatron.param_offload": _FSDP + "use {fsdp}.param_offload",
+    "*.ref.megatron.optimizer_offload": _FSDP + "leave it out, the reference has no optimizer",
+    "*.megatron.optimizer_offload": _FSDP + "use {fsdp}.optimizer_offload",
+    "*.megatron.grad_offload": _FSDP + "leave it out, gradients live only during the update",
+    "*.megatron.override_transformer_config.recompute*": _FSDP + "use {model}.enable_gradient_checkpointing=True",
+    "*.megatron.dist_checkpointing_path": _FSDP
+    + "use trainer.resume_mode=resume_path trainer.resume_from_path=…/global_step_N",
+}
+
+# Sections of verl's -> (the key in them that turns them on, "" where any key does; why they are refused, and the way
+# out). Where the switch is off, the section says nothing.
+SECTIONS = {
+    "async_training.*": ("", _SYNCHRONOUS),
+    "distillation.*": (
+        "enabled",
+        "a teacher is not in this version: leave it out; the exact KL to a fixed model is "
+        "actor_rollout_ref.actor.kl_loss_type=full",
+    ),
+    "*.megatron.*": ("", _FSDP + "leave Megatron's keys out, or see --help {fsdp}"),
+    "data.datagen.*": ("path", "rows are read once, before the first step: make them in a class of data.custom_cls"),
+    "*.veomni.*": ("", _LEAVE),
+    "*.torchtitan.*": ("", _LEAVE),
+    "*.automodel.*": ("", _LEAVE),
+    "*.mindspeed*.*": ("", _LEAVE),
+    "*.hyperparallel.*": ("", _LEAVE),
+    "*.deepspeed.*": ("", _LEAVE),
+    "*.router_replay.*": ("mode", "answers are trained with the routing of the trainer: leave it out"),
+    "*.qat.*": ("enable", "training in low precision (FP8, QAT) is not in this version: leave it out"),
+    "*.mtp.*": ("enable", "multi-token prediction heads are not trained and not used: leave it out"),
+    "*.disaggregation.*": ("enabled", "every engine both prefills and decodes: leave it out"),
+    "skip.*": ("enable", "every step generates its own answers: leave it out"),
+    "hydra.*": ("", "there is no Hydra here: put settings in a YAML file and give --config FILE (repeatable)"),
+    "*sandbox_fusion.*": ("url", "use custom_reward_function.path with a function that calls your sandbox"),
+}
+
+_RECIPE = (
+    "this is a key of {}, a trainer of verl's recipes with a loss or data of its own, which is not in this version: "
+    "leave it out for plain PPO or GRPO"
+)
+_NOBODY_S = "no version of verl has this key, and answers are single-turn, without tools: leave it out"
+# Keys of verl's recipes and forks, looked at last: what they turn on is not here, and a note would hide that.
+OTHERS = {
+    _R + "agent.*": _NOBODY_S,
+    _R + "multi_turn.*": _NOBODY_S,
+    **{
+        pattern: _RECIPE.format(recipe)
+        for recipe, patterns in {
+            "SPPO": ("algorithm.sppo_eta", "*.actor.sppo_eta", "*.extra.sppo_eta"),
+            "FlowRL": ("algorithm.tb_coef", "*.actor.tb_coef", "*.flowrl*"),
+            "PRIME": (
+                *("data.filter_accuracy", "data.accuracy_*_bound", "data.oversample_factor", "reward_model.prime_*"),
+                *("algorithm.reward_*_coef", "reward_model.mini_batch_size", "reward_model.model.ref_*"),
+                *(f"reward_model.model.{name}" for name in ("update", "optim.*", "beta_train", "loss_type")),
+            ),
+            "SPIN (online DPO)": ("*.dpo_*", "trainer.ref_update_freq"),
+            "SPO": ("trainer.spo.*",),
+            "representation-based exploration": ("reward_model.*elliptical.*",),
+            "GKD (distillation)": (_A + "teacher.*",),
+            "DMPO": ("*.dmpo_*",),
+            "CoDaPO": ("algorithm.codapo_*",),
+            "a cache of answers": ("trainer.gen_cache.*",),
+        }.items()
+        for pattern in patterns
+    },
+}
+# The names of their configuration files, of which not all have a key that tells.
+RECIPES = {
+    f"{name}_trainer": recipe
+    for name, recipe in {
+        **{"sppo": "SPPO", "flowrl": "FlowRL", "prime": "PRIME", "spin": "SPIN (online DPO)", "spo": "SPO"},
+        **{"on_policy_distill": "GKD (distillation)", "opkd": "GKD (distillation)", "sdpo": "SDPO", "dmpo": "DMPO"},
+        **{"rep_exp": "representation-based exploration", "collabllm": "CollabLLM", "disco": "DisCO", "tppo": "T-PPO"},
+    }.items()
+}

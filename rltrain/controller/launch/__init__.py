@@ -1,0 +1,1 @@
+"""How nodes gather before a run, and what they tell each other."""

@@ -1,0 +1,68 @@
+"""The command of a launch, on the head: what it is told, what it hears, and how it has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rltrain.base.env import ATTEMPT, attempt_file, tell_supervisor, told_supervisor
+from rltrain.base.errors import ConfigError
+from rltrain.controller.launch.board import MARK, group_is_alive
+from rltrain.controller.launch.supervise import meant_by
+from rltrain.controller.launch.words import Launch
+
+_POLL_S = 0.5
+
+
+def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[], None]) -> int:
+    """Run the command beside the Ray of ``address``, hand the signals that are ``asked`` on to it, and return its exit
+    code: 75 where it has ended without a word. heed: called again and again meanwhile."""
+    # Whose `python` may be another than the one that this runs with.
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    own = {"RAY_ADDRESS": address, MARK: address, "PATH": path}
+    own |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
+    with attempt_file() as file:
+        code = _run(launch.command, asked, heed, os.environ | own | {ATTEMPT: file})
+        told = told_supervisor(file)
+    told["pids"] = [pid for pid in told["pids"] if pid != os.getpid()]
+    meant, cause = meant_by(code, told)
+    if meant != code:
+        tell_supervisor(error=cause)
+    return meant
+
+
+def _run(words: list[str], asked: list[int], heed: Callable[[], None], environment: dict[str, str]) -> int:
+    try:
+        driver = subprocess.Popen(words, env=environment, start_new_session=True)
+    except OSError as error:
+        raise ConfigError(f"the command cannot be started: {error}") from error
+    handed = 0
+    # After a signal its whole group: a script that does not exec ends alone, and leaves the run behind that is saving.
+    while driver.poll() is None or (handed and group_is_alive(driver.pid)):
+        with suppress(ConnectionError):  # without its head the command ends by itself
+            heed()
+        for signum in asked[handed:]:
+            handed += 1
+            with suppress(ProcessLookupError):
+                os.killpg(driver.pid, signum)
+        time.sleep(_POLL_S)
+    if asked:
+        tell_supervisor(stopped=True)
+    if group_is_alive(driver.pid):
+        say("the command has ended and left processes behind, which end now")
+    code = driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
+    return 75 if handed and code == 128 + signal.SIGTERM else code
+
+
+def say(text: str) -> None:
+    """With the name of the node, as a scheduler shows the lines of all nodes together."""
+    with suppress(OSError):  # a terminal or pipe that is gone is no reason to end
+        sys.stdout.write(f"{socket.gethostname()}: {text}\n")
+        sys.stdout.flush()

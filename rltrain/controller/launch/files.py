@@ -1,0 +1,103 @@
+"""The files of a launch: where the head leaves its address for the other nodes, and Ray's token."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from rltrain.base.env import first_set, use_token
+from rltrain.base.errors import ConfigError
+from rltrain.controller.launch.board import answers
+
+# Below the user's home; Ray looks there.
+_OWN_TOKEN = ".ray/auth_token"
+
+
+def own_token(file: Path | None) -> str:
+    """The head's token, made where there is none. Clears what an earlier head has left at the file."""
+    said = text(file)
+    if said and answers(said):
+        raise ConfigError(
+            f"{file} names {said}, where another head answers. Stop that one, or set HEAD_FILE to another file."
+        )
+    own = Path.home() / _OWN_TOKEN
+    if file:
+        file.unlink(missing_ok=True)
+        beside(file).unlink(missing_ok=True)
+    if token := first_set("RAY_AUTH_TOKEN"):
+        return token
+    if named := first_set("RAY_AUTH_TOKEN_PATH"):
+        return _token_of(Path(named), "RAY_AUTH_TOKEN_PATH names it")
+    own.parent.mkdir(parents=True, exist_ok=True)
+    # One that is there, however unreadable, is what other clusters of this user run with.
+    exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with suppress(FileExistsError), open(os.open(own, exclusive, 0o600), "w", encoding="utf-8") as opened:
+        opened.write(f"{secrets.token_hex(32)}\n")
+    with suppress(OSError):
+        own.chmod(0o600)  # Ray's own command leaves it to the umask
+    return _token_of(own, "remove it, and a new one is made")
+
+
+def announce(file: Path, address: str, token: str) -> None:
+    """Leave the head's address for the other nodes, and before it the token."""
+    write(beside(file), token)
+    write(file, address)
+
+
+def withdraw(file: Path, address: str) -> None:
+    """Take the address back, unless another head has come since."""
+    if text(file) == address:
+        file.unlink(missing_ok=True)
+        beside(file).unlink(missing_ok=True)
+
+
+def named_token() -> str:
+    """The variable that says which token this node has; empty where none does."""
+    named = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if first_set(name)]
+    return named[0] if named else "" if first_set("RAY_AUTH_MODE") == "token" else "no RAY_AUTH_MODE=token"
+
+
+def take_token(file: Path | None) -> Path | None:
+    """Use the token beside the head's file, else this user's; returns where it was, None where there is none."""
+    if file and (token := text(beside(file))):
+        use_token(token)
+        return beside(file)
+    own = Path.home() / _OWN_TOKEN
+    return own if text(own) else None
+
+
+def beside(file: Path) -> Path:
+    """Where the token of the head is whose address stands in the file."""
+    return file.with_name(f"{file.name}.token")
+
+
+def text(file: Path | None) -> str:
+    """What stands in a file; empty where there is none. Raises ConfigError where another user has laid it there."""
+    with suppress(OSError):
+        # On storage that maps root to nobody, root's own files are nobody's.
+        if file and os.geteuid() and file.stat().st_uid not in (0, os.geteuid()):
+            raise ConfigError(f"{file} is another user's: remove it, or set HEAD_FILE to a file of your own.")
+        return file.read_text("utf-8").strip() if file else ""
+    return ""
+
+
+def _token_of(file: Path, fix: str) -> str:
+    try:
+        found = file.read_text("utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"the token in {file} cannot be read ({error.strerror}): {fix}.") from error
+    if not found:
+        raise ConfigError(f"{file} holds no token: {fix}.")
+    return found
+
+
+def write(file: Path, content: str) -> None:
+    """Whole or not at all, and readable for this user alone."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
+    with open(handle, "w", encoding="utf-8") as opened:
+        opened.write(f"{content}\n")
+    Path(draft).replace(file)

@@ -1,0 +1,357 @@
+"""Start Ray on one node of many, and the command on one of them: what scripts/ray_start.sh runs on every node.
+
+A cluster fails to gather for dull reasons: a token that only one node has, an address that others do not reach, a file
+that an earlier run has left, code that was copied to all nodes but one, a driver on every node. So whatever a node can
+know before it joins is compared first, and whoever waits says for whom. Left out: starting processes on other nodes
+(the scheduler or the user runs the script there), and nodes that come or go during a run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.env import first_set, tell_supervisor
+from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
+from rltrain.base.logs import count
+from rltrain.base.stop import listed_signals
+from rltrain.base.versions import fingerprint, unlike
+from rltrain.controller.launch.board import (
+    BEAT,
+    END,
+    HEAD,
+    STOP,
+    Board,
+    Node,
+    answers,
+    clusters_here,
+    end_processes,
+    program_of,
+)
+from rltrain.controller.launch.command import run_command, say
+from rltrain.controller.launch.files import announce, named_token, own_token, take_token, text, withdraw, write
+from rltrain.controller.launch.ray_node import dashboard, own_address, ray_start
+from rltrain.controller.launch.words import Launch, read
+
+_SAY_EVERY_S = 10
+_POLL_S = 0.5
+# A head that is silent for so long is gone; Ray itself gives up after a minute.
+_SILENT_S = 45
+# Its Ray outlives the script there; a script that is suspended for a while is not gone.
+_GONE_S = 180
+_LEAVE_S = 20
+_SAME_SIGNAL_S = 4
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the command where there is one; rank 0 leaves it in a file EXIT_CODE_FILE too."""
+    code = 1
+    try:
+        code = _run(argv)
+        return code
+    finally:
+        tell_supervisor(ended=code)
+        # A scheduler that ends with the highest code of all nodes would hide it behind theirs.
+        if (file := first_set("EXIT_CODE_FILE")) and first_set("NODE_RANK", "RANK", "SLURM_NODEID") == "0":
+            try:
+                write(Path(file), str(code))
+            except OSError as error:
+                say(f"EXIT_CODE_FILE: {error}")
+
+
+@command
+def _run(argv: list[str] | None) -> int:
+    launch = read(sys.argv[1:] if argv is None else argv)
+    if launch.role == "stop":
+        return stop(launch)
+    try:
+        with listed_signals() as asked:
+            tell_supervisor(pid=os.getpid())
+            return (_head if launch.role == "head" else _worker)(launch, asked)
+    except ConnectionError as error:
+        raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
+    except OSError as error:
+        raise unwritten(str(error), error) from error
+
+
+def stop(launch: Launch) -> int:
+    """End the processes of one cluster on this node, and of no other. Raises ConfigError."""
+    host, _, port = launch.address.rpartition(":")
+    names = {launch.address}
+    with suppress(OSError):
+        names |= {f"{socket.gethostbyname(host)}:{port}"}
+    addresses = [address for address in clusters_here() if not launch.address or address in names]
+    if len(addresses) > 1:
+        raise ConfigError(
+            f"this node is in {len(addresses)} clusters: say which, stop {' or '.join(sorted(addresses))}."
+        )
+    if addresses and _ask_to_end(launch, addresses[0]):
+        left = f"the run of {addresses[0]}, which saves; a second `stop` ends it at once"
+        _wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
+        say(f"the run of {addresses[0]} has ended")
+        return 0
+    ended = end_processes(addresses[0]) if addresses else 0
+    say(f"ended {ended} processes" + (f" of {addresses[0]}" if ended else ": this script has started none here"))
+    return 0
+
+
+def _ask_to_end(launch: Launch, address: str) -> bool:
+    """Whether a command runs in the cluster that nobody had asked to end; now it saves."""
+    with suppress(ConnectionError):
+        if answers(address) and (named_token() or take_token(launch.file)):
+            board = Board(address)
+            if (board.read(HEAD) or {}).get("stays") and board.read(END) is None and board.read(STOP) is None:
+                board.tell(STOP, f"`ray_start.sh stop` on {socket.gethostname()}")
+                return True
+    return False
+
+
+def _head(launch: Launch, asked: list[int]) -> int:
+    ip = own_address(launch)
+    address = f"{ip}:{launch.port}"
+    if answers(address):
+        raise ConfigError(
+            f"port {launch.port} of this node is taken, perhaps by Ray of an earlier run. `ray_start.sh stop` ends "
+            "what this script has started, and RAY_PORT takes another port."
+        )
+    token = own_token(launch.file)
+    code, kept, board = 75, False, None
+    try:
+        ray_start(launch, address, "--head", f"--node-ip-address={ip}", f"--port={launch.port}", *dashboard())
+        board = Board(address)
+        run = {"job": launch.job, "NNODES": launch.num_nodes}
+        board.tell(HEAD, {"fingerprint": fingerprint(), "stays": bool(launch.command), "address": address, "run": run})
+        board.tell_of(Node(ip, socket.gethostname(), launch.rank))
+        if launch.file:
+            announce(launch.file, address, token)
+        say(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
+        if launch.num_nodes:
+            _gather(board, launch, asked)
+        kept = not launch.command
+        code = run_command(launch, board.address, asked, lambda: _heed(board, asked)) if launch.command else 0
+        return code
+    except ConfigError as error:
+        code = error.exit_code
+        raise
+    finally:
+        if not kept:
+            _finish(board, code)
+            end_processes(address)
+            if launch.file:
+                withdraw(launch.file, address)
+
+
+def _gather(board: Board, launch: Launch, asked: list[int]) -> None:
+    """Wait for the nodes and devices that are expected, and say which are missing."""
+
+    def missing() -> str:
+        _heed(board, asked)
+        nodes = board.nodes()
+        refused = [node for node in nodes if node.refused]
+        for node in refused:
+            if not node.stranger:
+                raise ConfigError(f"{node} cannot take part: {node.refused.rstrip('.')}.")
+        lacks = [*_missing(nodes, launch)]
+        return "; ".join(lacks + [f"{node} was refused: {node.refused.rstrip('.')}" for node in refused if lacks])
+
+    _wait_until(missing, launch, asked, f"all {count(launch.num_nodes or 1, 'node')}")
+    for node in board.nodes():
+        devices = ", ".join(
+            f"{each:.0f} {name}" for name in ("NPU", "GPU", "CPU") if (each := node.resources.get(name))
+        )
+        say(f"{node}: {devices}")
+
+
+def _missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
+    """Whom the head waits for, in words."""
+    here = [node for node in nodes if node.is_in]
+    ranks = [node.rank for node in here]
+    lacking = (launch.num_nodes or 1) - len(here)
+    for rank in {rank for rank in ranks if rank is not None and ranks.count(rank) > 1}:
+        both = " and ".join(str(node) for node in here if node.rank == rank)
+        raise ConfigError(f"two nodes have the same RANK: {both}.")
+    if lacking > 0 and None not in ranks:
+        absent = [str(rank) for rank in range(launch.num_nodes or 1) if rank not in ranks]
+        yield f"rank {', '.join(absent)} ({len(here)} of {launch.num_nodes} nodes are here)"
+    elif lacking > 0:
+        yield f"{count(lacking, 'more node')}; here are {', '.join(map(str, here))}"
+    kind = next((name for name in ("NPU", "GPU") if any(node.resources.get(name) for node in here)), "CPU")
+    wanted = launch.devices or (here[0].resources.get(kind, 0) if here and kind != "CPU" else 0)
+    for node in here:
+        if (have := node.resources.get(kind, 0)) < wanted:
+            yield f"{wanted:.0f} {kind}s on {node}, which has {have:.0f}"
+
+
+def _heed(board: Board, asked: list[int]) -> None:
+    """Tell the nodes that this script is alive, and hear whether one of them asks for an end."""
+    board.tell(BEAT, time.monotonic())
+    if not asked and (who := board.read(STOP)):
+        say(f"{who} asks for an end")
+        asked.append(signal.SIGTERM)
+    elif asked and board.read(STOP) is None:
+        board.tell(STOP, f"a signal on {socket.gethostname()}")
+
+
+def _finish(board: Board | None, code: int) -> None:
+    """Tell the nodes how it has ended, and wait until they have heard it."""
+    # Without a head that answers there is nobody to tell.
+    with suppress(ConnectionError):
+        if board:
+            board.tell(END, code)
+            until = time.monotonic() + _LEAVE_S
+            # The head itself is one of those that have not left.
+            while sum(node.is_in for node in board.nodes()) > 1 and time.monotonic() < until:
+                time.sleep(_POLL_S)
+
+
+def _worker(launch: Launch, asked: list[int]) -> int:
+    board = _find_head(launch, asked)
+    head = board.read(HEAD)
+    here = Node(socket.gethostname(), socket.gethostname(), launch.rank)
+    try:
+        here.address = own_address(launch, board.address)
+        _compare(board, head, here, launch)
+        return _take_part(board, head, here, launch, asked)
+    except ConfigError as error:
+        here.refused = here.refused or str(error)
+        with suppress(ConnectionError):
+            board.tell_of(here)
+        raise
+
+
+def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> None:
+    """Raises ConfigError where this node is of another run (so the head only mentions it), or differs."""
+    here.stranger = True
+    ours: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
+    for name, value in head.get("run", {}).items():
+        if value and ours[name] and value != ours[name]:
+            raise ConfigError(
+                f"the head at {board.address} is of another run: its {name} is {value}, this node's {ours[name]}. Two "
+                "runs in one folder need a HEAD_FILE each."
+            )
+        if name == "NNODES" and value and (here.rank or 0) >= value:
+            raise ConfigError(f"RANK={here.rank}, but the ranks of {value} nodes are 0 to {value - 1}")
+    for node in board.nodes():
+        if node.is_in and here.rank is not None and node.rank == here.rank and node.address != here.address:
+            raise ConfigError(f"{node} is there already: set another RANK, or another HEAD_FILE for another run")
+    mark = head.get("address", board.address)
+    if left := clusters_here().get(mark):
+        # What an older head of that address has left is not in this one's list.
+        if here.address in board.alive() and any(program_of(pid) == "raylet" for pid in left):
+            raise ConfigError(f"this node has joined {mark} already; `ray_start.sh stop` takes it out.")
+        # Ray was killed here, and its helpers would stay.
+        end_processes(mark)
+    here.stranger = False
+    own = fingerprint()
+    if problem := unlike(own, head["fingerprint"]):
+        here.refused = f"it has {unlike(head['fingerprint'], own)}"
+        raise ConfigError(f"this node and the head differ. The head has {problem}.")
+    if head["stays"] != bool(launch.command):
+        with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
+        raise ConfigError(f"{with_it} was given a command behind --, {without} was not. Say the same on every node.")
+
+
+def _take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, asked: list[int]) -> int:
+    """Join, and stay while the command runs."""
+    # By whatever name this node knows the head, its cluster has one mark.
+    mark = head.get("address", board.address)
+    try:
+        ray_start(launch, mark, f"--address={board.address}", f"--node-ip-address={here.address}")
+        board.tell_of(here)
+        say(f"joined {board.address} as {here.address}")
+        return _stay(board, here, asked) if launch.command else 0
+    finally:
+        if launch.command:
+            here.left = True
+            with suppress(ConnectionError):
+                board.tell_of(here)
+            end_processes(mark)
+
+
+def _find_head(launch: Launch, asked: list[int]) -> Board:
+    """The store of a head that answers, has our token, and has not ended."""
+    if not launch.address and not launch.file:
+        raise ConfigError("a worker needs the head's address: ray_start.sh worker ADDRESS, HEAD_ADDRESS or HEAD_FILE")
+    found: list[Board] = []
+    own = named_token()
+
+    def missing() -> str:
+        # What an earlier head has left behind: an address where nobody answers, or a token that is not this one's.
+        address = launch.address or text(launch.file)
+        said = "" if launch.address else f", which {launch.file} says"
+        if not address:
+            return (
+                f"the head's address: there is no {launch.file}. Is the head up? Where this storage is not shared, set "
+                "HEAD_ADDRESS and RAY_AUTH_TOKEN"
+            )
+        if not answers(address):
+            return f"the head: nobody answers at {address}{said}"
+        if not (source := own or take_token(launch.file)):
+            return (
+                "the head's token, which this node has not. Copy ~/.ray/auth_token from the head, or set HEAD_FILE (on "
+                "shared storage) or RAY_AUTH_TOKEN on every node"
+            )
+        try:
+            board = Board(address)
+            if board.read(HEAD) and board.read(END) is None:
+                found.append(board)
+                return ""
+        except ConnectionError as error:
+            fix = f"; this node's is from {source}, the head's may be copied there" if "token" in str(error) else ""
+            return f"the head: {error}{said}{fix}"
+        return f"the head: at {address}{said} is another Ray, or one that ends"
+
+    _wait_until(missing, launch, asked, "the head")
+    return found[0]
+
+
+def _stay(board: Board, here: Node, asked: list[int]) -> int:
+    """Until the head says how the command has ended; returns that code. A signal here ends the whole run."""
+    heard = asked_at = beat_at = time.monotonic()
+    told, beat = False, None
+    while len(asked) < 2:
+        try:
+            now, code = board.read(BEAT), board.read(END)
+            # Whoever signals all nodes has signalled the head too.
+            if asked and not told and time.monotonic() - asked_at > _SAME_SIGNAL_S:
+                board.tell(STOP, str(here))
+                told = True
+                say("asked the head to stop; a second signal leaves at once")
+            heard = time.monotonic()
+            if now != beat:
+                beat, beat_at = now, heard
+        except ConnectionError:
+            code = None
+            if time.monotonic() - heard > _SILENT_S:
+                raise
+        asked_at = asked_at if asked else time.monotonic()
+        if code is not None:
+            if board.read(STOP):
+                tell_supervisor(stopped=True)
+            return int(code)
+        if time.monotonic() - beat_at > _GONE_S:
+            raise ConnectionError(f"Ray answers at {board.address}, but the script there has been killed")
+        time.sleep(2 * _POLL_S)
+    raise Interrupted("left before the run had ended", 75)
+
+
+def _wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str) -> None:
+    """Poll until `missing` has nothing to say. Raises NodesMissing with what it says when the time is over."""
+    started, say_at = time.monotonic(), 2.0
+    while lacks := missing():
+        waited = time.monotonic() - started
+        if asked:
+            raise Interrupted(f"stopped while waiting for {what}", 75)
+        if waited >= launch.wait_s:
+            raise NodesMissing(f"waited {launch.wait_s:.0f} s (WAIT_S) for {lacks}")
+        if waited > say_at:
+            say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
+            say_at += _SAY_EVERY_S
+        time.sleep(_POLL_S)

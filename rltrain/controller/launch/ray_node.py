@@ -1,0 +1,62 @@
+"""Ray on one node of a launch: its start, its dashboard, and the address by which others reach it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import ray
+
+from rltrain.base.env import address_towards, devices_here, first_set
+from rltrain.base.errors import ConfigError, NodesMissing
+from rltrain.controller.launch.board import MARK, is_here
+from rltrain.controller.launch.words import Launch
+
+
+def ray_start(launch: Launch, address: str, *arguments: str) -> None:
+    """`ray start`, whose lines are shown where it fails: ConfigError for unknown words, else NodesMissing."""
+    given = [*arguments, *launch.arguments]
+    # Ray counts GPUs itself; NPUs only where CANN's Python package is installed, so tell it.
+    if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in given):
+        given += ["--resources", f'{{"NPU": {devices}}}']
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        # A file, since Ray's processes would keep a pipe open; a session, since a signal to us is not one to Ray.
+        done = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *given],
+            env=os.environ | {MARK: address}, stdout=output, stderr=output, start_new_session=True, check=False,
+        )  # fmt: skip
+        output.seek(0)
+        if done.returncode:
+            # A head that ends meanwhile, to start anew, fails it too. 2 is said of arguments.
+            kind = ConfigError if done.returncode == 2 else NodesMissing
+            raise kind(f"ray start {' '.join(given)} failed:\n{output.read().strip()}")
+
+
+def dashboard() -> list[str]:
+    """Off, since whoever reaches it can start programs; DASHBOARD=1 for this machine, DASHBOARD_HOST for others."""
+    if not first_set("DASHBOARD") or first_set("DASHBOARD") == "0":
+        return ["--include-dashboard=false"]
+    if error := ray._private.utils.get_dashboard_dependency_error():
+        raise ConfigError(f"DASHBOARD=1 needs pip install 'ray[default]=={ray.__version__}' ({error}).")
+    return ["--include-dashboard=true", f"--dashboard-host={first_set('DASHBOARD_HOST') or '127.0.0.1'}"]
+
+
+def own_address(launch: Launch, head: str = "") -> str:
+    """Of the card that leads to the head."""
+    host = (head or launch.address).rpartition(":")[0]
+    if host and not head and not first_set("NODE_IP") and not is_here(host):
+        raise ConfigError(
+            f"HEAD_ADDRESS (or MASTER_ADDR) says {host}, which is not this node: start rank 0 there. Where others "
+            "reach this node by that address all the same, set NODE_IP to its own."
+        )
+    found = first_set("NODE_IP") or address_towards(host or None)
+    # On the head its own name may stand for 127.0.1.1.
+    if found and found.startswith("127.") and not first_set("NODE_IP") and not head:
+        found = address_towards(None)
+    if not found:
+        raise ConfigError(
+            "this node's address is not known, as no network card leads out: set NODE_IP to the one that others reach."
+        )
+    return found

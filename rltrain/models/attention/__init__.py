@@ -1,0 +1,1 @@
+"""Attention over samples that are laid end to end."""

@@ -1,0 +1,134 @@
+"""The gated delta rule over segments of a packed row (Yang et al. 2025, arXiv 2412.06464).
+
+A memory per head, advanced by chunks of tokens: within all chunks of all segments at once, then from chunk to chunk, as
+many segments beside each other as have one more. flash-linear-attention has the same as a kernel; it is called by its
+documented arguments and has not been run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rltrain.base.device import send
+
+_CHUNK = 64
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int],
+    before: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gated delta rule over segments: S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t v_t k_t^T, o_t = S_t q_t.
+
+    query, key [tokens, heads, d] (made unit vectors here, query / sqrt(d)); value [tokens, heads, d']; decay (log a),
+    step (b) [tokens, heads]; before [segments, heads, d, d'] or None. Returns outputs [tokens, heads, d'] in fp32 and
+    the memories behind the segments. Chunks as in section 3.3 of the paper: with G the running sums of log a, D_ij =
+    exp(G_i - G_j) for i >= j, A = 1 + strictly lower (b K K^T D): U = A^-1 b V and W = A^-1 b exp(G) K, so that
+    O = exp(G) Q S + lower (Q K^T D) (U - W S) and S' = exp(G_end) S + (exp(G_end - G) K)^T (U - W S).
+    """
+    query, key, value, decay, step = (each.float() for each in (query, key, value, decay, step))
+    query, key = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    if before is None:
+        before = value.new_zeros(len(lengths), value.shape[1], key.shape[2], value.shape[2])
+    if max(lengths) == 1:
+        return _one_step(query, key, value, decay, step, before.float())
+    size, where, back, counts, order, home = _chunks(tuple(lengths), value.device)
+    # [chunks, heads, size, ...]; places without a token are zeros, which change nothing.
+    query, key, value = (
+        pad(each, (0, 0, 0, 0, 0, 1)).index_select(0, where).unflatten(0, (-1, size)).transpose(1, 2)
+        for each in (query, key, value)
+    )
+    decay, step = (
+        pad(each, (0, 0, 0, 1)).index_select(0, where).unflatten(0, (-1, size)).transpose(1, 2)
+        for each in (decay, step)
+    )
+    sums = decay.cumsum(-1)
+    hidden = torch.ones(size, size, dtype=torch.bool, device=value.device).triu(1)
+    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(hidden, -torch.inf).exp()
+    system = (key * step[..., None]) @ key.mT * between
+    sides = torch.cat([value, key * sums.exp()[..., None]], -1) * step[..., None]
+    # Of the system only what is below the diagonal is read, with ones upon it.
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    new, read = solved.split([value.shape[-1], key.shape[-1]], -1)
+    within = query @ key.mT * between
+    query, end = query * sums.exp()[..., None], sums[..., -1:]
+    key = key * (end - sums).exp()[..., None]
+    memory, outputs, done = before.float().index_select(0, order), [], []
+    pieces = zip(*(each.split(counts) for each in (query, key, new, read, within, end.exp()[..., None])), strict=True)
+    for queries, keys, values, reads, inner, kept in pieces:
+        # Segments are sorted by their chunks, so those that have ended are the last.
+        done.append(memory[len(queries) :])
+        memory = memory[: len(queries)]
+        values = values - reads @ memory
+        outputs.append(queries @ memory + inner @ values)
+        memory = memory * kept + keys.mT @ values
+    after = torch.cat([memory, *done[::-1]]).index_select(0, home)
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, back), after
+
+
+def _one_step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule` for segments of one token, such as the rows of a decode step."""
+    memory = memory * decay.exp()[..., None, None]
+    known = (key[:, :, None] @ memory)[:, :, 0]
+    memory = memory + key[..., None] * ((value - known) * step[..., None])[:, :, None]
+    return (query[:, :, None] @ memory)[:, :, 0], memory
+
+
+@lru_cache(8)
+# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+@torch.inference_mode(False)
+def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor, Tensor, list[int], Tensor, Tensor]:
+    """How segments are cut into chunks: size, the tokens of all chunks (one behind the last stands for none), the place
+    of each token among them, how many segments have a first, second, ... chunk, the order of the segments by that, and
+    the way back.
+
+    The first chunks of all segments stand before the second ones.
+    """
+    size = min(_CHUNK, max(lengths))
+    firsts, total = list(accumulate((0, *lengths[:-1]))), sum(lengths)
+    # Integers of the host, which have values where a dry run computes shapes alone.
+    numbers = [-(-length // size) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda segment: -numbers[segment])
+    counts = [sum(each > number for each in numbers) for number in range(max(numbers))]
+    where = []
+    for number, count in enumerate(counts):
+        for segment in order[:count]:
+            tokens = torch.arange(number * size, (number + 1) * size)
+            where.append(torch.where(tokens < lengths[segment], tokens + firsts[segment], total))
+    row = torch.cat(where)
+    back = torch.empty(total + 1, dtype=torch.long)
+    back[row] = torch.arange(len(row))
+    first = torch.tensor(order)
+    row, back, first, home = (send(each, device) for each in (row, back[:total], first, first.argsort()))
+    return size, row, back, counts, first, home
+
+
+@cache
+def fused_rule() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """flash-linear-attention's kernel, with the arguments of `delta_rule`, or None where it is not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+
+    def rule(
+        query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int],
+        before: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        starts = send(torch.tensor((0, *accumulate(lengths))), query.device)
+        output, memory = chunk_gated_delta_rule(
+            query[None], key[None], value[None], g=decay[None], beta=step[None], initial_state=before,
+            output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=starts,
+        )  # fmt: skip
+        return output[0], memory
+
+    return rule

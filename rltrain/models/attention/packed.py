@@ -1,0 +1,218 @@
+"""Attention over packed sequences: every segment sees itself, causally, and the prefix that it continues.
+
+Padding wastes most of a batch of answers, and a mask over all packed tokens would grow with their square. So this
+registers an attention implementation with transformers that computes segment by segment; every decoder that goes
+through its attention interface is then trained without padding. The plan of segments travels as a keyword argument of
+the forward call: it holds host integers, so it costs no device sync, and gradient checkpointing replays it.
+
+The device's row in `rltrain.base.device` names the kernel: scaled dot products per block here, those of accelerators in
+`models.varlen`. No fused product knows soft-capped scores, and not all know sinks: where the kernel does not, plain
+products take its place, computed again in the backward pass so that memory does not grow with the square either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import AttentionInterface, PretrainedConfig
+
+from rltrain.base.errors import ConfigError
+from rltrain.models.attention import recurrent
+from rltrain.models.attention.packing import AttentionPlan
+from rltrain.models.attention.scores import Kind, masked, tempered
+from rltrain.models.attention.ulysses import share_of_heads, share_of_tokens
+from rltrain.models.attention.varlen import kernel_for
+
+NAME = "rltrain_packed"
+# transformers hands unknown keywords of a forward call on to the attention function, whose parameter has this name.
+PLAN = "rltrain_plan"
+# Kinds of layers that compute each token alone.
+STATELESS = {"moe", "mlp"}
+# Queries are processed in blocks, so that a mask has at most this many rows (queries x heads per kv head).
+_BLOCK = 256
+# On a CPU, half precision prepares a kernel per length and is slow for short products: a backward pass over varying
+# lengths takes two to three times as long. So segments that see at most this many keys are computed in fp32.
+_FEW_KEYS = 1024
+_PLAIN = Kind()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: Kind = _PLAIN) -> Tensor:
+    """Attention by ``plan``, through the kernel of the device.
+
+    query [1, heads, tokens, d]; key, value [1, kv heads, tokens, d]; ``plan`` covers the tokens. Returns
+    [1, tokens, heads, d]. Causality is bottom-right: the last query sees every key.
+    """
+    if kind.chunk is not None:
+        plan = plan.chunked(kind.chunk)
+    # A window that hides nothing is dropped, so that kernels take the plain causal way.
+    if kind.window is not None and kind.window >= max(plan.key_lengths):
+        kind = kind._replace(window=None)
+    if (kernel := kernel_for(query, kind)) is not None:
+        return kernel(query, key, value, plan, kind)
+    parts = (query.split(plan.query_lengths, dim=2), _keys(key, plan), _keys(value, plan))
+    outputs = [_segment(*part, kind) for part in zip(*parts, strict=True)]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    rltrain_plan: AttentionPlan | None = None,
+    rltrain_group: ProcessGroup | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """`attend`, as transformers calls it. Raises NotImplementedError for models that it would compute wrongly.
+
+    With ``rltrain_group`` the tensors hold this rank's slice of the tokens, and the plan covers the tokens of all ranks
+    of the group.
+    """
+    if rltrain_plan is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} does not hand keyword arguments on to its attention, so packed sequences "
+            "cannot be trained"
+        )
+    if dropout or attention_mask is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} asks for {'dropout' if dropout else 'a mask of its own'}, which packed "
+            "sequences do not get"
+        )
+    kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)
+    if rltrain_group is not None:
+        query, key, value = share_of_heads(rltrain_group, query, key, value)
+        if s_aux is not None:
+            kind = kind._replace(sinks=s_aux.chunk(rltrain_group.size())[rltrain_group.rank()])
+    query = tempered(module, query, rltrain_plan.places)
+    output = attend(query, key, value, rltrain_plan, kind)
+    return output if rltrain_group is None else share_of_tokens(rltrain_group, output), None
+
+
+def register() -> None:
+    """Make ``attn_implementation="rltrain_packed"`` known.
+
+    No mask is registered for it: transformers then returns at once, and does not look at positions to build none.
+    """
+    AttentionInterface.register(NAME, packed_attention)
+
+
+def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
+    """Raises ConfigError for models whose layers would mix the samples of a packed row. longest: most tokens per
+    sequence.
+
+    These are models with kinds of layers that `attend` does not know, and models whose rotary frequencies depend on the
+    longest sequence of a forward pass.
+    """
+    text = config.get_text_config()
+    whole = getattr(text, "rope_parameters", None) or {}
+    # In some families every kind of layer has its own.
+    for rope in (whole, *(part for part in whole.values() if isinstance(part, dict))):
+        limit: int = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
+        if rope.get("rope_type") not in ("longrope", "dynamic") or (longest is not None and longest <= limit):
+            continue
+        raise ConfigError(
+            f"{type(config).__name__} has other rotary frequencies beyond {limit} tokens "
+            f"(rope_type={rope['rope_type']}), so samples of one forward would change each other. Keep "
+            f"data.max_prompt_length + data.max_response_length (now {longest}) within {limit}."
+        )
+    # Griffin calls them block types.
+    kinds = {*(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())}
+    kinds -= {"full_attention", "sliding_attention", "chunked_attention", "attention", *STATELESS}
+    kinds -= {"linear_attention"} if text.model_type in recurrent.FAMILIES else set()
+    if kinds:
+        raise ConfigError(
+            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on "
+            "packed sequences. Use a model with full, sliding-window or chunked attention."
+        )
+
+
+# -- any device: scaled dot products, segment by segment ---------------------------------------------------------------
+
+
+def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
+    """The part of ``tensor`` [1, kv heads, tokens, d] that each segment sees.
+
+    Cut by split, because the gradient of a slice is as large as the whole tensor.
+    """
+    parts = tensor.split(plan.query_lengths, dim=2)
+    # A prefix is always a whole earlier segment, so its keys are one of the parts.
+    place = {(each.start, each.stop): part for each, part in zip(plan.segments, parts, strict=True)}
+    return [
+        torch.cat([place[each.prefix], part], 2) if each.prefix_length else part
+        for each, part in zip(plan.segments, parts, strict=True)
+    ]
+
+
+def _segment(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+    """query [1, heads, n, d] of the last n places of key, value [1, kv heads, m, d]."""
+    groups, own, window = query.shape[1] // key.shape[1], query.shape[2], kind.window
+    if query.is_cpu and query.dtype.itemsize < 4 and key.shape[2] <= _FEW_KEYS:
+        return _segment(query.float(), key.float(), value.float(), kind).to(query.dtype)
+    product = nn.functional.scaled_dot_product_attention
+    fused = kind.softcap is None and kind.sinks is None
+    # is_causal counts from the top left corner, which is the bottom right one only where there are as many queries as
+    # keys.
+    if fused and own == key.shape[2] and (window is None or own <= window):
+        if groups > 1 and not query.is_cpu:
+            # Where the flash kernel does not fit, enable_gqa leaves only a kernel that builds the whole product at
+            # once.
+            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+        return product(query, key, value, is_causal=True, scale=kind.scaling, enable_gqa=groups > 1)
+    # Heads that share keys become neighbouring queries, so that a key is read and its gradient written once for them
+    # all.
+    query = query.unflatten(1, (-1, groups)).transpose(2, 3)
+    parts = []
+    for queries, keys in _blocks(own, key.shape[2], groups, window):
+        before = key.shape[2] - own + queries.start - keys.start
+        mask = _band(queries.stop - queries.start, before, groups, window, query)
+        part = masked(query[:, :, queries].flatten(2, 3), key[:, :, keys], value[:, :, keys], mask, kind)
+        parts.append(part.unflatten(2, (-1, groups)))
+    return torch.cat(parts, 2).transpose(2, 3).flatten(1, 2)
+
+
+def _blocks(num_queries: int, num_keys: int, groups: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries, and the keys that any query of the block sees."""
+    before, size = num_keys - num_queries, max(1, _BLOCK // groups)
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        first = 0 if window is None else max(0, before + start + 1 - window)
+        yield slice(start, stop), slice(first, before + stop)
+
+
+def _band(num_queries: int, before: int, groups: int, window: int | None, like: Tensor) -> Tensor:
+    """mask [queries * groups, before + queries], 0 or -inf.
+
+    Query i, which has ``groups`` rows, sees key j when 0 <= before + i - j < window.
+    """
+    # Rounded up to a power of two, so that a few templates serve all lengths.
+    middle = max(1024, 1 << (before - 1).bit_length())
+    template = _template(max(1, _BLOCK // groups), middle, groups, window, like.dtype, like.device)
+    mask = template[: num_queries * groups, middle - before : middle + num_queries]
+    return mask if like.is_cpu else mask.contiguous()
+
+
+@lru_cache(8)
+# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+@torch.inference_mode(False)
+def _template(
+    block: int, before: int, groups: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask of a whole block behind ``before`` keys.
+
+    Visibility depends on the distance alone, so every other mask is a part of it.
+    """
+    i = torch.arange(block * groups, dtype=torch.int32, device=device)[:, None] // groups
+    distance = i - torch.arange(-before, block, dtype=torch.int32, device=device)
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,303 @@
+"""Samples one behind the other in one row: who sees whom, where answers are predicted, which answers share a prompt.
+
+Problem: padding wastes compute, and a prompt's tokens are the same for all its answers. Choice: a micro-batch is one
+row without padding. A prompt stands in it once, followed by its answers, which attend to it and to themselves. The
+batch's dictionary-encoded prompt column says who shares. Images stand beside the prompts they belong to, once each
+(`models.packed_images`). Left out: trees of prompts that share only their beginning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import send
+from rltrain.data.images import PromptImages, answer_position
+from rltrain.models.attention.packed_images import PackedImages
+
+
+class Segment(NamedTuple):
+    """Queries [start, stop) see the keys of ``prefix`` (the range of an earlier segment) and, causally, their own."""
+
+    start: int
+    stop: int
+    prefix: tuple[int, int] = (0, 0)
+
+    @property
+    def prefix_length(self) -> int:
+        return self.prefix[1] - self.prefix[0]
+
+    @property
+    def length(self) -> int:
+        """With the prefix."""
+        return self.prefix_length + self.stop - self.start
+
+
+class AttentionPlan:
+    """Who sees whom in one packed row, in host integers. The segments follow one another and cover all tokens.
+
+    No dataclass: FSDP makes those among a layer's arguments anew, and with them what is computed once.
+    """
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        self.segments = segments
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionPlan) and self.segments == other.segments
+
+    def __hash__(self) -> int:
+        return hash(self.segments)
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int]) -> AttentionPlan:
+        """Segments that see only themselves."""
+        ends = list(accumulate(lengths))
+        return cls(tuple(Segment(end - length, end) for end, length in zip(ends, lengths, strict=True)))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments[-1].stop
+
+    def padded_to(self, num_tokens: int) -> AttentionPlan:
+        """This plan with a segment of padding up to that number of tokens, where some are missing."""
+        end = self.num_tokens
+        return self if end == num_tokens else AttentionPlan((*self.segments, Segment(end, num_tokens)))
+
+    @cached_property
+    def query_lengths(self) -> tuple[int, ...]:
+        return tuple(segment.stop - segment.start for segment in self.segments)
+
+    @cached_property
+    def key_lengths(self) -> tuple[int, ...]:
+        return tuple(segment.length for segment in self.segments)
+
+    @cached_property
+    def query_ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.query_lengths))
+
+    @cached_property
+    def key_ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.key_lengths))
+
+    @cached_property
+    def has_prefixes(self) -> bool:
+        return any(segment.prefix_length for segment in self.segments)
+
+    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Cumulative query and key lengths [segments + 1] (int32); the rows of all segments' keys [keys], none where no
+        segment has a prefix. Made once per device rather than once per layer.
+        """
+        if device not in self._on_devices:
+            queries, where = send(torch.tensor((0, *self.query_ends), dtype=torch.int32), device), torch.zeros(0)
+            keys = queries  # The very same tensor, by which torch knows that its fastest kernel will do.
+            if self.has_prefixes:
+                parts = [part for each in self.segments for part in (each.prefix, (each.start, each.stop))]
+                keys = send(torch.tensor((0, *self.key_ends), dtype=torch.int32), device)
+                where = send(torch.cat([torch.arange(*part) for part in parts]), device)
+            self._on_devices[device] = queries, keys, where
+        return self._on_devices[device]
+
+    # In the plan itself: an object that held it would hold the device's memory until Python looks for cycles.
+    @cached_property
+    def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
+        return {}
+
+    def chunked(self, size: int) -> AttentionPlan:
+        """This plan for layers where a token sees only keys of the same ``size`` places of its sample.
+
+        Each such stretch becomes a segment. An answer's first one goes on from the last of its prompt.
+        """
+        if size not in self._chunked:
+            self._chunked[size] = AttentionPlan(tuple(piece for each in self.segments for piece in _pieces(each, size)))
+        return self._chunked[size]
+
+    @cached_property
+    def _chunked(self) -> dict[int, AttentionPlan]:
+        return {}
+
+    def places(self, device: torch.device) -> Tensor:
+        """Of every token in its sample [tokens]."""
+        if device not in self._places:
+            spans = [torch.arange(each.prefix_length, each.length) for each in self.segments]
+            self._places[device] = send(torch.cat(spans), device)
+        return self._places[device]
+
+    @cached_property
+    def _places(self) -> dict[torch.device, Tensor]:
+        return {}
+
+
+def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
+    """What of a segment lies between two multiples of ``size``, in places of its sample."""
+    start, place = segment.start, segment.prefix_length
+    seen = place % size
+    prefix = (segment.prefix[1] - seen, segment.prefix[1]) if seen else (0, 0)
+    while start < segment.stop:
+        stop = min(segment.stop, start + size - place % size)
+        yield Segment(start, stop, prefix)
+        start, place, prefix = stop, place + stop - start, (0, 0)
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """One micro-batch as the model sees it.
+
+    tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [policy tokens], the place of
+    the hidden state that predicts each token of the policy, and that token. host_predictors: the same places on the
+    host, where Ulysses decides by them. images: those of the prompts, if any, on the host; the positions may then be
+    [3, total], in time, height and width.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    plan: AttentionPlan
+    predictors: Tensor
+    labels: Tensor
+    host_predictors: Tensor
+    images: PackedImages | None = None
+
+
+# An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.
+_LONGEST_ANSWER_PER_PROMPT_TOKEN = 16
+
+
+def pays_to_share(prompt_length: Any, answer_length: Any) -> Any:
+    """Whether an answer shares its prompt with the other answers to it. Lengths: numbers or arrays of them."""
+    return _LONGEST_ANSWER_PER_PROMPT_TOKEN * prompt_length >= answer_length
+
+
+def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
+    """``prompt``, ``response``, ``response_mask`` -> packed inputs. An empty batch packs to one dummy token.
+
+    With ``share``, samples of one prompt share its tokens: the prompt once, then the answers that see it, positions
+    going on from its end; the prompt's last state predicts the first token of each. The last token of an answer
+    predicts nothing and is left out. Only tokens of the policy (``response_mask``) have predictors and labels. Where
+    the batch has ``images``, those of a prompt are packed once, however often its tokens stand in the row.
+    """
+    if not len(batch):
+        # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
+        one = torch.zeros(1, dtype=torch.long, device=device)
+        return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0], torch.zeros(0).long())
+    prompts, answers = batch.dictionary(c.PROMPT), batch.ragged(c.RESPONSE)
+    assert isinstance(prompts.values, Ragged)
+    prompt_starts, prompt_lengths = prompts.values.offsets.tolist(), prompts.values.lengths.tolist()
+    answer_starts = (answers.offsets + len(prompts.values.values)).tolist()
+    samples = list(zip(prompts.index.tolist(), answer_starts, answers.lengths.tolist(), strict=False))
+    sharing = Counter(
+        prompt for prompt, _, length in samples if share and pays_to_share(prompt_lengths[prompt], length)
+    )
+    images = _images_by_prompt(batch)
+    laid = _Laid(images)
+    shared: dict[int, tuple[int, int]] = {}
+    predictors = []
+    for prompt, answer_start, length in samples:
+        question, own = (prompt_starts[prompt], prompt_lengths[prompt]), (answer_start, max(length - 1, 0))
+        # Where nobody shares it, prompt and answer are one segment, and no keys have to be gathered for a prefix.
+        if sharing[prompt] < 2 or not pays_to_share(question[1], length):
+            # The prompt's last place, as the segment ends behind the answer's last token but one.
+            first = laid.add(prompt, question, own) - own[1] - 1
+            predictors.append(torch.arange(first, first + length))
+        else:
+            if prompt not in shared:
+                end = laid.add(prompt, question)
+                shared[prompt] = (end - question[1], end)
+            prefix = shared[prompt]
+            end = laid.add(prompt, own=own, prompt_length=question[1], prefix=prefix) if own[1] else 0
+            predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - own[1], end)]
+    # As one tensor, so that a single gather lays out the whole row.
+    source, kept = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
+    places = torch.cat(predictors).long()[kept]
+    return PackedInputs(
+        tokens=send(source[torch.cat(laid.rows)], device).long(),
+        positions=send(torch.cat(laid.positions, -1), device),
+        plan=AttentionPlan(tuple(laid.segments)),
+        predictors=send(places, device),
+        labels=send(answers.values[kept], device).long(),
+        host_predictors=places,
+        images=PackedImages.of([(images[prompt], start) for prompt, start in laid.with_images]),
+    )
+
+
+def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
+    """The images of each prompt of the batch that has any, by its number."""
+    if c.IMAGES not in batch:
+        return {}
+    column, prompts = batch.dictionary(c.IMAGES), batch.dictionary(c.PROMPT)
+    pairs = zip(prompts.index.tolist(), column.index.tolist(), strict=True)
+    return {prompt: found for prompt, place in pairs if (found := column.values[place]) is not None}  # type: ignore[misc]
+
+
+class _Laid:
+    """Collects segments one behind the other. images: by the number of their prompt."""
+
+    def __init__(self, images: Mapping[int, PromptImages]) -> None:
+        self.rows: list[Tensor] = []
+        self.positions: list[Tensor] = []
+        self.segments: list[Segment] = []
+        # (prompt, where its tokens begin) for each time that a prompt with images is laid.
+        self.with_images: list[tuple[int, int]] = []
+        self._images = images
+        self._three_rows = any(each.positions is not None for each in images.values())
+
+    def add(
+        self,
+        prompt: int,
+        question: tuple[int, int] | None = None,
+        own: tuple[int, int] = (0, 0),
+        *,
+        prompt_length: int = 0,
+        prefix: tuple[int, int] = (0, 0),
+    ) -> int:
+        """A segment of the prompt's tokens, the answer's or both, each (start, length) in the batch. Returns where it
+        ends. prompt_length: of the prompt in ``prefix``, where this is an answer alone.
+        """
+        start, images = self.segments[-1].stop if self.segments else 0, self._images.get(prompt)
+        ranges = [each for each in (question, own) if each and each[1]]
+        stop = start + sum(length for _, length in ranges)
+        self.segments.append(Segment(start, stop, prefix))
+        self.rows += [torch.arange(first, first + length) for first, length in ranges]
+        if question:
+            prompt_length = question[1]
+            of_prompt = None if images is None else images.positions
+            self._place(torch.arange(prompt_length) if of_prompt is None else torch.tensor(of_prompt))
+            self.with_images += [(prompt, start)] if images is not None else []
+        if own[1]:
+            self._place(torch.arange(own[1]) + answer_position(images, prompt_length))
+        return stop
+
+    def _place(self, positions: Tensor) -> None:
+        """Positions [n] or [3, n] of the next tokens."""
+        self.positions.append(positions.expand(3, -1) if self._three_rows else positions)
+
+
+def per_policy_token(values: Tensor, batch: Batch) -> Ragged:
+    """The outputs of a model at ``pack(batch).predictors``, sample by sample."""
+    return Ragged(values, batch.ragged(c.RESPONSE_MASK).sum() if len(batch) else torch.zeros(0, dtype=torch.long))
+
+
+def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
+    """Rows of token ids; the predictor of a row is its last token. No rows pack to one dummy token."""
+    if not rows:
+        return pack(Batch(), device)
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.tensor([token for row in rows for token in row])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    ends = lengths.cumsum(0) - 1
+    return PackedInputs(
+        send(tokens, device),
+        send(positions, device),
+        AttentionPlan.of_lengths(lengths.tolist()),
+        send(ends, device),
+        send(tokens[ends], device),
+        ends,
+    )

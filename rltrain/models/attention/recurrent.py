@@ -1,0 +1,319 @@
+"""Gated delta nets over packed sequences (Yang et al. 2025, arXiv 2412.06464): Qwen3-Next, Qwen3.5, OLMo Hybrid.
+
+Such a layer carries a state through its sample: the last tokens of a short convolution, and per head a memory that
+maps keys to values. transformers' layer runs through a packed row from sample to sample, so its forward is replaced by
+one that runs segment by segment. The state after a prompt is computed once and is where every answer to it starts; in
+the embedded engine it is what the cache keeps of a sample. Parameters and their names stay those of transformers.
+
+Where flash-linear-attention and causal-conv1d are installed their kernels take over on CUDA; they are called by their
+documented arguments and have not been run here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import softplus
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from rltrain.base.device import send
+from rltrain.base.errors import ConfigError
+from rltrain.models.attention.delta_rule import delta_rule, fused_rule
+from rltrain.models.attention.packing import AttentionPlan
+from rltrain.models.attention.ulysses import share_of_heads, share_of_tokens
+
+# Families whose layers of kind "linear_attention" are gated delta nets.
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+
+
+class State(NamedTuple):
+    """What a layer carries, of n samples: the last tokens before the convolution [n, width - 1, channels], and the
+    memory [n, heads, key size, value size] in fp32.
+    """
+
+    tokens: Tensor
+    memory: Tensor
+
+
+class StateCache(Protocol):
+    """The cache of the embedded engine, as these layers see it."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether this forward pass reads prompts, packed, or else one token of every row."""
+
+    def state_before(self, layer: int) -> State | None:
+        """Of the rows, or of the prompt that goes on; None where prompts begin."""
+
+    def keep_state(self, layer: int, state: State) -> None:
+        """The states behind the tokens of this forward pass."""
+
+
+class Projected(NamedTuple):
+    """What a layer makes of its hidden states: query, key, value [tokens, heads, size], and [tokens, heads] what
+    becomes the size of the step and the decay. Queries and keys may have fewer heads.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    step: Tensor
+    decay: Tensor
+
+
+class Weights(NamedTuple):
+    """Of a layer, or of one rank's share of its heads. filters [channels, width]; the others [heads]."""
+
+    filters: Tensor
+    bias: Tensor | None
+    log_decay: Tensor
+    decay_bias: Tensor
+
+
+# -- transformers' modules ---------------------------------------------------------------------------------------------
+
+
+def adopt(model: PreTrainedModel) -> None:
+    """Give the gated delta nets of a model, if any, a forward that knows packed rows and the embedded engine's cache.
+
+    Raises ConfigError where a layer is built otherwise than those that this module knows.
+    """
+    text = model.config.get_text_config()
+    if text.model_type not in FAMILIES:
+        return
+    expected = list(getattr(text, "layer_types", ())).count("linear_attention")
+    found = 0
+    for layer in model.modules():
+        net = getattr(layer, "linear_attn", None)
+        if net is None or not all(hasattr(net, name) for name in ("conv1d", "A_log", "dt_bias", "num_k_heads")):
+            continue
+        found += 1
+        # Older transformers do not hand the arguments of a forward on to these layers. The hook is called again when
+        # activations are recomputed, with the arguments of that forward.
+        layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
+        net.forward = partial(_forward, net)
+    if found != expected:
+        raise ConfigError(
+            f"{found} of the {expected} recurrent layers of {type(model).__name__} are gated delta nets as rltrain "
+            "knows them; another version of transformers may build them so."
+        )
+
+
+def _keep_arguments(layer: Any, _: Any, arguments: dict[str, Any]) -> None:
+    names = ("rltrain_plan", "rltrain_group", "rltrain_cache")
+    vars(layer.linear_attn)["rltrain_arguments"] = [arguments.get(name) for name in names]
+
+
+def _forward(net: Any, hidden_states: Tensor, *_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor:
+    """[1, tokens, hidden] of a packed row, or [rows, 1, hidden] of the engine's rows -> the same shape."""
+    plan, group, states = vars(net).pop("rltrain_arguments", (None, None, None))
+    if (plan is None and states is None) or attention_mask is not None:
+        raise NotImplementedError(f"{type(net).__name__} is given no plan of its packed row, or a mask of its own")
+    made, gate = _project(net, hidden_states.flatten(0, 1))
+    weights = Weights(net.conv1d.weight.squeeze(1), net.conv1d.bias, net.A_log, net.dt_bias)
+    advance = partial(_advance, net=net)
+    if states is not None:
+        before, alone = states.state_before(net.layer_idx), not states.is_prefill
+        lengths = (1,) * len(hidden_states) if alone else plan.query_lengths
+        core, after = advance(made, weights, lengths=lengths, before=before)
+        states.keep_state(net.layer_idx, after)
+    elif group is None:
+        core = _by_plan(advance, made, weights, plan)
+    else:
+        core = _with_others(advance, made, weights, plan, group)
+    norm, last = (net.norm, net.out_proj) if hasattr(net, "out_proj") else (net.o_norm, net.o_proj)
+    core = norm(core.to(hidden_states.dtype).flatten(0, 1), gate.flatten(0, 1))
+    return last(core.view(*hidden_states.shape[:2], -1))
+
+
+def _project(net: Any, hidden: Tensor) -> tuple[Projected, Tensor]:
+    """hidden [tokens, size] -> what is made of it, and the gate of the output [tokens, heads, size]."""
+    if hasattr(net, "in_proj_qkvz"):
+        found = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden[None]), net.in_proj_ba(hidden[None]))
+        query, key, value, gate, step, decay = (each[0] for each in found)
+        return Projected(query, key, value, step, decay), gate
+    if hasattr(net, "in_proj_qkv"):
+        parts = net.in_proj_qkv(hidden).split([net.key_dim, net.key_dim, net.value_dim], -1)
+        gate, step, decay = net.in_proj_z(hidden), net.in_proj_b(hidden), net.in_proj_a(hidden)
+    else:
+        parts = net.q_proj(hidden), net.k_proj(hidden), net.v_proj(hidden)
+        gate, step, decay = net.g_proj(hidden), net.b_proj(hidden), net.a_proj(hidden)
+    sizes = (net.head_k_dim, net.head_k_dim, net.head_v_dim)
+    query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
+    return Projected(query, key, value, step, decay), gate.unflatten(-1, (-1, net.head_v_dim))
+
+
+# -- segments, prompts and ranks ---------------------------------------------------------------------------------------
+
+Advance = Callable[..., tuple[Tensor, State]]
+
+
+def _by_plan(advance: Advance, made: Projected, weights: Weights, plan: AttentionPlan) -> Tensor:
+    """Output [tokens, heads, value size]: first of what starts from nothing, then of answers, from their prompts."""
+    if not plan.has_prefixes:
+        return advance(made, weights, lengths=plan.query_lengths, before=None)[0]
+    order, back, firsts, seconds, prompts = _rounds(plan, made.query.device)
+    made = Projected(*(each.index_select(0, order) for each in made))
+    ends = (sum(firsts), sum(seconds))
+    one, two = (Projected(*parts) for parts in zip(*(each.split(ends) for each in made), strict=True))
+    core, after = advance(one, weights, lengths=firsts, before=None)
+    start = State(*(each.index_select(0, prompts) for each in after))
+    more, _ = advance(two, weights, lengths=seconds, before=start)
+    return torch.cat([core, more]).index_select(0, back)
+
+
+@lru_cache(4)
+# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+@torch.inference_mode(False)
+def _rounds(
+    plan: AttentionPlan, device: torch.device
+) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor]:
+    """The tokens with segments without a prefix first, the way back, the lengths of those segments and of the others,
+    and of each of the others the place of its prompt among the first.
+    """
+    firsts = [each for each in plan.segments if not each.prefix_length]
+    seconds = [each for each in plan.segments if each.prefix_length]
+    order = torch.cat([torch.arange(each.start, each.stop) for each in (*firsts, *seconds)])
+    place = {(each.start, each.stop): number for number, each in enumerate(firsts)}
+    prompts = torch.tensor([place[each.prefix] for each in seconds])
+    one, two = (tuple(each.stop - each.start for each in some) for some in (firsts, seconds))
+    return send(order, device), send(order.argsort(), device), one, two, send(prompts, device)
+
+
+def _with_others(
+    advance: Advance, made: Projected, weights: Weights, plan: AttentionPlan, group: ProcessGroup
+) -> Tensor:
+    """`_by_plan` where each rank holds a slice of the tokens: it computes all of them for its share of the heads."""
+    ranks, rank = group.size(), group.rank()
+    numbers = torch.stack([made.step, made.decay], -1)
+    parts = [each.transpose(0, 1)[None] for each in (*made[:3], numbers)]
+    query, key, value, numbers = (each[0].transpose(0, 1) for each in share_of_heads(group, *parts))
+    filters = [
+        # Repeated as the heads they belong to are.
+        part.unflatten(0, each.shape[1:]).repeat_interleave(math.lcm(each.shape[1], ranks) // each.shape[1], 0)
+        for part, each in zip(weights.filters.split([each[0].numel() for each in made[:3]]), made[:3], strict=True)
+    ]
+    own = Weights(
+        torch.cat([each.chunk(ranks)[rank].flatten(0, 1) for each in filters]),
+        None,
+        weights.log_decay.chunk(ranks)[rank],
+        weights.decay_bias.chunk(ranks)[rank],
+    )
+    core = _by_plan(advance, Projected(query, key, value, *numbers.unbind(-1)), own, plan)
+    return share_of_tokens(group, core[None])[0]
+
+
+# -- a layer over segments that follow one another ---------------------------------------------------------------------
+
+
+def _advance(
+    made: Projected, weights: Weights, *, lengths: Sequence[int], before: State | None, net: Any
+) -> tuple[Tensor, State]:
+    """Segments of these lengths, each from its state in ``before`` or from nothing.
+
+    Returns [tokens, heads, value size] and the states behind the segments.
+    """
+    three = made[:3]
+    channels = torch.cat([each.flatten(1) for each in three], 1)
+    channels, tokens = _convolve(channels, weights, lengths, before and before.tokens, net.activation)
+    parts = channels.split([each[0].numel() for each in three], 1)
+    query, key, value = (part.view(each.shape) for part, each in zip(parts, three, strict=True))
+    times = value.shape[1] // key.shape[1]
+    query, key = (each.repeat_interleave(times, 1) if times > 1 else each for each in (query, key))
+    step = made.step.sigmoid() * (2.0 if getattr(net, "allow_neg_eigval", False) else 1.0)
+    decay = -weights.log_decay.float().exp() * softplus(made.decay.float() + weights.decay_bias)
+    # The kernel takes half precision, and no row of a single token.
+    rule = fused_rule() if _on_cuda(query) and query.dtype.itemsize < 4 and max(lengths) > 1 else None
+    core, memory = (rule or delta_rule)(query, key, value, decay, step, lengths, before and before.memory)
+    return core, State(tokens, memory)
+
+
+def _convolve(
+    channels: Tensor, weights: Weights, lengths: Sequence[int], before: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The causal convolution of every segment [tokens, channels], and the last width - 1 tokens of each."""
+    width = weights.filters.shape[1] - 1
+    if before is None:
+        before = channels.new_zeros(len(lengths), width, channels.shape[1])
+    if max(lengths) == 1:
+        row = torch.cat([before.to(channels.dtype), channels[:, None]], 1)
+        return _filtered(row, weights, activation)[:, 0], row[:, 1:]
+    # Every segment behind its own past, so that one convolution without borders serves the row.
+    where, out, last = _laid(tuple(lengths), width, channels.device)
+    row = torch.cat([before.to(channels.dtype).flatten(0, 1), channels]).index_select(0, where)
+    kernel = _fused_convolution() if _on_cuda(row) else None
+    if kernel is not None:
+        found = kernel(row.mT[None], weights.filters, weights.bias, activation=activation)[0, :, width:].mT
+    else:
+        found = _filtered(row, weights, activation)
+    return found.index_select(0, out), row.index_select(0, last).unflatten(0, (-1, width))
+
+
+def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
+    """row [..., n, channels] -> [..., n - width + 1, channels], summed in fp32 as kernels do."""
+    filters = weights.filters.float().mT
+    length = row.shape[-2] - len(filters) + 1
+    # Products, because not every device has a convolution with a filter per channel.
+    found = sum(row.narrow(-2, first, length).float() * each for first, each in enumerate(filters))
+    found = found if weights.bias is None else found + weights.bias
+    return ACT2FN[activation](found.to(row.dtype))
+
+
+@lru_cache(8)
+# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+@torch.inference_mode(False)
+def _laid(lengths: tuple[int, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of (pasts, tokens) that lay every segment behind its past; the tokens in that row less the first past; and
+    the last ``width`` of every segment with its past.
+    """
+    firsts = (0, *accumulate(lengths))
+    pasts = len(lengths) * width
+    where, out, last = [], [], []
+    for number, (first, length) in enumerate(zip(firsts, lengths, strict=False)):
+        where += [torch.arange(number * width, (number + 1) * width), torch.arange(first, first + length) + pasts]
+        out.append(torch.arange(first, first + length) + number * width)
+        end = first + length + (number + 1) * width
+        last.append(torch.arange(end - width, end))
+    return tuple(send(torch.cat(each), device) for each in (where, out, last))  # type: ignore[return-value]
+
+
+# -- kernels of accelerators (not run) ---------------------------------------------------------------------------------
+
+
+def _on_cuda(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+@cache
+def _fused_convolution() -> Callable[..., Tensor] | None:
+    """causal-conv1d's kernel: channels [1, channels, tokens] with zeros before the first, activated."""
+    try:
+        from causal_conv1d import causal_conv1d_fn
+    except ImportError:
+        return None
+    return causal_conv1d_fn
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_per_row(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """What the states of one sample take in the embedded engine; 0 for a model without recurrent layers."""
+    text = config.get_text_config()
+    if text.model_type not in FAMILIES:
+        return 0
+    keys, values = (
+        (getattr(text, f"linear_num_{name}_heads"), getattr(text, f"linear_{name}_head_dim"))
+        for name in ("key", "value")
+    )
+    channels = 2 * keys[0] * keys[1] + values[0] * values[1]
+    tokens = (text.linear_conv_kernel_dim - 1) * channels * dtype.itemsize
+    return int(text.layer_types.count("linear_attention") * (tokens + 4 * values[0] * keys[1] * values[1]))

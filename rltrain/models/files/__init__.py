@@ -1,0 +1,1 @@
+"""Files of checkpoints: what is in them and whether it is whole."""

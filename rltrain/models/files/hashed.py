@@ -1,0 +1,189 @@
+"""Files whose digests are made while they are written, so that no save reads back what it has written.
+
+Writing and digests let other threads run, so a save in the background does not stop a step. That is also why weights
+are written here and not by safetensors, which holds all threads of the process until the file is there.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.serialization import set_crc32_options
+
+from rltrain.base.errors import unwritten
+
+Digests = dict[str, str]  # path of a file -> XXH3 (128 bits) of its contents, in hexadecimal
+_BUFFER = 1 << 20
+# Brought to the disk at once, and let go from the host's memory. A whole checkpoint in the page cache takes memory from
+# the step, and the system writes it in bursts that slow what computes beside it.
+_PIECE = 32 << 20
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class HashedFile(io.IOBase):
+    """A new file that is written from its first byte to its last; on the disk, and with a digest, once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._digest, self._size = open(path, "wb"), xxhash.xxh3_128(), 0  # noqa: SIM115
+        self._few, self._synced = bytearray(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        # torch writes a tensor in forty pieces, most of a few bytes; to put each into the file takes Python's lock from
+        # the step for longer than all else that is done for a tensor.
+        if len(self._few) + len(view) <= _BUFFER:
+            self._few += view
+            return len(view)
+        try:
+            for start in range(0, len(view), _PIECE):
+                self._put(view[start : start + _PIECE])
+        except OSError as error:
+            # torch reports an error of its own and drops this one, which says that the disk is full.
+            self.error = self.error or error
+            raise
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size + len(self._few)
+
+    def end(self) -> str:
+        """Bring everything to the disk; returns the digest."""
+        self._put(b"")
+        self._sync()
+        self._file.close()
+        return self._digest.hexdigest()
+
+    def _put(self, piece: Any) -> None:
+        """Into the file, behind the few bytes before it: together, as each call gives Python's lock to the step."""
+        parts, self._few = (self._few, piece), bytearray()
+        done = os.writev(self._file.fileno(), parts)
+        for part in parts:
+            self._digest.update(part)
+            self._file.write(memoryview(part)[done:])  # what the system has not taken at once
+            self._size, done = self._size + len(part), max(done - len(part), 0)
+        if self._size - self._synced >= _PIECE:
+            self._sync()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._synced = self._size
+
+    def drop(self) -> None:
+        """Close it, if it is not yet, whatever becomes of what is still to be written."""
+        with suppress(OSError):
+            self._file.close()
+
+
+class HashedFolder(FileSystem):
+    """The folder of a DCP checkpoint while it is written. digests: of its files so far."""
+
+    def __init__(self) -> None:
+        self.digests: Digests = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with hashed(Path(path), self.digests) as file:
+            yield file
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[str(new_path)] = self.digests.pop(str(path))
+
+
+class Planner(DefaultSavePlanner):
+    """DCP's, with which writing takes host memory for one tensor at a time: DCP would copy all that is on a device or a
+    part of a larger block, and keep the copies until the file is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copied = torch.empty(0)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What DCP writes next; it writes one after the other (`HashingWriter`)."""
+        found = super().transform_object(write_item, object)
+        if not isinstance(found, torch.Tensor) or found.is_cpu:
+            return alone(found) if isinstance(found, torch.Tensor) else found
+        self.drop()
+        self._copied = found.cpu()
+        return self._copied
+
+    def drop(self) -> None:
+        """Give back the memory of the copy, which is written. If it were not, writing it would fail."""
+        self._copied.untyped_storage().resize_(0)
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a storage that ends where the tensor does."""
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.nbytes:  # numpy has no stride for it
+        return torch.empty_like(tensor)
+    data = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return data.view(tensor.dtype).view(tensor.shape)
+
+
+class HashingWriter(FileSystemWriter):
+    """DCP's writer of the shards in ``folder``."""
+
+    def __init__(self, folder: str) -> None:
+        # One thread that copies nothing ahead asks the planner for a tensor once the one before is written. Each file
+        # is synced when it ends.
+        super().__init__(folder, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
+        self.fs: HashedFolder = HashedFolder()
+        # For this whole process: nobody needs a second checksum, which is a quarter of the work.
+        set_crc32_options(False)
+
+
+@contextmanager
+def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
+    """A new file to write into, whose digest goes into ``digests``. Raises as `unwritten` says."""
+    file: HashedFile | None = None
+    try:
+        file = HashedFile(path)
+        yield cast(IO[bytes], file)
+        digests[str(path)] = file.end()
+    except (OSError, RuntimeError) as error:
+        cause = (file and file.error) or error
+        if not isinstance(cause, OSError):
+            raise
+        raise unwritten(f"{path} could not be written: {cause.strerror or cause}", cause) from error
+    finally:
+        if file:
+            file.drop()
+
+
+def write_weights(weights: Mapping[str, torch.Tensor], path: Path, digests: Digests) -> None:
+    """A safetensors file of tensors in host memory. Raises DiskError."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Widest elements first, so that each tensor begins at a multiple of its element's size.
+    order, end = sorted(weights, key=lambda name: (-weights[name].element_size(), name)), 0
+    for name in order:
+        start, end, tensor = end, end + weights[name].nbytes, weights[name]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with hashed(path, digests) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            if weights[name].nbytes:
+                file.write(weights[name].contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,113 @@
+"""Checks, before anything starts, that a model exists and is whole.
+
+A run that finds a missing or truncated file after minutes of loading wastes a cluster. So names, sizes and headers are
+looked at first; weights are not read, and the hub is asked once, because transformers would ask it per file and retry.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from rltrain.base.env import work_offline
+from rltrain.base.errors import first_line
+from rltrain.config.check import nearest_file
+
+log = logging.getLogger(__name__)
+_HUB_TIMEOUT_S = 5.0
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OLD_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_NUM_SHOWN = 3
+
+
+def model_problem(key: str, path: str) -> str | None:
+    """What is wrong with the folder or hub name ``path`` that ``key`` gives, or None."""
+    folder = Path(path)
+    if folder.is_dir():
+        return _folder_problem(key, folder)
+    if folder.is_file():
+        return f"{key}={path} is a file. Give the folder that holds it."
+    # A name on the hub has one slash at most.
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        there = f" Write {folder.expanduser()}: '~' is not expanded here." if folder.expanduser().is_dir() else ""
+        return f"{key}={path}: there is no such folder.{there or nearest_file(folder.expanduser())}"
+    return _hub_problem(key, path)
+
+
+def _folder_problem(key: str, folder: Path) -> str | None:
+    if not (folder / "config.json").is_file():
+        return f"{key}={folder} has no config.json: it is not the folder of a Hugging Face model."
+    if not (folder / _INDEX).is_file():
+        files: Sequence[str] = [_WEIGHTS]
+        if not (folder / _WEIGHTS).is_file():
+            old = any((folder / name).is_file() for name in _OLD_WEIGHTS)
+            return None if old else f"{key}={folder} has no weights: neither {_WEIGHTS} nor {_INDEX} is there."
+    else:
+        try:
+            files = sorted(set(json.loads((folder / _INDEX).read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{folder / _INDEX} cannot be read ({error!r}). Copy it again."
+    if lacking := [name for name in files if not (folder / name).is_file()]:
+        shown = ", ".join(lacking[:_NUM_SHOWN]) + (", …" if len(lacking) > _NUM_SHOWN else "")
+        return (
+            f"{key}={folder} lacks {len(lacking)} of the {len(files)} files with weights that {_INDEX} names: "
+            f"{shown}. Copy them again."
+        )
+    return next((said for name in files if (said := _damage(folder / name))), None)
+
+
+def _damage(file: Path) -> str | None:
+    """The damage of a safetensors file, or None.
+
+    The file is eight bytes of length, a JSON header that says where the data ends, and the data.
+    """
+    have = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            # Eight damaged bytes can name any length, so no more is read than there is.
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, have)))
+        needed = (
+            8
+            + length
+            + max((each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"), default=0)
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{file} has no readable safetensors header ({have:,} bytes): truncated or damaged. Copy it again."
+    return (
+        None
+        if have == needed
+        else f"{file} has {have:,} bytes and its header says {needed:,}: truncated or damaged. Copy it again."
+    )
+
+
+def _hub_problem(key: str, name: str) -> str | None:
+    """Asks the hub once, with a short wait: transformers would ask for each of many files, again and again."""
+    no_folder, meant = f"{key}={name}: there is no such folder", nearest_file(Path(name))
+    local = None
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
+        local = Path(cached).parent if isinstance(cached, str) else None
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            if local:
+                return _folder_problem(key, local)
+            return f"{no_folder}, the hub's cache has no such model, and HF_HUB_OFFLINE forbids to fetch it.{meant}"
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+    except HFValidationError:
+        return f"{no_folder}, and a name on the hub is written otherwise.{meant}"
+    except HfHubHTTPError as error:
+        return None if local else f"{no_folder}, and the hub says: {first_line(error)}{meant}"
+    except Exception as error:  # noqa: BLE001 - what a broken line raises depends on the hub's HTTP client
+        unreachable = f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({first_line(error)})"
+        if not local:
+            return f"{no_folder}, and {unreachable}.{meant} Give a folder, or fetch the model where there is a network."
+        log.warning("note: %s, so %s is taken from the cache (as HF_HUB_OFFLINE=1 does at once)", unreachable, name)
+        work_offline()
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        return _folder_problem(key, local)
+    return None

@@ -1,0 +1,266 @@
+"""Sharded policy -> a Hugging Face folder that transformers and vLLM load, and a look at what was written.
+
+A folder that loads may still be served otherwise than it was trained: under another chat template, with other end
+tokens, or with images of another size. So the small files are copied from the source, and the finished folder is read
+again and compared with the training, where it has other small files than the one before. Left out: comparing the
+numbers of the weights, whose shapes alone are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from safetensors import safe_open
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import cached_file
+from transformers.utils.logging import disable_progress_bar
+
+from rltrain.base.device import host_memory
+from rltrain.data.chat import ChatEncoder
+from rltrain.data.images import SLOT
+from rltrain.models.files.hashed import Digests, alone, write_weights
+from rltrain.models.forward import PolicyModel
+from rltrain.models.load import empty_model, load_config, source_dtype
+from rltrain.models.vision import takes_images
+from rltrain.models.weights.names import whole_weights
+
+# The files of tokenizers, processors, chat templates and generation configs.
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+# These describe the weights as they are written here; the source's would describe its own.
+_WRITTEN_HERE = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_PATTERN = "model{suffix}.safetensors"
+_TEMPLATE = "chat_template.jinja"
+_GENERATION = "generation_config.json"
+_PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # transformers 5 writes the second
+_OLDER_BOUNDS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+# An image that is put before both processors: its size lies in no family's ratio of tiles.
+_PROBE = (640, 480)
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Export:
+    """A policy as a Hugging Face folder: made on all ranks, gathered again and again, and written by rank 0.
+
+    encoder: the one that wrote the training prompts. The small files of its model (a folder or a hub name) are copied
+    byte for byte; a chat template that replaces the model's own is written over it, and so are bounds of pixels.
+    """
+
+    def __init__(self, policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder) -> None:
+        self._policy, self._config, self._encoder = policy, config, encoder
+        self._dtype = source_dtype(config, encoder.path)
+        self._weights: dict[str, torch.Tensor] = {}
+        self._hosts: dict[str, torch.Tensor] = {}
+        self._fine: list[Any] = []  # the last look that found no problems
+        if dist.get_rank() == 0:
+            # Every family has the eager kind, and those with attention sinks have no other. Not made while it is
+            # written: transformers has states that threads share.
+            self._model = empty_model(config, "eager", self._dtype, trust_remote_code=encoder.trust_remote_code)
+
+    @property
+    def num_bytes(self) -> int:
+        """What `gather` takes on the host of this rank, about, besides what it has kept."""
+        return 0 if self._hosts or dist.get_rank() else self._model.num_parameters() * self._dtype.itemsize
+
+    def gather(self, copies: bool = False) -> None:
+        """Bring the weights to rank 0, in the source checkpoint's dtype (a collective).
+
+        copies: of those as well that are there already, so that they may change before `write` has ended; in memory
+        that is kept for the next ones.
+        """
+        # All ranks iterate, because every weight is a collective; only rank 0 keeps what it is given.
+        for name, values, in_checkpoint in whole_weights(self._policy, self._dtype):
+            if in_checkpoint and dist.get_rank() == 0:
+                self._weights[name] = self._copy(name, values) if copies else values.to("cpu", self._dtype)
+
+    def _copy(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if not self._hosts:
+            # As `whole_weights` has it, tied weights come once, under their first name.
+            whole = dict([*self._model.named_parameters(), *self._model.named_buffers()])
+            memory = host_memory([each.to(self._dtype) for each in whole.values()], locked=not values.is_cpu)
+            self._hosts = dict(zip(whole, memory, strict=True))
+        host = self._hosts.get(name)
+        return values.to("cpu", self._dtype, copy=True) if host is None else alone(host.copy_(values))
+
+    def write(self, folder: Path, card: str, digests: Digests) -> list[str]:
+        """Write what `gather` has brought, on rank 0. card: the text of README.md behind the kind of the model.
+
+        Returns the problems that `find_problems` finds. Raises DiskError.
+        """
+        encoder, sees, found, self._weights = self._encoder, self._policy.sees, self._weights, {}
+        weights = {name: found[name] for name in self._model.state_dict() if name in found}
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        _write(self._model, weights, encoder, _source_folder(encoder.path, self._config), folder, digests)
+        if sees and (encoder.min_pixels or encoder.max_pixels):
+            _write_bounds(encoder, folder)
+        if card:
+            task = "image-text-to-text" if takes_images(self._config) else "text-generation"
+            head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
+            (folder / "README.md").write_text(head + card, encoding="utf-8")
+        # Not again if nothing has changed: to load a large tokenizer takes Python's lock from the step for a second.
+        files = sorted(file for file in folder.iterdir() if file.suffix in _COPIED_SUFFIXES)
+        looked_at = [shapes, *((file.name, xxhash.xxh3_128(file.read_bytes()).digest()) for file in files)]
+        problems = [] if looked_at == self._fine else find_problems(folder, encoder, shapes, sees=sees)
+        self._fine = [] if problems else looked_at
+        return problems
+
+
+def _write(
+    model: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    encoder: ChatEncoder,
+    source: Path,
+    folder: Path,
+    digests: Digests,
+) -> None:
+    if not (source / _GENERATION).is_file() and model.generation_config is not None:
+        # The model's config may name another end token than the one that ended the answers.
+        model.generation_config.eos_token_id = encoder.eos_token_ids
+    disable_progress_bar()  # nobody sees it, and its thread, which is started here, waits for ever without memory
+    model.save_pretrained(folder, state_dict={})  # all but the weights
+    _write_shards(revert_weight_conversion(model, weights), folder, digests)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name not in _WRITTEN_HERE:
+            shutil.copyfile(file, folder / file.name)
+    if encoder.chat_template is not None:
+        _write_template(encoder.tokenizer.chat_template, folder)
+
+
+def _write_shards(weights: dict[str, torch.Tensor], folder: Path, digests: Digests) -> None:
+    """Weights under the names of a checkpoint -> files as save_pretrained names them, with an index of several."""
+    split = split_torch_state_dict_into_shards(weights, filename_pattern=_PATTERN, max_shard_size="50GB")
+    for name, parts in split.filename_to_tensors.items():
+        write_weights({part: weights[part] for part in parts}, folder / name, digests)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
+
+
+def _source_folder(path: str, config: PretrainedConfig) -> Path:
+    """The folder with the small files of a model. For a hub name they are fetched in the revision that was loaded."""
+    if Path(path).is_dir():
+        return Path(path)
+    wanted = [f"*{suffix}" for suffix in _COPIED_SUFFIXES]
+    revision = getattr(config, "_commit_hash", None)
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except Exception:  # noqa: BLE001 - a failing network must not end a run: the loaded files are in the cache
+        return Path(str(cached_file(path, "config.json", revision=revision, local_files_only=True))).parent
+
+
+def _write_template(text: str, folder: Path) -> None:
+    """Put the template into every place that a server may read it from."""
+    (folder / _TEMPLATE).write_text(text, encoding="utf-8")
+    for name in ("tokenizer_config.json", _PROCESSORS, "chat_template.json"):
+        with _changed(folder / name) as content:
+            if "chat_template" in content:
+                content["chat_template"] = text
+
+
+def _write_bounds(encoder: ChatEncoder, folder: Path) -> None:
+    """Put the bounds within which images were trained on into the processor, as far as its own leave room for them.
+
+    A processor of tiles has no bounds; that images then become other tokens is found when the folder is looked at.
+    """
+    size = encoder.processor.image_processor.size
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    if not least or not most:
+        return
+    bounds = {
+        "shortest_edge": min(max(least, encoder.min_pixels or least), most),
+        "longest_edge": max(min(most, encoder.max_pixels or most), least),
+    }
+    for name in (_PROCESSOR, _PROCESSORS):
+        with _changed(folder / name) as content:
+            part = content.get("image_processor", {}) if name == _PROCESSORS else content
+            if part:
+                part["size"] = bounds
+                # Older files name them so, and there these count.
+                part |= {key: bounds[edge] for key, edge in _OLDER_BOUNDS.items() if key in part}
+
+
+@contextmanager
+def _changed(file: Path) -> Iterator[dict[str, Any]]:
+    """The content of a JSON file, which is written if it is changed; {} where there is no file."""
+    before = file.read_text("utf-8") if file.is_file() else "{}"
+    content = json.loads(before)
+    yield content
+    if content != json.loads(before):
+        file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# -- does it serve? ----------------------------------------------------------------------------------------------------
+
+
+def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: bool = False) -> list[str]:
+    """Load an exported folder, all but the numbers, compare it with the training, and return the problems by file.
+
+    encoder: the one that wrote the training prompts. shapes: those of the weights that were handed over. sees: whether
+    prompts had images.
+    """
+    exported = ChatEncoder(str(folder), encoder.trust_remote_code, template_kwargs=encoder.template_kwargs)
+    # Each file is looked at by itself, so that one that does not load hides none of the others.
+    looks: dict[str, Callable[[], Iterable[str]]] = {
+        "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
+        "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),
+        _GENERATION: lambda: _look_at_ends(exported, encoder),
+        "model.safetensors": lambda: _look_at_weights(folder, shapes),
+    }
+    if sees:
+        looks[_PROCESSOR] = lambda: _look_at_images(exported, encoder)
+    problems: list[str] = []
+    for name, look in looks.items():
+        try:
+            problems += look()
+        except Exception as error:  # noqa: BLE001 - whatever a library raises here must not cost the checkpoint
+            problems.append(f"{name} does not load: {error}")
+    return problems
+
+
+def _look_at_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+    if exported.vocab_size != encoder.vocab_size:
+        yield f"tokenizer.json has {exported.vocab_size} tokens instead of {encoder.vocab_size}"
+    if exported.tokenizer.chat_template != encoder.tokenizer.chat_template:
+        yield f"{_TEMPLATE} is not the template that wrote the training prompts"
+
+
+def _look_at_ends(served: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+    if served.eos_token_ids != encoder.eos_token_ids:
+        yield f"{_GENERATION} ends answers at tokens {served.eos_token_ids}; in training it was {encoder.eos_token_ids}"
+
+
+def _look_at_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+    from PIL import Image
+
+    conversation, image = [{"role": "user", "content": SLOT}], Image.new("RGB", _PROBE)
+    found, expected = (each.encode_prompt(conversation, [image]) for each in (exported, encoder))
+    if found.tokens.tolist() != expected.tokens.tolist():
+        yield (
+            f"{_PROCESSOR} makes {len(found.tokens)} tokens of an image of {' x '.join(map(str, _PROBE))}; in training "
+            f"it was {len(expected.tokens)}. Scale images to data.min_pixels and data.max_pixels before you send them."
+        )
+
+
+def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
+    found: Shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            names = weights.keys()
+            found |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+    # transformers may write weights under older names and cut otherwise; then at least the number of elements must
+    # agree.
+    if found != shapes and sum(map(prod, found.values())) != sum(map(prod, shapes.values())):
+        odd = next(name for name in sorted(found | shapes) if found.get(name) != shapes.get(name))
+        yield f"model.safetensors: {odd} has shape {found.get(odd)} instead of {shapes.get(odd)}"

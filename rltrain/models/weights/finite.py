@@ -1,0 +1,58 @@
+"""NaN and infinity in a checkpoint, told by weight and file where they are loaded, not by what they make of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rltrain.base.errors import NonFiniteError
+from rltrain.base.logs import count
+from rltrain.models.forward import PackedModel
+from rltrain.models.weights.names import huggingface_name
+
+_NUM_SHOWN = 3
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no number is NaN or infinite."""
+    # A sum keeps both and needs no memory; one of finite numbers may overflow all the same.
+    return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
+
+
+def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, files: Callable[[str], str]) -> None:
+    """Raise NonFiniteError on all ranks where a weight of any has such a number (a collective).
+
+    compute_dtype: to which weights are cast. key: names the checkpoint, ``key=path``. files(name): those with a weight.
+    """
+    damaged, too_large = [], []
+    for name, parameter in packed.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local, short = local.detach(), huggingface_name(name)
+        if not all_finite(local):
+            damaged.append(short)
+        elif compute_dtype == torch.float16 != local.dtype and not all_finite(local.to(compute_dtype)):
+            too_large.append(short)
+    # Bounds that are infinite are no damage.
+    buffers = ((huggingface_name(name), each) for name, each in packed.named_buffers() if each.is_floating_point())
+    damaged += [name for name, each in buffers if bool(each.isnan().any())]
+    told = _told(damaged, "numbers that are not finite (NaN or infinity)", "Give another copy of the model", files)
+    told += _told(too_large, "numbers beyond those of float16 (65,504)", "Compute in bfloat16", files)
+    found = torch.tensor(len(told))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    if not found:
+        return
+    of_ranks: list[list[str]] = [told] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, told)
+    first = next(each[0] for each in of_ranks if each)
+    raise NonFiniteError(f"{key}: {first}")
+
+
+def _told(names: list[str], what: str, way_out: str, files: Callable[[str], str]) -> list[str]:
+    if not names:
+        return []
+    shown = ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")
+    return [f"{count(len(names), 'weight')} of {files(names[0])} with {what}: {shown}. {way_out}."]

@@ -1,0 +1,196 @@
+"""What is said of a checkpoint that lacks weights of a model, holds them under other names, or of another size.
+
+transformers makes such weights of random numbers and goes on. Here each is an error, from the headers of the files and
+before anything is read; an error tries which part of the names is too much, as wrappers (FSDP, peft, torch.compile)
+leave theirs in files that were saved through them. What the files have beside is a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.logs import count
+from rltrain.models.files.entries import Entries
+from rltrain.models.weights.placing import Placing
+
+# What wrappers put into names: anywhere, and in front of them.
+_WORDS = (
+    r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module|base_model\.model|base_layer|"
+    r"original_module|modules_to_save\.default|module)\."
+)
+_WRAPPERS, _WRAPPED = re.compile(rf"(?<![^.]){_WORDS}"), re.compile(rf"({_WORDS})+")
+_ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
+# Of a critic and a reward model the one is taken, and the other they do not have.
+_HEADS = re.compile(r"^(score\.weight$|(.*\.)?(lm_head|embed_out|output_layer)\.)")
+_COMPUTED = re.compile(r"(rotary_emb\.inv_freq|(^|\.)position_ids|\.masked_bias|attn\.bias)$")
+_NUM_SHOWN, _DEEPEST = 3, 3
+# Rows of two weights that are compared, at three places.
+_ROWS = 8
+
+
+def refuse(key: str, entries: Entries, placing: Placing) -> None:
+    """Raise ConfigError where a weight of the model is not in the files as it should be. key: names the checkpoint."""
+    for look in (_missing, _misfit, _adapters, _twice):
+        if problem := look(entries, placing):
+            raise ConfigError(f"{key}={entries.path}: {problem}")
+
+
+def notes(key: str, entries: Entries, placing: Placing) -> Iterator[str]:
+    """What the files have beside, and what they lack without harm."""
+    name, files = f"{key}={entries.path}", _files(entries)
+    ignored = [*(placing.plain._keys_to_ignore_on_load_unexpected or ()), _HEADS.pattern, _COMPUTED.pattern]
+    if left := [each for each in placing.left if not any(re.search(pattern, each) for pattern in ignored)]:
+        model = type(placing.plain).__name__
+        deeper = _of_layers(left, placing)
+        yield f"{name}: {model} does not take {count(len(left), 'weight')} of {files}: {_shown(left)}{deeper}"
+    if placing.computed:
+        yield f"{name}: what is not in {files} starts as the configuration says: {_shown(placing.computed)}"
+
+
+def unknown_rule(placing: Placing) -> str | None:
+    """Why it cannot be said of which shape a weight will be, though its entries are there."""
+    return next((why for why in (_shape(placing, name)[1] for name in _there(placing)) if why), None)
+
+
+def _missing(entries: Entries, placing: Placing) -> str | None:
+    short = placing.missing
+    lacking = placing.in_files(short) if short else []
+    for name in [] if short else _there(placing):
+        shape, why = _shape(placing, name)
+        if why or shape != placing.shapes[name]:  # a stack that lacks a part
+            lacking += [each for each in placing.in_files([name]) if each not in entries.empty]
+            # A rule that makes a weight in one way of several has no name for each.
+            short = [*short, name] if lacking else short
+    if not lacking:
+        return None
+    total, model = placing.total, type(placing.plain).__name__
+    number = f"all {total:,}" if len(short) == total else f"{len(short):,} of the {total:,}"
+    return (
+        f"{number} weights of {model} are missing in {_files(entries)}: {_shown(lacking)}. Training would begin with "
+        f"random numbers there. {_instead(entries, placing)}"
+    )
+
+
+def _instead(entries: Entries, placing: Placing) -> str:
+    """What may have happened, and the way out."""
+    left, again = placing.left, "Copy the model again, or give the folder whose config.json belongs to its weights."
+    if not left:
+        return again
+    tried = [(what, Placing({rename(name): weight for name, weight in entries.empty.items()}, placing.plain))
+             for what, rename in _renamings(left)]  # fmt: skip
+    what, fits = min(tried, key=lambda each: len(each[1].missing), default=("", placing))
+    if len(fits.missing) < len(placing.missing):
+        most = f"all but {len(fits.missing)} fit" if fits.missing else "fit"
+        adapted = any(map(_ADAPTER.search, left)) or "base_layer" in what
+        then = "Merge its adapters (peft: merge_and_unload) and save" if adapted else "Save"
+        return f"{what} and {most} without it. {then} the model itself, not its wrapper."
+    return f"It has {count(len(left), 'other name')} instead: {_shown(left)}. {again}"
+
+
+def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
+    """(what is said of the names, what undoes it): of all that may have been put into them, the likeliest first."""
+    some = [name for name in left if not _ADAPTER.search(name)] or left
+    starts = [Counter(found[0] for name in some if (found := _WRAPPED.match(name)))]
+    parts = [name.split(".") for name in some]
+    for depth in range(1, _DEEPEST + 1):
+        starts.append(Counter(".".join(each[:depth]) + "." for each in parts if len(each) > depth))
+    for prefix, number in [each for prefixes in starts for each in prefixes.most_common(1)]:
+        many = f"All {number}" if number == len(some) else f"{number} of {len(some)}"
+        yield f"{many} other names begin with {prefix}", partial(_without, prefix)
+    if words := dict.fromkeys(word for name in some for word in _WRAPPERS.findall(name)):
+        said = f"Other names, such as {some[0]}, have {'. and '.join(words)}. in them"
+        yield said, partial(_WRAPPERS.sub, "")
+        (prefix, _), *_ = Counter(_WRAPPERS.sub("", name).split(".")[0] + "." for name in some).most_common(1)
+        yield f"{said}, begin with {prefix}", partial(_without_all, prefix)
+
+
+def _without(prefix: str, name: str) -> str:
+    return name.removeprefix(prefix)
+
+
+def _without_all(prefix: str, name: str) -> str:
+    return _WRAPPERS.sub("", name).removeprefix(prefix)
+
+
+def _misfit(entries: Entries, placing: Placing) -> str | None:
+    shapes = ((name, _shape(placing, name)[0]) for name in _there(placing))
+    odd = {name: shape for name, shape in shapes if shape not in (None, placing.shapes[name])}
+    if not odd:
+        return None
+    name, made = next(iter(odd.items()))
+    entry, model = placing.entries(name)[0][0], type(placing.plain).__name__
+    return (
+        f"{count(len(odd), 'weight')} of {_files(entries)} and config.json are not of one size: {entry} makes "
+        f"{list(made or ())}, and {name} of {model} is {list(placing.shapes[name])}. Give the config.json that belongs "
+        "to these weights."
+    )
+
+
+def _adapters(entries: Entries, placing: Placing) -> str | None:
+    left = [name for name in placing.left if _ADAPTER.search(name)]
+    if not left:
+        return None
+    return (
+        f"adapters in {_files(entries)} are not merged, and training would leave them out: {_shown(left)}. Merge "
+        "them (peft: merge_and_unload) and save the model again."
+    )
+
+
+def _twice(entries: Entries, placing: Placing) -> str | None:
+    """Two entries for one weight, with other numbers."""
+    for name in entries.differing():
+        files = " and ".join(file.name for file in entries.files[name])
+        return f"{name} stands in {files} with other numbers. Keep the one that is meant."
+    for first, second in placing.twice():
+        if entries.empty[first].shape == entries.empty[second].shape and _same(entries, first, second):
+            continue
+        return (
+            f"{first} and {second} are one weight to {type(placing.plain).__name__} (tie_word_embeddings, where one is "
+            f"the head), with other numbers for each in {_files(entries)}. Remove the one that is not meant, or set "
+            "tie_word_embeddings to false in config.json."
+        )
+    return None
+
+
+def _same(entries: Entries, first: str, second: str) -> bool:
+    last = entries.empty[first].shape[0] if entries.empty[first].dim() else 0
+    starts = {0, max(last // 2 - _ROWS, 0), max(last - _ROWS, 0)}
+    pairs = ([entries.rows(name, at, at + _ROWS).float() for name in (first, second)] for at in starts)
+    return all(torch.allclose(one, other, 0.0, 0.0, equal_nan=True) for one, other in pairs)
+
+
+def _there(placing: Placing) -> Iterator[str]:
+    """The weights that have an entry."""
+    return (name for name in placing.shapes if placing.home.get(name, name) in placing.parts)
+
+
+def _shape(placing: Placing, name: str) -> tuple[tuple[int, ...] | None, str | None]:
+    """Its shape, or why it is not known."""
+    try:
+        return placing.shape(name), None
+    except Exception as error:  # noqa: BLE001 - whatever a rule raises, transformers then reads the model itself
+        return None, f"{name} is not made of {placing.entries(name)[0][0]} as known: {error!r}"
+
+
+def _of_layers(left: list[str], placing: Placing) -> str:
+    """Layers beyond those that config.json has."""
+    numbers = [int(found[1]) for name in left if (found := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name))]
+    depth = getattr(placing.plain.config.get_text_config(), "num_hidden_layers", None)
+    if not depth or not numbers or max(numbers) < depth:
+        return ""
+    return f" config.json has {depth} layers (num_hidden_layers), and the files have {max(numbers) + 1}."
+
+
+def _files(entries: Entries) -> str:
+    names = [file.name for file in entries.paths]
+    return names[0] if len(names) == 1 else f"its {len(names)} files ({names[0]}, …)"
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")

@@ -1,0 +1,348 @@
+"""LoRA (Hu et al. 2021): frozen weights W plus trained adapters, W + (alpha / rank) B A. The one file that knows peft.
+
+peft replaces every target layer by one that holds the old layer (``base_layer``) and the adapters (``lora_A``,
+``lora_B``), and FSDP shards both alike. Whatever leaves the trainer leaves it merged (`models.weights`), so engines and
+exports know nothing of LoRA. peft may not choose the layers: for some families it also changes them, and a name that
+matches nothing would go unnoticed beside one that matches.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.logs import count
+from rltrain.base.seeds import name_seed
+from rltrain.config.schema.model import CriticModelConfig, ModelConfig
+from rltrain.models.files.hashed import Digests, write_weights
+from rltrain.models.files.safe import UNREADABLE
+from rltrain.models.vision import language_model
+
+_NAME = "default"
+# The ways to initialise adapters that leave the weights under them unchanged.
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+# With any of these, layers compute something else than W + scale B A, which is all that `merged` knows.
+_NOT_PLAIN = (
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+)
+# peft writes this before the names of the model in its files.
+_PEFT = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which adapters a model gets. section: its config section, for messages. dtype, seed: of the adapters."""
+
+    section: str
+    rank: int
+    alpha: float
+    target_modules: Any
+    exclude_modules: Any
+    path: str | None
+    dtype: torch.dtype
+    seed: int
+
+
+def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dtype, seed: int) -> Lora | None:
+    """The adapters that ``cfg`` asks for, or None where all weights are trained."""
+    path = cfg.lora_adapter_path if isinstance(cfg, ModelConfig) else None
+    if not (cfg.lora_rank or path):
+        return None
+    return Lora(section, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules, path, dtype, seed)
+
+
+def exclusion_note(model: PreTrainedModel, lora: Lora) -> str | None:
+    """What to say of an exclusion that leaves out nothing (peft takes it for a model with other layers)."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    key = f"{lora.section}.exclude_modules"
+    if not isinstance(lora.exclude_modules, str) or _matching(key, lora.exclude_modules, names, must=False):
+        return None
+    return f"{key}={lora.exclude_modules} matches no linear layer, so it leaves out none"
+
+
+def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
+    """Put empty adapters into a model on the meta device, and freeze everything else. Raises ConfigError."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(f"{lora.section}: LoRA needs peft: pip install 'rltrain[lora]'.") from error
+    alpha: Any = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    config: Any = _stored_config(lora) if lora.path else LoraConfig(r=lora.rank, lora_alpha=alpha)
+    config.task_type, config.inference_mode, config.exclude_modules = "CAUSAL_LM", False, None
+    # Dropout would make the importance ratio of an unchanged policy differ from 1.
+    config.lora_dropout = 0.0
+    names = _target_layers(model, lora)
+    # A model that peft does not know by its config gets exactly these layers, and no changes for its family.
+    config.target_modules = {f"held.{name}" for name in names}
+    # low_cpu_mem_usage leaves the new adapters on the meta device, where the model is.
+    inject_adapter_in_model(config, nn.ModuleDict({"held": model}), low_cpu_mem_usage=True)
+    for _, layer in lora_layers(model):
+        layer.lora_A.to(lora.dtype)
+        layer.lora_B.to(lora.dtype)
+    # peft must find the layers of the saved adapter in a model that is not under our "held".
+    config.target_modules = _in_short(names, model)
+    model.peft_config = {_NAME: config}
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, layer) of every layer with adapters."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+            yield name, module
+
+
+def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
+    """The adapters training starts from, on the CPU: those of ``lora.path``, or random A and zero B, so that B A = 0.
+
+    Each A depends on the seed, the section and its name alone: uniform up to 1 / sqrt(inputs), as peft starts it.
+    """
+    if lora.path:
+        return _read_adapters(model, lora)
+    weights = {}
+    for name, layer in lora_layers(model):
+        first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        # A generator per weight: the draw does not depend on which other layers have adapters.
+        generator = torch.Generator().manual_seed(name_seed(lora.seed, lora.section, name))
+        drawn = torch.empty(first.shape)
+        weights[_weight_name(name, "A")] = nn.init.kaiming_uniform_(drawn, math.sqrt(5), generator=generator)
+        weights[_weight_name(name, "B")] = torch.zeros(second.shape)
+    return weights
+
+
+@torch.no_grad()
+def merged(layer: Any, weight: Tensor) -> Tensor:
+    """The ``weight`` of a layer with its adapters, W + scale B A, in float32 and sharded as it is (a collective)."""
+    # A is gathered whole, which is small; B stays sharded, so that each rank makes the rows of W that it holds.
+    first, second = _full(layer.lora_A[_NAME].weight).float(), layer.lora_B[_NAME].weight
+    scale = layer.scaling[_NAME]
+    if not isinstance(weight, DTensor):
+        return weight.float() + scale * (second.float() @ first)
+    # B and W have the same rows on the same ranks.
+    assert second.placements == weight.placements
+    local = weight.to_local().float() + scale * (second.to_local().float() @ first)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as it did before it got adapters. (A plain model is left alone.)
+
+    peft's ``disable_adapter`` is not used: it also turns requires_grad off and on, on shards or on gathered weights,
+    whichever FSDP shows at that moment.
+    """
+    layers = [layer for _, layer in lora_layers(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def adapter_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The adapters under peft's names, copied to the host of rank 0; nothing on others (a collective)."""
+    weights = {}
+    for name, layer in lora_layers(model):
+        for kind, adapters in (("A", layer.lora_A), ("B", layer.lora_B)):
+            full = _full(adapters[_NAME].weight)
+            if dist.get_rank() == 0:
+                weights[f"{_PEFT}{name}.lora_{kind}.weight"] = full.to("cpu", copy=True).contiguous()
+    return weights
+
+
+def write_adapter(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], base: str, folder: str, digests: Digests
+) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` for peft, on rank 0.
+
+    base: the model the adapters belong to. Raises DiskError.
+    """
+    config = model.peft_config[_NAME]
+    config.base_model_name_or_path = base
+    config.save_pretrained(folder)
+    write_weights(weights, Path(folder) / "adapter_model.safetensors", digests)
+
+
+def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
+    """Write both now (a collective)."""
+    weights = adapter_weights(model)
+    if dist.get_rank() == 0:
+        write_adapter(model, weights, base, folder, {})
+    dist.barrier()
+
+
+def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
+    """Names of the layers that get adapters: linear ones, but not the head, whose log-probs are computed from its
+    weight.
+    """
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if lora.path:
+        chosen = _stored_layers(lora, linear)
+        _miss_none(model, lora, chosen, linear)
+        return [name for name in linear if name in chosen]
+    if lora.target_modules == "all-linear":
+        if any(".experts." in name and parameter.dim() > 2 for name, parameter in model.named_parameters()):
+            raise ConfigError(
+                f"{lora.section}.target_modules=all-linear does not reach the experts of this model, whose weights are "
+                "not linear layers. Name the layers that are to be trained, such as "
+                f"{lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj]."
+            )
+        chosen = set(_below(language_model(model), model, linear))
+    else:
+        chosen = _matching(f"{lora.section}.target_modules", lora.target_modules, linear)
+        # A vision tower often names its layers as the decoder does; who writes q_proj means the decoder's.
+        chosen = set(_below(language_model(model), model, chosen)) or chosen
+    if lora.exclude_modules:
+        # A pattern may be meant for the layers of another model, such as those of a vision tower.
+        must = not isinstance(lora.exclude_modules, str)
+        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, must=must)
+    if not chosen:
+        left = f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
+        none = f"{type(model).__name__} has no linear layer below its head. Train all its weights."
+        raise ConfigError(left if lora.exclude_modules else none)
+    return [name for name in linear if name in chosen]
+
+
+def _stored_layers(lora: Lora, linear: list[str]) -> set[str]:
+    """The layers that an adapter's file has weights for. Raises ConfigError for names that are not this model's."""
+    fitting = {f"{_PEFT}{name}.lora_{kind}.weight": name for name in linear for kind in "AB"}
+    stored = _stored_weights(lora)
+    said = f"{lora.section}.lora_adapter_path={lora.path} does not fit this model"
+    for odd in sorted(stored.keys() - fitting):
+        layer = odd.removeprefix(_PEFT).rpartition(".lora_")[0]
+        inside = max((name for name in linear if f".{odd}".count(f".{name}.")), key=len, default=None)
+        if inside is None:
+            raise ConfigError(f"{said}, which has no linear layer {layer or odd} below the head.")
+        raise ConfigError(
+            f"{said}: it has {odd}, which peft would call {_PEFT}{inside}.lora_A.weight or lora_B. Save it with peft's "
+            "save_pretrained, or rename its weights."
+        )
+    return {fitting[name] for name in stored}
+
+
+def _miss_none(model: PreTrainedModel, lora: Lora, chosen: set[str], linear: list[str]) -> None:
+    """Raise ConfigError where the adapter's config names layers of the decoder that its file has not."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config, decoder = _stored_config(lora), _below(language_model(model), model, linear)
+    whole = config.target_modules == "all-linear"
+    missing = [name for name in decoder if name not in chosen and (whole or check_target_module_exists(config, name))]
+    if missing:
+        raise ConfigError(
+            f"{lora.section}.lora_adapter_path={lora.path} has no weights for {count(len(missing), 'layer')} that its "
+            f"adapter_config.json names (target_modules), such as {missing[0]}. Copy the adapter again."
+        )
+
+
+def _below(part: nn.Module, model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    inside = {id(module) for module in part.modules()}
+    return [name for name in names if id(model.get_submodule(name)) in inside]
+
+
+def _matching(key: str, wanted: Any, linear: list[str], *, must: bool = True) -> set[str]:
+    """The layers that a list of names (or ends of names) or a pattern chooses.
+
+    Raises ConfigError for no match where there ``must`` be one.
+    """
+    chosen = set()
+    for wish in [wanted] if isinstance(wanted, str) else wanted:
+        found = {name for name in linear if f".{name}".endswith(f".{wish}")}
+        if not found and isinstance(wanted, str):
+            try:
+                found = {name for name in linear if re.fullmatch(wanted, name)}
+            except re.error as error:
+                raise ConfigError(f"{key}={wanted} is neither a name nor a pattern: {error}") from error
+        if not found and must:
+            leaves = sorted({name.rpartition(".")[2] for name in linear})
+            near = difflib.get_close_matches(wish, [*leaves, *linear], n=3, cutoff=0.5)
+            meant = f"Did you mean {', '.join(near)}?" if near else f"There are {', '.join(leaves[:20])}."
+            raise ConfigError(f"{key}={wanted}: no linear layer below the head matches '{wish}'. {meant}")
+        chosen |= found
+    return chosen
+
+
+def _in_short(names: list[str], model: nn.Module) -> list[str]:
+    """The last parts of the names, where those choose the same layers; else the names themselves."""
+    leaves = {name.rpartition(".")[2] for name in names}
+    same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in leaves} == set(names)
+    return sorted(leaves) if same else names
+
+
+def _stored_config(lora: Lora) -> Any:
+    from peft import LoraConfig, PeftConfig
+
+    assert lora.path is not None
+    try:
+        config = PeftConfig.from_pretrained(lora.path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{lora.section}.lora_adapter_path={lora.path} is not a peft adapter: {error}") from error
+    values = {name: getattr(config, name, None) for name in _NOT_PLAIN}
+    odd = [f"{name}={value}" for name, value in values.items() if value and value != "none"]
+    if not isinstance(config, LoraConfig):
+        odd = [f"peft_type={config.peft_type.value}"]
+    elif config.init_lora_weights not in _PLAIN_STARTS:
+        odd = [f"init_lora_weights={config.init_lora_weights}"]
+    if odd:
+        raise ConfigError(
+            f"{lora.section}.lora_adapter_path={lora.path} has {', '.join(odd)}: only plain LoRA of linear "
+            "layers can be trained."
+        )
+    return config
+
+
+def _stored_weights(lora: Lora) -> dict[str, Tensor]:
+    from peft.utils import load_peft_weights
+
+    assert lora.path is not None
+    try:
+        return load_peft_weights(lora.path, device="cpu")
+    except (ValueError, *UNREADABLE) as error:
+        raise ConfigError(f"{lora.section}.lora_adapter_path={lora.path} has no weights: {error}") from error
+
+
+def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
+    found, shapes = _stored_weights(lora), {name: parameter.shape for name, parameter in model.named_parameters()}
+    weights = {}
+    for name, _ in lora_layers(model):
+        for kind in ("A", "B"):
+            own = _weight_name(name, kind)
+            weight = found.get(f"{_PEFT}{name}.lora_{kind}.weight")
+            if weight is None or weight.shape != shapes[own]:
+                has = "no such weight" if weight is None else f"shape {list(weight.shape)}"
+                raise ConfigError(
+                    f"{lora.section}.lora_adapter_path={lora.path} does not fit this model: {own} is "
+                    f"{list(shapes[own])} here, and the adapter has {has}."
+                )
+            weights[own] = weight
+    return weights
+
+
+def _full(weight: Tensor) -> Tensor:
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+
+
+def _weight_name(layer: str, kind: str) -> str:
+    return f"{layer}.lora_{kind}.{_NAME}.weight"

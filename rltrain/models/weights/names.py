@@ -1,0 +1,189 @@
+"""The weights of a training model, whole and under their Hugging Face names: what export and weight sync iterate.
+
+A rank holds a part of every weight, names carry a prefix of ours and one of peft, and LoRA keeps its adapters beside
+the weights. One generator undoes all three. Small weights share the all-gather of a bucket, because a gather per weight
+would wait for the network hundreds of times; a weight larger than half a bucket has a gather to itself. Beside the
+model there are at most one bucket and one weight.
+
+In memory transformers gives some families other names and layouts than their checkpoints have: the experts of a layer
+are one weight there. Whoever knows checkpoints (an engine, a folder) gets theirs by the conversion that save_pretrained
+uses (`CheckpointNames`), a weight at a time, which adds a copy of the largest weight where its layout differs.
+
+Left out: weights in parts. A large embedding would then need no memory of its own, but every engine loads whole
+weights, so each would have to put the parts together again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+
+from rltrain.models.weights.lora import lora_layers, merged
+
+_PREFIX = "model."  # of `PackedModel`, which holds the Hugging Face model under this name
+_BASE_LAYER = ".base_layer."  # peft puts it before the parameters of a layer that has adapters
+# For an export; a sync has rollout.update_weights_bucket_megabytes.
+_BUCKET_BYTES = 512 << 20
+# Its name since torch 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Weight(NamedTuple):
+    """One weight or buffer, whole and on the device.
+
+    values: may be the training weight itself, so nobody may write into them. in_checkpoint: False for a buffer that is
+    computed from the configuration, such as rotary frequencies.
+    """
+
+    name: str
+    values: Tensor
+    in_checkpoint: bool = True
+
+
+def huggingface_name(name: str) -> str:
+    """The name that a parameter or buffer of a `PackedModel` has in the Hugging Face model without adapters."""
+    return name.removeprefix(_PREFIX).replace(_BASE_LAYER, ".")
+
+
+class CheckpointNames:
+    """The names and layouts that the weights of ``model`` have in a checkpoint, as save_pretrained writes them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+        if conversions is None:
+            # As save_pretrained does with a model that was not read from a file: what cannot be told without one, such
+            # as a prefix that some files lack, stays as it is. Kept, or it would be looked for with every weight.
+            found = get_model_conversion_mapping(model, add_legacy=False)
+            conversions = [each for each in found if type(each).__name__ != "PrefixChange"]
+            vars(model)["_weight_conversions"] = conversions
+        # Since 5.6 the last conversion is undone first.
+        self._order: dict[str, Any] = (
+            {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
+        )
+        undone = [each.reverse_transform() for each in (conversions[::-1] if self._order else conversions)]
+        self._renamings = [each for each in undone if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in undone if isinstance(each, WeightConverter)]
+
+    def unit(self, name: str) -> str:
+        """The same for weights in memory that are one weight in a checkpoint."""
+        return rename_source_key(name, self._renamings, self._converters, **self._order)[0]
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole units under the names in memory -> what a checkpoint has instead."""
+        return revert_weight_conversion(self._model, dict(weights))
+
+
+def whole_weights(
+    packed: nn.Module, dtype: torch.dtype, bucket_bytes: int = _BUCKET_BYTES, names: CheckpointNames | None = None
+) -> Iterator[Weight]:
+    """Every parameter in ``dtype``, then every buffer as it is. A collective: every rank must exhaust the iterator.
+
+    The order is the same on all ranks. Tied weights come once, under their first name; LoRA adapters come merged. A
+    weight that this rank holds whole and in ``dtype`` is not copied, unless its layout changes. names: of a checkpoint;
+    None: those in memory.
+    """
+    # Asked for its state, FSDP2 frees the weights that a forward pass has gathered; the parameters are shards from here
+    # on.
+    in_checkpoint = packed.state_dict().keys()
+    # Half a bucket is received; the other half is room for this rank's share of it, which is sent.
+    for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names):
+        yield from _gathered(bucket, dtype) if names is None else _renamed(_gathered(bucket, dtype), units, names)
+    for name, buffer in packed.named_buffers(remove_duplicate=False):
+        weight = Weight(huggingface_name(name), buffer, name in in_checkpoint)
+        yield from _renamed([weight], [1], names) if names and weight.in_checkpoint else [weight]
+
+
+def _renamed(weights: Iterable[Weight], units: Iterable[int], names: CheckpointNames) -> Iterator[Weight]:
+    """units: how many neighbouring weights are converted together, again and again."""
+    left = iter(weights)
+    for size in units:
+        found = names({weight.name: weight.values for weight in islice(left, size)})
+        while found:  # so that nothing is held here that its reader has done with
+            name = next(iter(found))
+            yield Weight(name, found.pop(name))
+
+
+Bucket = list[tuple[str, Tensor]]
+
+
+def _buckets(
+    packed: nn.Module, dtype: torch.dtype, most_bytes: int, names: CheckpointNames | None
+) -> Iterator[tuple[Bucket, list[int]]]:
+    """Units of weights that take at most ``most_bytes`` together, or a single one; and the number of weights in each
+    unit.
+    """
+    layers = {f"{name}{_BASE_LAYER}weight": layer for name, layer in lora_layers(packed)}
+    units: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, parameter in packed.named_parameters():
+        if ".lora_" not in name:
+            short = huggingface_name(name)
+            units.setdefault(names.unit(short) if names else short, []).append((name, parameter))
+    bucket: Bucket = []
+    sizes: list[int] = []
+    filled = 0
+    for unit in units.values():
+        size = sum(_num_shards(weight) * _shard_size(weight) for _, weight in unit) * dtype.itemsize
+        if bucket and filled + size > most_bytes:
+            yield bucket, sizes
+            bucket, sizes, filled = [], [], 0
+        # Merged while its bucket is filled, so that merged copies never take more than a bucket.
+        bucket += [
+            (huggingface_name(name), (merged(layers[name], weight) if name in layers else weight).detach())
+            for name, weight in unit
+        ]
+        sizes.append(len(unit))
+        filled += size
+    if bucket:
+        yield bucket, sizes
+
+
+def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
+    # All weights of a model are sharded over one mesh, so the first speaks for its bucket.
+    first, ranks = bucket[0][1], _num_shards(bucket[0][1])
+    if ranks == 1:
+        yield from (Weight(name, _local(weight).to(dtype)) for name, weight in bucket)
+        return
+    assert isinstance(first, DTensor)
+    sizes = [_shard_size(weight) for _, weight in bucket]
+    send = torch.zeros(sum(sizes), dtype=dtype, device=_local(first).device)
+    offset = 0
+    for (_, weight), size in zip(bucket, sizes, strict=True):
+        shard = _local(weight).reshape(-1)
+        send[offset : offset + len(shard)].copy_(shard)
+        offset += size
+    received = send.new_empty(ranks, len(send))
+    all_gather(received.view(-1), send, group=first.device_mesh.get_group(_shard_dim(first)))
+    del send
+    for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
+        # Padding is at the end, because only the last shards can be shorter. A single weight is a view: no second copy.
+        yield Weight(name, shards.reshape(-1)[: weight.numel()].view(weight.shape))
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _shard_dim(weight: DTensor) -> int:
+    """The mesh dimension over which rows are sharded: the last (with HSDP, the first one has the replicas)."""
+    return weight.device_mesh.ndim - 1
+
+
+def _num_shards(weight: Tensor) -> int:
+    return weight.device_mesh.size(_shard_dim(weight)) if isinstance(weight, DTensor) else 1
+
+
+def _shard_size(weight: Tensor) -> int:
+    """Elements of the largest shard. FSDP2 cuts rows as torch.chunk: full shards, then a shorter one, then none."""
+    return -(-weight.shape[0] // _num_shards(weight)) * math.prod(weight.shape[1:]) if weight.dim() else 1

@@ -1,0 +1,131 @@
+"""Which entries of a checkpoint's files make which weight of a model, and what is then missing.
+
+Only transformers knows it: most of its rules rename, some stack experts that have an entry each, some cut. So its rules
+are asked, with a model on the meta device and the names and shapes in the files' headers. What it would make of random
+numbers without a word, because no file has it, is found here.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from rltrain.models.weights.names import CheckpointNames
+
+# Buffers that are learnt have such names, and those that follow from the configuration others.
+_LEARNT = re.compile(r"(bias|scalar)$")
+
+
+class Placing:
+    """Names and shapes of entries (``empty``, on the meta device) placed in ``plain``, a model on the meta device."""
+
+    def __init__(self, empty: Mapping[str, Tensor], plain: PreTrainedModel) -> None:
+        self.plain = plain
+        self._empty = empty
+        weights = plain.state_dict(keep_vars=True)
+        self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        rules = get_model_conversion_mapping(plain)
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self.parts: dict[str, list[tuple[str, str | None]]] = {}
+        """By name of a weight: the entries that it is made of, and of each the pattern of its converter."""
+        self.home: dict[str, str] = {}
+        """A converter may make several weights at once; the entries stand under the first. Tied weights likewise."""
+        self.left: list[str] = []
+        """Entries that the model does not take, such as the head, where a critic has its own."""
+        for entry in sorted(empty, key=dot_natural_key):
+            self._place(entry, renamings)
+        self._tie(weights)
+        ignored = plain._keys_to_ignore_on_load_missing or ()
+        lacking = [name for name in self.shapes if self.home.get(name, name) not in self.parts]
+        buffers = {name for name, _ in plain.named_buffers() if not _LEARNT.search(name)}
+        self.ignored = [name for name in lacking if any(re.search(each, name) for each in ignored)]
+        """Weights that no entry makes, and that transformers does not miss."""
+        self.computed = [name for name in lacking if name in buffers and name not in self.ignored]
+        """Buffers that no entry makes: they start as the configuration says."""
+        again = {id(weight): name for name, weight in reversed(weights.items())}
+        once = {name for name, weight in weights.items() if again[id(weight)] == name}
+        self.missing = [name for name in lacking if name in once and name not in {*buffers, *self.ignored}]
+        """Weights that no entry makes."""
+        self.total = len(once - set(self.computed))
+        """Weights of the model, tied ones once."""
+
+    def _place(self, entry: str, renamings: list[Any]) -> None:
+        prefix = self.plain.base_model_prefix
+        name, pattern = rename_source_key(entry, renamings, self._converters, prefix, self.shapes)
+        if name not in self.shapes and entry in self.shapes:
+            name, pattern = rename_source_key(entry, [], [], prefix, self.shapes)
+        if name not in self.shapes:
+            self.left.append(entry)
+            return
+        self.parts.setdefault(name, []).append((entry, pattern))
+        if pattern is not None:
+            first, *others = self.converter(pattern).target_patterns
+            self.home |= {name.replace(first, other): name for other in others}
+
+    def _tie(self, weights: dict[str, Tensor]) -> None:
+        """Files may hold a tied weight under any of its names."""
+        groups: dict[int, list[str]] = {}
+        for name, weight in weights.items():
+            groups.setdefault(id(weight), []).append(name)
+        tied = (getattr(self.plain, "all_tied_weights_keys", None) or {}).items()
+        for names in [*groups.values(), *map(list, tied)]:
+            there = next((name for name in names if self.home.get(name, name) in self.parts), None)
+            if there is not None:
+                lacking = [name for name in names if self.home.get(name, name) not in self.parts]
+                self.home |= dict.fromkeys(lacking, self.home.get(there, there))
+
+    def twice(self) -> list[tuple[str, str]]:
+        """Pairs of entries that are the same weight by their names, or by a tie of the model."""
+        found = []
+        for parts in self.parts.values():
+            plain = [entry for entry, pattern in parts if pattern is None]
+            found += [(plain[0], other) for other in plain[1:]]
+        for name, other in (getattr(self.plain, "all_tied_weights_keys", None) or {}).items():
+            if name in self.parts and other in self.parts:
+                found.append((self.parts[other][0][0], self.parts[name][0][0]))
+        return found
+
+    def converter(self, pattern: str | None) -> Any:
+        """The converter with this pattern."""
+        return next(each for each in self._converters if pattern in each.source_patterns)
+
+    def entries(self, name: str) -> list[tuple[str, str | None]]:
+        """Of a weight: its entries, and of each the pattern of its converter."""
+        return self.parts[self.home.get(name, name)]
+
+    def make(self, name: str, read: Callable[[str], Tensor], skip: Callable[[int], bool] = lambda _: False) -> Tensor:
+        """A weight by its converter. skip(n): whether the n-th entry of each pattern is left out."""
+        home, parts = self.home.get(name, name), self.entries(name)
+        converter = copy.deepcopy(self.converter(parts[0][1]))
+        seen: dict[str | None, int] = {}
+        for entry, pattern in parts:
+            number = seen[pattern] = seen.get(pattern, -1) + 1
+            if not skip(number):
+                converter.add_tensor(home, entry, pattern, read(entry))
+        made = converter.convert(home, model=self.plain, config=self.plain.config)[name]
+        return made[0] if isinstance(made, list) else made
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That which its entries make. Raises whatever a rule raises that is given other shapes than it knows."""
+        entry, pattern = self.entries(name)[0]
+        # On the meta device a rule costs nothing, and shows what it makes.
+        return tuple((self.make(name, self._empty.__getitem__) if pattern else self._empty[entry]).shape)
+
+    def in_files(self, names: Iterable[str]) -> list[str]:
+        """What save_pretrained would call these weights: what is missing is named as it should stand in a file."""
+        try:
+            wanted = CheckpointNames(self.plain)(
+                {name: torch.empty(self.shapes[name], device="meta") for name in names}
+            )
+        except Exception:  # noqa: BLE001 - the rules of hundreds of families, which are needed for a name alone
+            return list(names)
+        return list(wanted)

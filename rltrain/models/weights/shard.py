@@ -1,0 +1,235 @@
+"""FSDP2: shard a model over the ranks, and fill each shard with the rows of the checkpoint that it holds."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from rltrain.base.device import COLLECTIVE_TIMEOUT, Device
+from rltrain.models.attention import packed as attention
+from rltrain.models.attention.ulysses import sequence_group
+from rltrain.models.files.entries import NoEntries, files_of, read_entries
+from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel
+from rltrain.models.kernels import fuse, kernels_of
+from rltrain.models.load import (
+    decoder_layers,
+    empty_model,
+    read_score_head,
+    read_weights,
+    recompute_activations,
+    without_dropout,
+)
+from rltrain.models.vision import tower
+from rltrain.models.weights.finite import check_finite
+from rltrain.models.weights.lacking import notes, refuse
+from rltrain.models.weights.lora import add_adapters, first_adapters
+from rltrain.models.weights.names import huggingface_name
+from rltrain.models.weights.placing import Placing
+from rltrain.models.weights.slices import NotSliceable, SlicedCheckpoint
+from rltrain.models.weights.spec import ModelSpec
+
+Model = TypeVar("Model", PolicyModel, ScalarModel)
+log = logging.getLogger(__name__)
+# What is sent at once where rank 0 reads for all.
+_PIECE_BYTES = 256 << 20
+
+
+def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
+    """All ranks in one shard group, or (``fsdp_size`` given) replicas of shard groups of that size (HSDP)."""
+    world = dist.get_world_size()
+    if fsdp_size in (-1, 0) or fsdp_size >= world:
+        return init_device_mesh(device.kind, (world,), mesh_dim_names=("shard",))
+    ranks = torch.arange(world).view(-1, fsdp_size)
+    # Those that a mesh makes for itself would give up after minutes, long before a call is late.
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), COLLECTIVE_TIMEOUT)[0] for each in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.kind, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -> Model:
+    """The packed model with empty adapters, on the meta device: no memory, no weights, no process group.
+
+    config: of ``spec.load_config``. Raises ConfigError for every model that cannot be trained here, so a dry run knows
+    of it too.
+    """
+    attention.register()
+    attention.check_layers(config, spec.longest)
+    kinds = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
+    model = empty_model(without_dropout(config), attention.NAME, spec.master_dtype, **kinds)
+    decoder_layers(model)
+    if spec.lora:
+        add_adapters(model, spec.lora)
+    if spec.tower != "trained":
+        for part in tower(model):
+            # Where prompts are texts no gradient reaches the tower anyway: frozen, it needs no optimizer state.
+            part.requires_grad_(False)
+    packed = kind(model)
+    packed.sees = spec.tower != "rests"
+    if spec.lora and isinstance(packed, ScalarModel):
+        packed.score.to(spec.lora.dtype)
+    return packed
+
+
+def look_at_weights(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> list[str]:
+    """What is worth a note of the files' weights, from headers. Raises ConfigError where one is not as it should be.
+
+    config: of ``spec.load_config``. Of a model on the hub that is not here yet nothing is known.
+    """
+    key = f"{spec.section}.path"
+    if getattr(config, "quantization_config", None):
+        return []
+    try:
+        entries = read_entries(spec.path)
+    except NoEntries as error:
+        return [f"{key}={spec.path}: not looked at ({error})"] if Path(spec.path).is_dir() else []
+    placing = Placing(entries.empty, _plain(kind, spec, without_dropout(config)))
+    refuse(key, entries, placing)
+    return list(notes(key, entries, placing))
+
+
+def _plain(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> PreTrainedModel:
+    attention.register()
+    kinds = {"trust_remote_code": spec.trust_remote_code, "decoder_only": issubclass(kind, ScalarModel)}
+    return empty_model(config, attention.NAME, spec.master_dtype, **kinds)
+
+
+def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
+    """The model, one shard per rank. No rank ever holds a whole weight of it, but for files that cannot be sliced."""
+    config = spec.load_config()
+    key = f"{spec.role}.ulysses_sequence_parallel_size"
+    group = sequence_group(config, spec.sequence_parallel_size, key)
+    packed = empty_packed(kind, spec, config)
+    packed.group, model = group, packed.model
+    if kernels := kernels_of(device, spec.fused_kernels):
+        fuse(model, kernels)
+    if spec.compiled:
+        _compile_layers(model)
+    spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size))
+    # Cut while it is on the meta device, the model gets memory for its shards alone.
+    packed.to_empty(device=device.torch_device)
+    # to_empty gives tied weights a memory each.
+    model.tie_weights()
+    _load(packed, spec, config)
+    return packed
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """torch.compile of every block, for any number of tokens. Attention and gated delta nets stay outside: they read
+    the plan of the row.
+    """
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
+    for layer in decoder_layers(model):
+        if net := getattr(layer, "linear_attn", None):
+            net.forward = torch.compiler.disable(net.forward)
+        # Not the module itself, as FSDP's hooks are no part of what is compiled.
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> None:
+    own = first_adapters(packed.model, spec.lora) if spec.lora else {}
+    if isinstance(packed, ScalarModel):
+        head = read_score_head(spec.path)
+        # A new critic says 0 of every state; random weights would make advantages of noise.
+        own["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
+    config = without_dropout(config)
+    adapters = f"{spec.lora.path}'s adapter_model" if spec.lora else ""
+    try:
+        plain = _plain(type(packed), spec, config)
+        checkpoint, why = SlicedCheckpoint(spec.path, plain, f"{spec.section}.path"), ""
+    except NotSliceable as error:
+        checkpoint, why = None, str(error)
+    # All ranks take the same road, also where the files of one node differ.
+    whole = torch.tensor(int(bool(why)))
+    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    if checkpoint and not whole:
+        _copy_rows(packed, own, checkpoint)
+    else:
+        if dist.get_rank() == 0:
+            why = why or "another rank finds no such files"
+            log.warning("note: ranks cannot read slices of %s (%s): rank 0 reads it whole, for all", spec.path, why)
+            kinds: Any = {"trust_remote_code": spec.trust_remote_code, "decoder_only": isinstance(packed, ScalarModel)}
+            model = read_weights(spec.path, config, spec.master_dtype, **kinds)
+            # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
+            own |= dict([*model.named_parameters(), *model.named_buffers()]) | own
+        _hand_out(packed, own if dist.get_rank() == 0 else None)
+
+    def files(name: str) -> str:
+        if ".lora_" in name:
+            return adapters
+        inside = checkpoint.files(name) if checkpoint and name not in own else files_of(spec.path, fetch=True)
+        return ", ".join(file.name for file in inside)
+
+    check_finite(packed, spec.compute_dtype, f"{spec.section}.path={spec.path}", files)
+
+
+@torch.no_grad()
+def _copy_rows(packed: PackedModel, own: dict[str, Tensor], checkpoint: SlicedCheckpoint) -> None:
+    for name, parameter in packed.named_parameters():
+        name, (first, last) = huggingface_name(name), _rows_here(parameter)
+        found = own[name][first:last] if name in own else checkpoint.rows(name, first, last, parameter.dtype)
+        _local(parameter).copy_(found)
+    for name, buffer in packed.named_buffers():
+        buffer.copy_(checkpoint.buffers[huggingface_name(name)])
+
+
+def spread(packed: PackedModel, spec: ModelSpec, mesh: DeviceMesh) -> None:
+    """Cut the weights over ``mesh``, whatever device they are on, and set what is recomputed."""
+    if spec.gradient_checkpointing:
+        recompute_activations(packed.model, spec.section)
+    precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
+    # Layers first: the root then takes the parameters that no layer holds.
+    for layer in decoder_layers(packed.model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=spec.fsdp.reshard_after_forward)
+    # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
+    # until `reshard`; otherwise they would be gathered twice per micro-batch.
+    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+
+
+def reshard(packed: PackedModel) -> None:
+    """Free gathered weights: to be called after forward-only passes, before anything looks at or changes the shards."""
+    for module in packed.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def _hand_out(packed: PackedModel, source: dict[str, Tensor] | None) -> None:
+    """Fill the shards from rank 0, which alone has ``source``, some rows at a time."""
+    for name, parameter in packed.named_parameters():
+        local, (first, last) = _local(parameter), _rows_here(parameter)
+        step = max(1, _PIECE_BYTES // max(parameter[:1].numel() * parameter.element_size(), 1))
+        for at in range(0, parameter.shape[0], step):
+            end = min(at + step, parameter.shape[0])
+            piece = torch.empty(end - at, *parameter.shape[1:], dtype=parameter.dtype, device=local.device)
+            if source:
+                piece.copy_(source[huggingface_name(name)][at:end])
+            dist.broadcast(piece, src=0)
+            inside = slice(max(at, first), min(end, last))
+            if inside.start < inside.stop:
+                local[inside.start - first : inside.stop - first] = piece[inside.start - at : inside.stop - at]
+    for name, buffer in packed.named_buffers():
+        if source:
+            buffer.copy_(source[huggingface_name(name)])
+        dist.broadcast(buffer, src=0)
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local().detach()
+
+
+def _rows_here(parameter: nn.Parameter) -> tuple[int, int]:
+    """The rows of a weight that this rank holds. FSDP2 cuts as torch.chunk: full shards, a shorter one, then none."""
+    assert isinstance(parameter, DTensor)
+    # The last dimension of the mesh has the shards; with HSDP, the first one has the replicas.
+    mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1
+    first = min(mesh.get_local_rank(dim) * -(-parameter.shape[0] // mesh.size(dim)), parameter.shape[0])
+    return first, first + len(_local(parameter))

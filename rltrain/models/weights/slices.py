@@ -1,0 +1,95 @@
+"""Weights straight from the files of a checkpoint: every rank reads the rows that it holds, and no others.
+
+Were one rank to read a 72B model for all, it would need 291 GB of host memory, and every device would wait for minutes.
+safetensors files are mapped into memory, so that a rank copies its own rows out of them. Which tensors of the files
+make a weight says `Placing`. A rule that does more than to rename and to stack makes one weight at a time, whole, of
+which the rank keeps its rows. Left out: other files than safetensors, and quantised weights (`NotSliceable`).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rltrain.models.files.entries import NoEntries, read_entries
+from rltrain.models.weights.lacking import refuse, unknown_rule
+from rltrain.models.weights.placing import Placing
+
+
+class NotSliceable(Exception):
+    """Why ranks cannot read slices of a checkpoint; transformers can read it whole."""
+
+
+class SlicedCheckpoint:
+    """The weights of a folder or hub name under the names that ``plain``, an empty model on the meta device, has.
+
+    key: of the configuration, for messages. Raises NotSliceable, and ConfigError for files that lack a weight.
+    """
+
+    def __init__(self, path: str, plain: PreTrainedModel, key: str = "model.path") -> None:
+        if getattr(plain.config, "quantization_config", None):
+            raise NotSliceable("its weights are quantised")
+        try:
+            self._entries = read_entries(path, fetch=True)
+        except NoEntries as error:
+            raise NotSliceable(str(error)) from error
+        self._placing = Placing(self._entries.empty, plain)
+        refuse(key, self._entries, self._placing)
+        if len(self._entries.opened) < len(self._entries.empty):
+            raise NotSliceable("its files are no safetensors")
+        if self._placing.ignored:
+            raise NotSliceable(f"its files have no {self._placing.ignored[0]}")
+        if unknown := unknown_rule(self._placing):
+            raise NotSliceable(unknown)
+
+    def rows(self, name: str, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Rows ``first`` up to ``last`` of a weight; in the dtype of the files, or in ``dtype`` where it is made."""
+        entry, pattern = self._placing.entries(name)[0]
+        if pattern is None:
+            part: Tensor = self._slice(entry)[first:last]
+            return part
+        stacks = _stacks_rows(self._placing.converter(pattern))
+        if stacks and first == last:
+            return torch.empty(0, *self._placing.shapes[name][1:])
+        # The n-th entry of a pattern is row n of what is stacked.
+        made = self._placing.make(
+            name, lambda each: self._slice(each)[:].to(dtype), lambda number: stacks and not first <= number < last
+        )
+        return (made if stacks else made[first:last]).to(dtype)
+
+    def files(self, name: str) -> list[Path]:
+        """Those that hold a weight."""
+        entries = (entry for entry, _ in self._placing.entries(name))
+        return list(dict.fromkeys(self._entries.files[entry][-1] for entry in entries))
+
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers, on the CPU: from the files, or computed from the configuration, such as rotary frequencies."""
+        plain, parts = self._placing.plain, self._placing.parts
+        for module in plain.modules():
+            # Set when the model was built, on the meta device, where nothing is computed.
+            module._is_hf_initialized = False  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+        # Parameters stay on the meta device, so this costs nothing but the buffers.
+        plain.initialize_weights()
+        found = dict(plain.named_buffers())
+        return found | {name: self._entries.read(parts[name][0][0]) for name in found if name in parts}
+
+    def _slice(self, entry: str) -> Any:
+        return self._entries.opened[entry].get_slice(entry)
+
+
+def _stacks_rows(converter: Any) -> bool:
+    """Whether row n of the result is made of the n-th entries alone: experts, each with entries of its own."""
+    first, *others = converter.operations
+    if type(first).__name__ != "MergeModulelist" or first.dim != 0:
+        return False
+    dims = {"Concatenate": ("dim",), "Transpose": ("dim0", "dim1")}
+    return all(min((getattr(each, dim) for dim in dims.get(type(each).__name__, ())), default=0) > 0 for each in others)

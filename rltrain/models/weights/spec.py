@@ -1,0 +1,140 @@
+"""Which model a role loads and how its weights are held: one record per role, read from its sections of the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from rltrain.base.device import Device, resolve_dtype
+from rltrain.config.budgets import longest_sequence
+from rltrain.config.schema import Config
+from rltrain.config.schema.model import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
+from rltrain.config.step_passes import make_step_passes
+from rltrain.models.load import load_config
+from rltrain.models.weights.lora import Lora, lora_of
+
+Tower = Literal["rests", "frozen", "trained"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that `sharded_model` needs to know of a model.
+
+    role: its config section, for messages. fsdp: how it is sharded. lora: adapters, in their own dtype, over frozen
+    weights in ``master_dtype``. sequence_parallel_size: ranks that hold each sequence together. longest: tokens of a
+    sequence, at most. fused_kernels: see `kernels_of`. compiled: its decoder layers are. tower: what the vision tower
+    does, if there is one: it "rests" (prompts are texts), or its features are used, and it is "frozen" or "trained".
+    """
+
+    path: str
+    role: str = "actor_rollout_ref.actor"
+    trust_remote_code: bool = False
+    override: dict[str, Any] = field(default_factory=dict)
+    fsdp: ShardingConfig = field(default_factory=ShardingConfig)
+    master_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
+    gradient_checkpointing: bool = False
+    sequence_parallel_size: int = 1
+    lora: Lora | None = None
+    longest: int | None = None
+    fused_kernels: bool = False
+    compiled: bool = False
+    tower: Tower = "rests"
+
+    @property
+    def section(self) -> str:
+        """The part of the config that names the model."""
+        return _section(self.role)
+
+    def load_config(self) -> PretrainedConfig:
+        """The Hugging Face config with the user's overrides. Raises ConfigError."""
+        trust = self.trust_remote_code
+        return load_config(self.path, self.section, trust_remote_code=trust, override=self.override)
+
+
+# In the functions below, ``images`` says that prompts have some.
+
+
+def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_them: bool = True) -> ModelSpec:
+    """The policy that is trained. Where it only answers prompts with images, the tower is frozen."""
+    roles = cfg.actor_rollout_ref
+    size = roles.actor.ulysses_sequence_parallel_size
+    spec = _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device, images)
+    return spec if learns_from_them or not images else replace(spec, tower="frozen")
+
+
+def reference_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
+    """The policy as it was before training, or the model that the config names, sharded as the actor is."""
+    actor, size = actor_spec(cfg, device, images), cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size
+    path = cfg.actor_rollout_ref.ref.model.path or actor.path
+    spec = replace(
+        actor, path=path, role="actor_rollout_ref.ref", gradient_checkpointing=False, sequence_parallel_size=size
+    )
+    # Frozen weights gain nothing from a dtype wider than the one they compute in.
+    return replace(spec, master_dtype=actor.compute_dtype, lora=None, tower="frozen" if images else "rests")
+
+
+def has_other_reference(cfg: Config) -> bool:
+    """Whether the reference is loaded from other weights than those that training starts from."""
+    roles = cfg.actor_rollout_ref
+    other = roles.ref.model.path not in (None, roles.model.path)
+    return other and not roles.model.uses_lora and make_step_passes(cfg).reference
+
+
+def critic_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
+    """The value function."""
+    model, size = cfg.critic.model, cfg.critic.ulysses_sequence_parallel_size
+    return _trained(cfg, "critic", model, model.fsdp_config, size, device, images)
+
+
+def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
+    """The model that scores answers, from their text alone."""
+    model = cfg.reward_model.model
+    dtype = resolve_dtype(model.fsdp_config.compute_dtype, device)
+    spec = ModelSpec(model.path or "", "reward_model", model.trust_remote_code, fsdp=model.fsdp_config)
+    # It is never trained, so it rests in the dtype in which it computes.
+    return replace(
+        spec,
+        master_dtype=dtype,
+        compute_dtype=dtype,
+        longest=longest_sequence(cfg),
+        fused_kernels=cfg.actor_rollout_ref.model.use_liger,
+    )
+
+
+def _trained(
+    cfg: Config,
+    role: str,
+    model: ModelConfig | CriticModelConfig,
+    fsdp: FSDPConfig,
+    size: int,
+    device: Device,
+    images: bool,
+) -> ModelSpec:
+    used: Tower = "frozen" if cfg.actor_rollout_ref.actor.freeze_vision_tower else "trained"
+    dtype, compute_dtype = resolve_dtype(fsdp.model_dtype, device), resolve_dtype(fsdp.compute_dtype, device)
+    lora = lora_of(model, _section(role), dtype, cfg.data.seed)
+    return ModelSpec(
+        path=model.path or cfg.actor_rollout_ref.model.path,
+        role=role,
+        trust_remote_code=model.trust_remote_code,
+        # Attention is always ours, as `effects` tells.
+        override={key: value for key, value in model.override_config.items() if key != "attn_implementation"},
+        fsdp=fsdp,
+        master_dtype=compute_dtype if lora else dtype,  # the weights under adapters are frozen too
+        compute_dtype=compute_dtype,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        sequence_parallel_size=size,
+        lora=lora,
+        longest=longest_sequence(cfg),
+        fused_kernels=cfg.actor_rollout_ref.model.use_liger,
+        compiled=fsdp.use_torch_compile,
+        tower=used if images else "rests",
+    )
+
+
+def _section(role: str) -> str:
+    return role.removesuffix(".actor") + ".model"

@@ -1,0 +1,73 @@
+"""Puts the algorithm of a run over its workers.
+
+Tests give a worker group that lives in their own process, so this starts nothing but the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rltrain.base.errors import ConfigError, RltrainError
+from rltrain.base.plugin import is_plugin, user_traceback
+from rltrain.config.schema import Config
+from rltrain.data.custom import EpochSampler
+from rltrain.data.order import BatchOrder
+from rltrain.data.rows import Rows
+from rltrain.data.sampler import Sampler, make_sampler
+from rltrain.run.splits import Data
+from rltrain.trainer.experience import Experience
+from rltrain.trainer.plan import Plan
+from rltrain.trainer.ppo import PPOTrainer
+from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.roles import Critic, Policy, RewardModel
+from rltrain.workers.roles import Models
+
+
+def make_trainer(
+    cfg: Config,
+    plan: Plan,
+    data: Data,
+    group: Any,
+    pool: Any,
+    on_phase: Callable[[str], None] = lambda name: None,
+    *,
+    trains: bool = True,
+) -> PPOTrainer:
+    """Load the models on ``group`` and put the algorithm over it.
+
+    group: has the interface of `WorkerGroup`, with a `HybridWorker` per rank. pool: has the interface of `RewardPool`
+    (None: only a reward model scores). on_phase(name): called when a phase begins. trains: if False, the
+    policy's weights go to the engines and nothing is trained.
+    """
+    sizes = group.call(Models.init_models, plan.passes, trains)[0]
+    policy = Policy(group, plan.passes)
+    rewards = Rewards(cfg, data.rows, pool, RewardModel(group) if cfg.reward_model.enable else None)
+    experience = Experience(cfg, plan, policy, rewards, sampler_of(cfg, plan, data.rows["train"]))
+    critic = Critic(group, plan.passes) if plan.passes.values and trains else None
+    return PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes, data.prompts["train"], on_phase)
+
+
+def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:
+    """What draws the prompts of a run. Raises ConfigError for a sampler that cannot be used.
+
+    ``trial``: it also draws a batch, and is to be thrown away.
+    """
+    # The order draws a round of generation, which under dynamic sampling is another number of prompts than a step
+    # learns from.
+    order = BatchOrder(len(rows), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
+    sampler, name = make_sampler(cfg.data, order, rows), f"data.sampler.name={cfg.data.sampler.name}"
+    steps = sampler.batches_per_epoch if isinstance(sampler, EpochSampler) else order.steps_per_epoch
+    if steps != order.steps_per_epoch and cfg.trainer.total_training_steps is None:
+        raise ConfigError(
+            f"{name}: an epoch of it has {steps} batches, and one of the data {order.steps_per_epoch}. "
+            "Say with trainer.total_training_steps how many steps there shall be."
+        )
+    if trial and is_plugin(cfg.data.sampler.name):
+        try:
+            sampler.rows(0)
+        except RltrainError:
+            raise
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported
+            raise ConfigError(f"{name} draws no batch:\n{user_traceback(error)}") from None
+    return sampler

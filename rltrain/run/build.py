@@ -1,0 +1,110 @@
+"""The one place that puts a trainer together: the command and `rltrain.build` come through here.
+
+Reads, checks and plans before anything is started or written; then `start_run` does the rest. Tests that need no Ray
+put the algorithm over a group of their own with `make_trainer`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rltrain.base import logs
+from rltrain.base.env import tell_supervisor
+from rltrain.base.errors import ConfigError
+from rltrain.base.stop import Stop
+from rltrain.config.loaded import LoadedConfig
+from rltrain.controller.cluster import cluster_address, ray_logs, start_ray
+from rltrain.controller.hang import Deadlines
+from rltrain.controller.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
+from rltrain.run.assemble import sampler_of
+from rltrain.run.changes import tell_changes, tell_finished
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.room import check_room, checkpoint_bytes
+from rltrain.run.earlier import complete, owes_validation
+from rltrain.run.fit import Trainer
+from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.preflight.settings import preflight
+from rltrain.run.report.table import METRICS
+from rltrain.run.splits import load_data
+from rltrain.run.start import Ready, start_run
+from rltrain.run.watchers.callbacks import Callbacks
+from rltrain.trainer.plan import describe, make_plan
+
+log = logging.getLogger(__name__)
+
+
+def build(
+    loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[Any] = (), notes: Sequence[str] = ()
+) -> Trainer:
+    """A trainer with its data read, its workers started and its models loaded; see `Trainer`. Raises RltrainError.
+
+    callbacks: objects, besides those that ``trainer.callbacks`` names. stop: the signals received so far, if the caller
+    listens to signals already. notes: what is said of the settings. Nothing is started if an earlier run of the folder
+    has made all steps.
+    """
+    stop = stop or Stop()
+    cfg = loaded.config
+    stop.notice_s = cfg.trainer.stop_notice_s
+    incidents = Path(cfg.trainer.default_local_dir).expanduser().resolve() / "incidents"
+    limits = (cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, incidents, cfg.trainer.hang_timeout_s)
+    deadlines = Deadlines(*limits)
+    with ExitStack() as closing, ExitStack() as reading:
+        # Entered first, so that it ends last and train.log has what the other ends say.
+        closing.enter_context(logs.session())
+        reading.enter_context(watching(deadlines, local=False, reads=True, kept=stop.kept))
+        reading.enter_context(working())
+        found = preflight(loaded)
+        _tell(found, notes)
+        told = Callbacks(cfg.trainer.callbacks, callbacks)
+        data = load_data(cfg)
+        look_at_images(cfg, of_rows := Findings(images=data.images))
+        _tell(of_rows)
+        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped, images=data.images)
+        log.info("%s", describe(plan, cfg))
+        sampler_of(cfg, plan, data.rows["train"], trial=True)
+        folder = RunFolder(cfg.trainer.default_local_dir)
+        closing.callback(folder.release)
+        tell_supervisor(folder=str(folder.path))
+        logs.open_train_log(folder.path)
+        # Before Ray: a checkpoint that does not fit this run is refused within seconds, not after the models are
+        # loaded.
+        identity, images = data.rows["train"].identity(), plan.passes.images_in_training
+
+        def find() -> Start:
+            start = find_start(cfg, folder, identity, images=images)
+            stop.reached(start.step, plan.total_steps, start.step)
+            return start
+
+        start = find()
+        if start.is_of(folder.path):
+            complete(folder.path / METRICS, start.step, start.progress.metrics)
+        changes = tell_changes(loaded, start)
+        owes = owes_validation(cfg, folder.path, start.step, plan.total_steps)
+        if start.step >= plan.total_steps and not owes:
+            tell_finished(folder.path, plan.total_steps, changes)
+            return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
+        size = start.size or checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+        check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps)
+        reading.close()
+        with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
+            if started := start_ray(cfg):  # not where the caller has started one
+                closing.enter_context(ended_after_us(not cluster_address(cfg)))
+                closing.callback(unless_lost(stop_ray))
+        # A cluster that this run has joined is others' too, and outlives it.
+        closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg), kept=stop.kept))
+        log.info("Ray's logs: %s", ray_logs())
+        with working(), stop.telling():
+            return start_run(Ready(loaded, plan, data, folder, start, find), stop, told, closing, deadlines)
+
+
+def _tell(found: Findings, notes: Sequence[str] = ()) -> None:
+    """Raise all problems at once, before anything that takes long or changes the disk; log what is worth a look."""
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+    for note in [*notes, *found.notes]:
+        log.warning("note: %s", note)

@@ -1,0 +1,149 @@
+"""A resumed run with other settings: the changes are logged and the old settings kept.
+
+Most keys may change between two starts. A few keys make the later steps another experiment. Such a run is refused if
+neither experiment has a name, because then it continues only by accident.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.storage import patiently
+from rltrain.config.load import to_dict, to_yaml
+from rltrain.config.loaded import LoadedConfig
+from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
+from rltrain.config.schema.keys import all_keys
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.resume import Start
+from rltrain.run.report.env_report import device_facts, facts
+from rltrain.trainer.plan import Plan
+
+log = logging.getLogger(__name__)
+
+_NAMES = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
+_ACTOR = "actor_rollout_ref.actor."
+# With another value of these, the steps that follow are of another experiment than those before.
+_EXPERIMENT = (
+    "algorithm.",
+    "custom_reward_function.",
+    "reward.weights",
+    "reward_model.",
+    *(
+        _ACTOR + name
+        for name in ("policy_loss.", "clip_ratio", "loss_", "kl_loss_", "use_kl_loss", "entropy_coeff", "tau_")
+    ),
+)
+# The course of a run, which no step depends on.
+_AROUND = ("trainer.", "ray_kwargs.")
+_MISSING = object()
+
+
+def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
+    """Log the settings in which a resumed run differs from the run before; returns those that training depends on.
+
+    Raises ConfigError if it is another experiment and neither of them has a name.
+    """
+    # Weights alone start a new run, which has nothing to agree with.
+    if start.folder is None or start.weights_only:
+        return []
+    changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
+    if not changes:
+        return []
+    other = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
+    # Whoever names a run or a path means it. Without a name, two unrelated runs share the default folder.
+    if other and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
+        raise ConfigError(
+            f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(other)}), "
+            "and this run would go on from there, as neither has a name. "
+            "Name the new one with trainer.experiment_name=…; "
+            f"to go on all the same, name this one: trainer.experiment_name={loaded.config.trainer.experiment_name}."
+        )
+    log.info(
+        "settings that changed since this run was last started:\n%s",
+        "\n".join(f"  {each}" for each in changes.values()),
+    )
+    if other:
+        log.warning(
+            "the %d steps so far are of another experiment than those that follow (%s). A new run starts with another "
+            "trainer.experiment_name.",
+            start.step,
+            "; ".join(other),
+        )
+    return [text for key, text in changes.items() if not key.startswith(_AROUND)]
+
+
+def tell_finished(run: Path, num_steps: int, changes: list[str]) -> None:
+    """Say that a run has all its steps. changes: settings of those steps that are others now."""
+    log.info(
+        "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs), in %s",
+        num_steps,
+        run,
+    )
+    if changes:
+        log.warning(
+            "these steps were trained with other settings than this command has (%s). A new run starts with another "
+            "trainer.experiment_name.",
+            "; ".join(changes),
+        )
+
+
+def write_config(run: RunFolder, loaded: LoadedConfig) -> None:
+    """config.yaml, secrets masked."""
+    _write(run, "config.yaml", to_yaml(loaded.config))
+
+
+def _write(run: RunFolder, name: str, text: str) -> None:
+    """Write a file of the run; one that says otherwise is kept as name.1.yaml, name.2.yaml and so on."""
+    file = run.path / name
+    with suppress(FileNotFoundError):
+        if patiently(file, file.read_bytes) != text.encode():
+            number = 1
+            # Renamed and never overwritten: the settings of earlier steps must be found later.
+            while (kept := run.path / f"{file.stem}.{number}{file.suffix}").exists():
+                number += 1
+            os.rename(file, kept)
+    run.write(name, text)
+
+
+def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
+    """(key, value then, value now) per difference to the config.yaml of ``run``; keys unknown to it only if set now."""
+    try:
+        before = OmegaConf.load(run / "config.yaml")
+    # A record that is gone or damaged is no reason to refuse the run that it describes.
+    except (OSError, YAMLError, OmegaConfBaseException):
+        return []
+    now = OmegaConf.create(to_dict(loaded.config))
+    found = []
+    for key in all_keys():
+        one, other = (_meant(each, key) for each in (before, now))
+        # A key that a newer version has brought has its default in both runs, unless it is set now.
+        if one != other and (one is not _MISSING or key in loaded.explicit):
+            found.append((key, "(not known)" if one is _MISSING else one, other))
+    return found
+
+
+def _meant(tree: Any, key: str) -> Any:
+    """The value of a key; where it is null, the one that the loss takes then: earlier versions wrote it out."""
+    value = OmegaConf.select(tree, key, default=_MISSING)
+    if value is not None or not key.endswith(".loss_agg_mode"):
+        return value
+    loss = OmegaConf.select(tree, LOSS_KEY) if key.startswith(_ACTOR) else None
+    return POLICY_LOSSES.get(loss or "vanilla", LossTraits()).aggregation
+
+
+def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:
+    """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
+    write_config(folder, loaded)
+    _write(folder, "plan.json", json.dumps(asdict(plan), indent=1, default=str))
+    _write(folder, "env.json", json.dumps(facts() | device_facts() | {"hosts": hosts}, indent=1))

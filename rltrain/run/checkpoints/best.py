@@ -1,0 +1,59 @@
+"""The best checkpoint by a metric of the validations (`trainer.keep_best`), and when to stop (`trainer.patience`).
+
+What a validation found stands in metrics.jsonl, which a resumed run goes on from, so nothing else is kept for this.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.storage import json_lines
+from rltrain.config.schema.trainer import TrainerConfig
+
+
+class Best:
+    """values: what the validations so far have found, by step."""
+
+    def __init__(self, cfg: TrainerConfig, file: Path | None = None, step: int = 0) -> None:
+        """file: metrics.jsonl, of which the lines up to ``step`` count. Raises StorageError where it cannot be read."""
+        self._metric, self._patience, self._sign = cfg.keep_best, cfg.patience, 1 if cfg.keep_best_mode == "max" else -1
+        self.values: dict[int, float] = {}
+        for line in json_lines(file) if file and step and self._metric else ():
+            if line.get("step", math.inf) <= step:
+                self._remember(int(line["step"]), line.get(self._metric or ""))
+
+    def take(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What the validation after ``step`` has found. Raises ConfigError where it does not have the metric."""
+        if not self._metric or not metrics:
+            return
+        if self._metric not in metrics:
+            near = difflib.get_close_matches(self._metric, metrics, n=3, cutoff=0.0)
+            raise ConfigError(
+                f"trainer.keep_best={self._metric}: a validation finds no number of that name. Take another, such as "
+                f"{', '.join(near)}, and run the same command again."
+            )
+        self._remember(step, metrics[self._metric])
+
+    def _remember(self, step: int, value: float | None) -> None:
+        if value is not None and math.isfinite(value):
+            self.values[step] = value
+
+    def of(self, steps: Iterable[int]) -> int | None:
+        """The best of ``steps``, the first of equals; None where no validation has seen any of them."""
+        seen = [step for step in sorted(steps) if step in self.values]
+        return max(seen, key=lambda step: self._sign * self.values[step], default=None)
+
+    def stalled(self) -> str:
+        """Why the run has got as far as it will, or ""."""
+        best = self.of(self.values)
+        since = [] if best is None else [step for step in self.values if step > best]
+        if best is None or not self._patience or len(since) < self._patience:
+            return ""
+        return (
+            f"stopped early after step {max(since)}: the last {len(since)} validations found no better {self._metric} "
+            f"than the {self.values[best]:.4g} of step {best} (trainer.patience={self._patience})"
+        )

@@ -1,0 +1,264 @@
+"""The checkpoint that a run starts from, and what of the run's progress is read and written there.
+
+A resumed run must continue as if it had never stopped. So a checkpoint records the values that this depends on, and a
+run with other values, or with other training data, is refused before any worker starts. It says by which version it was
+saved and how it knows the training data, so that a run of another version is not told that its data has changed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain import __version__
+from rltrain.base.errors import CheckpointError
+from rltrain.base.logs import count, waiting
+from rltrain.base.storage import patiently
+from rltrain.config.schema import Config
+from rltrain.config.schema.keys import get
+from rltrain.controller.group import WorkerGroup
+from rltrain.run.checkpoints.folder import Checkpoints, has_digests, large_files, read_record, size_of
+from rltrain.trainer.progress import Progress
+from rltrain.workers.node import altered
+
+log = logging.getLogger(__name__)
+
+# Every version before the first that says so.
+_FIRST_VERSION = "0.1.0"
+# With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
+_LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+# A resumed run must agree on these, or "continues as if never stopped" would be a lie.
+_FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
+_OF_IMAGES = (_FREEZE, "data.min_pixels", "data.max_pixels")
+FROZEN_KEYS = (
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.rollout.n",
+    "data.train_batch_size",
+    "data.seed",
+    "data.shuffle",
+    "data.sampler.name",
+    "data.max_prompt_length",
+    *_OF_IMAGES,
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a run: after ``step`` steps, with the weights of checkpoint ``folder``.
+
+    ``folder`` None: the run starts with the model's weights. weights_only: nothing else of ``folder`` is taken.
+    """
+
+    step: int = 0
+    progress: Progress = field(default_factory=Progress)
+    folder: Path | None = None
+    weights_only: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of its checkpoint, as the next will have them; 0 where that is not known."""
+        return size_of(self.folder) if self.folder and not self.weights_only else 0
+
+    def is_of(self, run: Path) -> bool:
+        """Whether ``folder`` is of the folder ``run``, and not a step of another run or none."""
+        return bool(self.folder and self.folder.parent == run)
+
+
+def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: bool = False) -> dict[str, bytes]:
+    """The files of a checkpoint of ``step`` that hold ``progress`` as it is now, and what `find_start` compares.
+
+    dataset: `Rows.identity`. by_time: nobody has asked for a save after this very step.
+    """
+    record = {"global_step": step, "version": __version__, "digest": _digest_kind(dataset), "by_time": by_time}
+    record |= {"dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
+    record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef, "in_flight": progress.in_flight}
+    record |= {"metrics": progress.metrics}
+    found = {"progress.json": json.dumps(record, indent=1).encode()}
+    for name, arrays in (("sampler.npz", progress.sampler), ("lengths.npz", progress.lengths)):
+        np.savez(content := io.BytesIO(), **arrays)
+        found[name] = content.getvalue()
+    return found
+
+
+def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> Start:
+    """What ``trainer.resume_mode`` points at, or the newest checkpoint of a run that this same command has begun.
+
+    Raises CheckpointError where this run cannot go on from there.
+
+    dataset: the training rows; None where they are not known, so that they are not compared. images: whether they may
+    have images.
+    """
+    trainer = cfg.trainer
+    begun = _begun_before(cfg, run)
+    weights_only, searched = trainer.resume_weights_only and not begun, begun or trainer.resume_mode == "auto"
+    folder = begun or (run.newest() if searched else None)
+    if trainer.resume_mode == "resume_path" and not begun:
+        folder = Path(trainer.resume_from_path or "")
+    start = Start(folder=folder, weights_only=weights_only)
+    if folder is not None:
+        if problem := run.damage(folder):
+            raise CheckpointError(f"{folder} cannot be resumed from: {problem}.")
+        record = read_record(folder)
+        # Weights alone may go into any other run: nothing of the old run has to agree.
+        if not weights_only:
+            _refuse_other_version(folder, record, dataset)
+            try:
+                start = Start(record["global_step"], _read_progress(folder, record), folder)
+            except CheckpointError as error:
+                if not searched:
+                    raise
+                run.distrust(folder, str(error))
+                return find_start(cfg, run, dataset, images=images)
+            _refuse_other_run(cfg, folder, record, dataset, images)
+        # Asked here, because the workers would find it out only after the models are loaded.
+        if cfg.algorithm.needs_critic and not patiently(folder, (folder / "critic").is_dir):
+            raise CheckpointError(
+                f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
+                "or choose another trainer.experiment_name."
+            )
+    _refuse_later_checkpoints(run, start.step)
+    if folder is not None:
+        if not has_digests(folder):
+            log.warning("note: %s was saved without digests, so the sizes of its files alone are compared", folder)
+        what = "weights only" if weights_only else f"{start.step} steps are done"
+        what += f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
+        why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if begun else ""
+        log.info("resuming from %s: %s%s", folder, what, why)
+    return start
+
+
+def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[[], Start]) -> Start:
+    """``start``, if the workers find the large files of its checkpoint as they were saved; else what ``find`` finds
+    then, which is `find_start` with this run's arguments: an older checkpoint, or an error.
+    """
+    while start.folder and (files := large_files(start.folder)):
+        with waiting(f"comparing {start.folder} with its digests on {count(group.world, 'worker')}"):
+            shares = [files[rank :: group.world] for rank in range(group.world)]
+            problems = [problem for found in group.ask(altered, shares).collect() for problem in found]
+        if not problems:
+            break
+        run.distrust(start.folder, problems[0])
+        start = find()
+    return start
+
+
+def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
+    sampler = _read_arrays(folder / "sampler.npz")
+    # Checkpoints that were made before there were lengths and metrics in them.
+    lengths = _read_arrays(file) if patiently(file := folder / "lengths.npz", file.exists) else {}
+    known, metrics = (record["batches_drawn"], record["kl_coef"]), record.get("metrics", {})
+    return Progress(*known, sampler, record["in_flight"], lengths=lengths, metrics=metrics)
+
+
+def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
+    try:
+        # A pickle could run code of whoever made the checkpoint, and arrays need none.
+        with np.load(io.BytesIO(patiently(file, file.read_bytes)), allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise CheckpointError(f"{file} cannot be read ({error})") from error
+
+
+def _origin(cfg: Config) -> dict[str, Any]:
+    """Where the config lets a new run begin."""
+    trainer = cfg.trainer
+    path = str(Path(trainer.resume_from_path or "").resolve()) if trainer.resume_mode == "resume_path" else None
+    return {"mode": trainer.resume_mode, "path": path, "weights_only": trainer.resume_weights_only}
+
+
+def _begun_before(cfg: Config, run: Checkpoints) -> Path | None:
+    """The newest whole checkpoint of the run folder, if its run began where this one would: the run was cut short.
+
+    None with the default settings, which go on from the newest whatever it says.
+    """
+    if cfg.trainer.resume_mode == "auto" and not cfg.trainer.resume_weights_only:
+        return None
+    try:
+        newest = run.newest()
+    except CheckpointError:  # none is whole, and nothing of them is asked for
+        return None
+    return newest if newest and read_record(newest).get("origin") == _origin(cfg) else None
+
+
+def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
+    """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
+    later = [each for each in run.steps() if each > step and not run.damage(run.step_folder(each))]
+    if later:
+        raise CheckpointError(
+            f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
+            "Choose another trainer.experiment_name (or trainer.default_local_dir), remove the folder, "
+            "or go on from the newest with trainer.resume_mode=auto trainer.resume_weights_only=False."
+        )
+
+
+def _version(record: dict[str, Any]) -> str:
+    return str(record.get("version", _FIRST_VERSION))
+
+
+def _digest_kind(dataset: str) -> str:
+    """What the digest of ``dataset`` is made of: "rows", or "files" as the first versions had it."""
+    kind, colon, _ = dataset.partition(" ")[0].partition(":")
+    return kind if colon else "files"
+
+
+def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | None) -> None:
+    """A record that lacks something, or that knows the training data by a digest that is not made here."""
+    kinds: dict[str, Any] = {"batches_drawn": int, "kl_coef": (float, int, type(None)), "in_flight": list}
+    kinds |= {"frozen": dict, "dataset": str}
+    lacking = [name for name, kind in kinds.items() if name not in record or not isinstance(record[name], kind)]
+    why = f"its progress.json lacks {', '.join(lacking)}" if lacking else ""
+    if not why and dataset and (then := _digest_kind(record["dataset"])) != (now := _digest_kind(dataset)):
+        why = (
+            f"it knows its training data by a digest of {then}, and this version by one of {now}, so that nothing says "
+        )
+        why += "whether the data is the same"
+    if why:
+        raise CheckpointError(
+            f"{folder} was saved by another version of rltrain ({_version(record)}; this is {__version__}): {why}. "
+            f"Go on with that version, or start from its weights with trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={folder} trainer.resume_weights_only=True, under another "
+            "trainer.experiment_name."
+        )
+
+
+def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str | None, images: bool) -> None:
+    # Checkpoints that were made before there was the key.
+    now, then = frozen_values(cfg), {_FREEZE: False} | record["frozen"]
+    # Both sides: LoRA keys are there only in a run with adapters.
+    keys = sorted((now.keys() | then.keys()) - (set() if images else set(_OF_IMAGES)))
+    changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
+    digest, _, described = record["dataset"].partition(" ")
+    # What stands behind the digest is for the message alone and may be worded anew.
+    if dataset and digest != dataset.partition(" ")[0]:
+        changed.append(
+            f"training data: {described or 'rows without a name'} then, {dataset.partition(' ')[2]} now, and the rows "
+            "are not the same"
+        )
+    if changed:
+        saved_by = f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
+        raise CheckpointError(
+            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or choose another "
+            f"trainer.experiment_name; a new run starts from these weights with trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
+        )
+
+
+def frozen_values(cfg: Config) -> dict[str, Any]:
+    """The values of `FROZEN_KEYS`."""
+    values = {key: get(cfg, key) for key in FROZEN_KEYS}
+    # The data position is counted in rounds of this many prompts.
+    rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
+    values |= {"prompts per round": rounds or cfg.data.train_batch_size}
+    for section, model in (("actor_rollout_ref", cfg.actor_rollout_ref.model), ("critic", cfg.critic.model)):
+        if model.uses_lora:
+            values |= {f"{section}.model.{key}": getattr(model, key) for key in _LORA_KEYS if hasattr(model, key)}
+    return values

@@ -1,0 +1,331 @@
+"""When to save and what a checkpoint holds.
+
+Problem: a run that nobody has told when to save loses all at a kill. Choice: it also saves by time; what these saves
+leave on the disk is bounded (`room`), and where there is room for one checkpoint alone, the regular one gets it.
+
+Problem: writing takes minutes in which the devices could train. Choice: the workers copy what is to be saved to their
+hosts and write it while the next steps are made (`workers.saving`). The driver looks every now and then how far that
+is, and makes a checkpoint of it; a save is over before the next one begins and before the run ends. What the driver has
+to do with the disk is done aside too (`aside`), because storage may take minutes for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.aside import Aside, goes_on
+from rltrain.base.errors import CheckpointError, DiskError, StorageError, unwritten
+from rltrain.config.schema import Config
+from rltrain.controller.lifeline import check
+from rltrain.run.checkpoints.best import Best
+from rltrain.run.checkpoints.card import model_card
+from rltrain.run.checkpoints.folder import RunFolder, read_record, size_of
+from rltrain.run.checkpoints.resume import Start, files_of
+from rltrain.run.checkpoints.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
+from rltrain.run.watchers.watcher import Watcher, Watchers
+from rltrain.trainer.progress import ANSWERS, Progress
+from rltrain.trainer.role_save import RoleSave
+from rltrain.trainer.roles import Critic, Policy
+from rltrain.trainer.timing import StepTimer
+from rltrain.workers.tasks import SaveTask, Written
+
+log = logging.getLogger(__name__)
+# The driver waits in short turns, and each asks.
+_LOOK_S = 1.0
+# So long the answers of its steps may take to be written, once all else of a checkpoint is.
+_ANSWERS_S = 60.0
+# Some storage gives back the room of what was removed a while later.
+_FREED_S = 60.0
+
+
+@dataclass
+class _Pending:
+    """The checkpoint of ``step`` while it is written into ``folder``: first the driver opens that, then the workers
+    write the parts, then the answers of its steps have to be there, and then the driver closes it. closing: makes a
+    checkpoint of it, and returns its size in bytes."""
+
+    step: int
+    folder: Path
+    parts: list[RoleSave]
+    began: float
+    opening: Aside[None]
+    written_at: float = math.inf
+    closing: Aside[int] | None = None
+
+
+def _over(work: Aside[Any], waits: bool) -> bool:
+    """Whether ``work`` is done, with ``waits`` once it is."""
+    while waits and not work.ready(_LOOK_S):
+        check()
+    return work.ready()
+
+
+class Saver(Watcher):
+    """Writes a checkpoint of the whole run: shards of every role, progress, and a Hugging Face folder."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        folder: RunFolder,
+        actor: Policy,
+        critic: Critic | None,
+        dataset_fingerprint: str,
+        num_parameters: int,
+        num_trained: int,
+        watchers: Watchers | None = None,
+    ) -> None:
+        self._cfg = cfg
+        self._watchers = watchers or Watchers()
+        self._folder = folder
+        self._actor = actor
+        self._roles: dict[str, Policy | Critic] = {"actor": actor, "critic": critic} if critic else {"actor": actor}
+        self._fingerprint = dataset_fingerprint
+        self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
+        self.last_step = 0
+        self.best = Best(cfg.trainer)
+        self._saved_at = time.monotonic()  # when the last save began, or training
+        self._by_time: dict[int, bool] = {}
+        self._room: Aside[bool] | None = None
+        self._pending: _Pending | None = None
+        self._news: dict[str, float] = {}
+        self._told = False
+        self._looked = -math.inf
+
+    def due(self, step: int, stopping: bool) -> bool:
+        """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off. See `overdue` too."""
+        freq = self._cfg.trainer.save_freq
+        return (freq > 0 and step % freq == 0) or (stopping and self._cfg.trainer.save_at_end)
+
+    def overdue(self, step: int) -> bool:
+        """Whether the last save is `save_every_s` ago, and there is room for one of ``step`` and the next regular one.
+
+        Never while a save is under way: storage that is slower than that would hold up the steps.
+        """
+        trainer = self._cfg.trainer
+        late = trainer.saves_by_time and time.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
+        if not late or self._pending:
+            return False
+        # Aside, as the disk may not answer: then it is asked again after the next step.
+        self._room = self._room or Aside("room", partial(self._has_room_for_two, step))
+        if not self._room.ready(_LOOK_S):
+            return False
+        fits, self._room = self._room.result(), None
+        if not fits:
+            self._saved_at = time.monotonic()
+            log.warning(
+                "step %d is not saved, though the last save is trainer.save_every_s=%g ago: the next would lack the "
+                "room. %s", step, trainer.save_every_s, describe_room(self._folder.path, self._bytes_needed),
+            )  # fmt: skip
+        return fits
+
+    def _has_room_for_two(self, step: int) -> bool:
+        """Room for a checkpoint of ``step`` by time, and then for another. Less than one is an error of the save."""
+        self._by_time[step] = True
+        goes, free = self._superfluous([*self._folder.steps(), step]), free_bytes(self._folder.path)
+        return free < self._bytes_needed or free >= self._bytes_needed * (1 if goes else 2)
+
+    def _superfluous(self, whole: list[int]) -> list[int]:
+        best = self.best.of(whole)
+        return [step for step in superfluous(self._cfg.trainer, whole, self._timed) if step != best]
+
+    def _timed(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` was saved by time alone."""
+        if step not in self._by_time:
+            try:
+                self._by_time[step] = read_record(self._folder.step_folder(step)).get("by_time") is True
+            except (CheckpointError, StorageError):  # asked for again
+                return False
+        return self._by_time[step]
+
+    def save(self, step: int, progress: Progress, *, by_time: bool = False) -> dict[str, float]:
+        """Begin to save step ``step``; where that cannot be in the background, it is saved when this returns.
+
+        by_time: nothing but `overdue` asks for it.
+
+        Returns its timing, and what callbacks have said of saves that are over. Raises DiskError naming needed and free
+        space.
+        """
+        timer = StepTimer()
+        with timer("save_checkpoint"):
+            self.finish()
+            self._saved_at, self._by_time[step] = time.monotonic(), by_time
+            in_background = self._begin(step, progress)
+            if not in_background:
+                self.finish()
+        return timer.metrics() | self.news()
+
+    @property
+    def newest(self) -> int:
+        """The step of the save that is under way, else of the last one."""
+        return self._pending.step if self._pending else self.last_step
+
+    @property
+    def under_way_s(self) -> float | None:
+        """For how long a save is under way; None where none is."""
+        return time.perf_counter() - self._pending.began if self._pending else None
+
+    def news(self) -> dict[str, float]:
+        """What callbacks have said of saves that are over, once."""
+        news, self._news = self._news, {}
+        return news
+
+    def on_wait(self) -> None:
+        """Bring a save that is under way as far as it gets without waiting. Looks once a second. Raises as `finish`."""
+        now = time.monotonic()
+        if self._pending and now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._go_on(waits=False)
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Raises DiskError, StorageError where the storage does not answer, and
+        WorkerLost where writing takes longer than it may."""
+        self._go_on(waits=True)
+
+    def _go_on(self, waits: bool) -> None:
+        # Taken out first: whoever waits for workers polls.
+        pending, self._pending = self._pending, None
+        if not pending:
+            return
+        try:
+            size = self._bring_on(pending, waits)
+        except (DiskError, StorageError, CheckpointError):
+            raise
+        except BaseException:  # a signal, say: the save goes on, and may be asked for again
+            self._pending = pending
+            raise
+        if size is None:
+            self._pending = pending
+            return
+        for problem in (problem for part in pending.parts for problem in part.finish().problems):
+            log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", pending.step, problem)
+        self.last_step = pending.step
+        # From the second save on, the size is known and no longer estimated.
+        self._bytes_needed = size or self._bytes_needed
+        folder, seconds = self._folder.step_folder(pending.step), time.perf_counter() - pending.began
+        self._news |= self._watchers.on_save(pending.step, folder, seconds)
+
+    def _bring_on(self, pending: _Pending, waits: bool) -> int | None:
+        """As far as it gets, with ``waits`` to the end: the size of the checkpoint once it is there, else None."""
+        if not _over(pending.opening, waits):
+            return None
+        pending.opening.result()
+        with self._disk_errors(pending.step, pending.folder):
+            if not pending.closing:
+                ready = [part.ready() for part in pending.parts]  # every part begins, and is asked whether it is late
+                if not waits and not all(ready):
+                    return None
+                written = [part.finish() for part in pending.parts]
+                now = time.monotonic()
+                pending.written_at = min(now, pending.written_at)
+                left_s = max(0.0, pending.written_at + _ANSWERS_S - now)
+                there = self._watchers.written(pending.step, left_s if waits else 0.0)
+                if not there and left_s and not waits:
+                    return None
+                pending.closing = Aside(f"save of step {pending.step}", partial(self._close, pending, written))
+            return pending.closing.result() if _over(pending.closing, waits) else None
+
+    def _close(self, pending: _Pending, written: list[Written]) -> int:
+        """Make a checkpoint of what is written, and then room by removing an older one."""
+        digests = {name: digest for each in written for name, digest in each.digests.items()}
+        size = size_of(self._folder.commit(pending.folder, pending.step, digests))
+        # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
+        # from it again.
+        try:
+            self._folder.prune(self._superfluous, self._cfg.trainer.resume_from_path)
+        except (OSError, StorageError) as error:
+            log.warning("an older checkpoint could not be removed: %s", error)
+        return size
+
+    def on_failure(self) -> None:
+        """Finish the save under way, if its writers live or are done. What fails in that is only told."""
+        if not self._pending or (not self._pending.closing and any(part.lost for part in self._pending.parts)):
+            return
+        step = self._pending.step
+        log.warning("the run ends with an error; the checkpoint of step %d, which is being written, is kept", step)
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 - the error that ends the run is the one to raise
+            log.warning("the checkpoint of step %d was not kept: %s", step, error)
+
+    def check_room(self, first_step: int, total_steps: int, size: int = 0) -> None:
+        """`room.check_room` once more, now that the models are loaded. size: of the checkpoint that the run goes on
+        from, if it is known: the next one is as large.
+        """
+        self._bytes_needed = size or self._bytes_needed
+        problem, _ = missing_room(self._cfg.trainer, self._folder.path, self._bytes_needed, first_step, total_steps)
+        if problem:
+            raise DiskError(problem)
+
+    def rescue(self, step: int, progress: Progress) -> None:
+        """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""
+        self.finish()
+        if step > self.last_step and self._cfg.trainer.save_at_end:
+            self.save(step, progress)
+            self.finish()
+
+    def _begin(self, step: int, progress: Progress) -> bool:
+        """Take what is to be saved. Returns whether the steps may go on."""
+        asked, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
+        exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
+        files = files_of(progress, step, self._cfg, self._fingerprint, self._by_time[step])
+        opening = Aside(f"save of step {step}", partial(self._open, step, files))
+        if progress.answers:  # written by the call of a worker, before those of the next step
+            _over(opening, True)
+            opening.result()
+            with self._disk_errors(step, folder):
+                self._actor.save_answers(progress.answers, str(folder / ANSWERS))
+        tasks = {name: SaveTask(str(folder / name), asked) for name in self._roles}
+        if exports and "actor" in tasks:
+            export, card = str(folder / "huggingface"), model_card(self._cfg, step)
+            tasks["actor"] = replace(tasks["actor"], export=export, card=card)
+        parts = [role.begin_save(tasks[name]) for name, role in self._roles.items()]
+        if asked and not all(part.copied for part in parts) and not self._told:
+            self._told = True
+            log.warning(
+                "note: checkpoints are written while training waits (trainer.async_save): the memory that is free on "
+                "the hosts has no room for a copy of weights and optimizer state."
+            )
+        self._pending, self._looked = _Pending(step, folder, parts, began, opening), -math.inf
+        return bool(parts) and all(part.copied for part in parts)
+
+    def _open(self, step: int, files: dict[str, bytes]) -> None:
+        """Make the folder, with the driver's own files. Raises DiskError naming needed and free space."""
+        while free_bytes(self._folder.path) < self._bytes_needed:
+            if time.monotonic() < self._folder.pruned_at + _FREED_S:
+                goes_on()
+                time.sleep(_LOOK_S)
+                continue
+            room = describe_room(self._folder.path, self._bytes_needed)
+            raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
+        with self._disk_errors(step, self._folder.under_way(step)):
+            self._folder.begin_save(step, files)
+
+    @contextmanager
+    def _disk_errors(self, step: int, folder: Path) -> Iterator[None]:
+        """What cannot be written names the step, and a DiskError the room; ``folder`` is removed."""
+        try:
+            yield
+        except (OSError, DiskError, StorageError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            what = f"checkpoint of step {step} could not be written: {error}"
+            raise unwritten(what, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
+
+    def load(self, start: Start) -> None:
+        """Bring every role to where the run starts."""
+        if start.folder:
+            for name, role in self._roles.items():
+                for note in role.load(str(start.folder / name), start.weights_only):
+                    log.warning("note: %s", note)
+        self.best = Best(self._cfg.trainer, self._folder.path / "metrics.jsonl", start.step)
+        # The step that the run starts from is saved already, also for `rescue`.
+        self.last_step = start.step
+        self._saved_at = time.monotonic()

@@ -1,0 +1,263 @@
+"""``--dry-run``: what a run would do and whether it would start, within seconds and without Ray or a worker.
+
+Choice: it calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
+`check_columns`, `find_start`), so that the two do not drift apart; every problem is collected instead of ending at the
+first. Left out: what only a start can show, such as other nodes and rows beyond the first 20,000.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rltrain.base.errors import RltrainError, short
+from rltrain.base.logs import count
+from rltrain.base.storage import matching
+from rltrain.config.check import as_list
+from rltrain.config.loaded import LoadedConfig
+from rltrain.config.schema import Config
+from rltrain.data.chat import chat_encoder
+from rltrain.data.files import files_of
+from rltrain.data.prompts import PromptStore
+from rltrain.data.rows import PromptRow, Rows, bad_rows, keys_of, scan_rows
+from rltrain.data.tables import num_rows
+from rltrain.data_preprocess.lint import best_form, look_at
+from rltrain.data_preprocess.lint import describe as describe_findings
+from rltrain.rewards.custom import custom_reward
+from rltrain.rewards.processes.pool import make_scorer
+from rltrain.rewards.processes.score import Score
+from rltrain.rewards.processes.slot import Slot
+from rltrain.run.assemble import sampler_of
+from rltrain.run.changes import tell_changes
+from rltrain.run.checkpoints.folder import Checkpoints
+from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
+from rltrain.run.preflight.memory_room import look_at_memory
+from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.preflight.settings import preflight
+from rltrain.run.report.tracking import tracker_notes
+from rltrain.run.scorers import check_columns
+from rltrain.run.splits import Data, encode_split, load_data
+from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
+
+# Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
+# `python -m rltrain.data_preprocess.lint` looks at all.
+_MOST_ROWS, _GRADED_ROWS = 20_000, 100
+
+
+def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
+    """What to print, and whether a run would refuse or run out of memory. notes: what is said of the settings."""
+    cfg = loaded.config
+    found = preflight(loaded)
+    rows, num_prompts, num_too_long = _read(cfg, found)
+    parts, too_large = [], ""
+    try:
+        plan = make_plan(cfg, num_prompts, num_too_long, images=found.images)
+        parts.append(describe(plan, cfg))
+        if "train" in rows and len(rows["train"]) == num_prompts:
+            sampler_of(cfg, plan, rows["train"], trial=True)
+        goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, found)
+        parts += goes_on
+        # A validation without a checkpoint loads no more than it needs.
+        memory, too_large = look_at_memory(cfg, plan, bool(goes_on) or not cfg.trainer.val_only)
+        parts[1:1] = memory
+    except RltrainError as error:
+        found.problems.append(str(error))
+    parts += _try_reward(cfg, rows, found)
+    parts += _look_at(cfg, rows, found)
+    found.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
+    without_effect = [note for note in notes if ": no effect: " in note]
+    read_as = [note for note in notes if note not in without_effect]
+    for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", found.notes)):
+        if lines:
+            # The title says it already.
+            parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
+    # A file may be looked at twice, and `preflight` names keys as they were written.
+    told = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in found.problems)
+    refused = f"a run would refuse: {count(len(told), 'problem')}"
+    lacking = [loaded.as_written(too_large, follow=False)] if too_large else []
+    # A run does not look: this takes seconds, and is foretold and not known.
+    for title, lines in ((refused, list(told)), ("a run would run out of memory", lacking)):
+        if lines:
+            parts.append("\n  ".join([title, *(line.replace("\n", "\n    ") for line in lines)]))
+    ends = bool(told or too_large)
+    return "\n".join([*parts, *([] if ends else ["a run would start"])]) + "\n", ends
+
+
+def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, found: Findings) -> list[str]:
+    """Whether the run folder can be had, what a run would go on from, and whether there is room for checkpoints.
+
+    rows: those of a run, or none where they are not known.
+    """
+    cfg = loaded.config
+    # Not a `RunFolder`, which would create the folder and take its lock.
+    run, start = Checkpoints(cfg.trainer.default_local_dir), Start()
+    taken = run.problem()
+    try:
+        train = rows["train"] if rows else None
+        images = train is None or bool(train.num_images.any())
+        start = find_start(cfg, run, train.identity() if train else None, images=images)
+        tell_changes(loaded, start)
+    except RltrainError as error:
+        found.problems.append(str(error))
+    size = start.size or checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+    lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps)
+    found.problems += [problem for problem in (taken, lacking) if problem]
+    found.notes += [note] if note else []
+    done = "; all its steps are made" if start.step >= plan.total_steps else ""
+    return [f"goes on from {start.folder}, step {start.step}{done}"] if start.folder else []
+
+
+def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, int]:
+    """Rows by split, number of training prompts (None: unknown), number of prompts left out.
+
+    Problems are added to ``found``.
+    """
+    data = cfg.data
+    if data.custom_cls:  # it alone can say how many rows it makes
+        try:
+            read = _load(cfg, found) if found.tokenizer_works else None
+        except RltrainError as error:
+            found.problems.append(str(error))
+            read = None
+        prompts = read and read.prompts["train"]
+        return (read.rows, len(prompts), prompts.num_dropped) if read and prompts else ({}, None, 0)
+    rows: dict[str, Rows] = {}
+    stores: dict[str, PromptStore] = {}
+    wanted: dict[str, int] = {}
+    for split, files, limit in (
+        ("train", data.train_files, data.train_max_samples),
+        ("val", data.val_files, data.val_max_samples),
+    ):
+        number = _count(split, as_list(files), found)
+        if number is None:
+            continue
+        wanted[split] = number if limit <= 0 else min(number, limit)
+        if wanted[split] > _MOST_ROWS:
+            found.notes.append(f"data.{split}_files: the first {_MOST_ROWS:,} of {wanted[split]:,} rows are looked at")
+        try:
+            # As `scan_rows` has it, 0 are all.
+            _read_split(cfg, split, as_list(files), min(wanted[split] or 1, _MOST_ROWS), rows, stores, found)
+        except RltrainError as error:
+            found.problems.append(str(error))
+    is_whole = "train" in stores and wanted["train"] <= _MOST_ROWS
+    if data.filter_overlong_prompts and not is_whole:
+        found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
+    if "train" in stores:
+        found.images = ImageSizes.of(stores)
+        look_at_images(cfg, found)
+    # Only then the count after the filter is that of the run.
+    if is_whole:
+        return rows, len(stores["train"]), stores["train"].num_dropped
+    return rows, wanted.get("train"), 0
+
+
+def _read_split(
+    cfg: Config,
+    split: str,
+    files: Sequence[str],
+    most: int,
+    rows: dict[str, Rows],
+    stores: dict[str, PromptStore],
+    found: Findings,
+) -> None:
+    """Put the usable rows of a split into ``rows``, and its prompts into ``stores`` if a run would take them all."""
+    # Of more rows than are looked at, the first ones and not some of them.
+    seed = cfg.data.seed if cfg.data.shuffle and most < _MOST_ROWS else None
+    usable, problems = scan_rows(files, max_rows=most, seed=seed, **keys_of(cfg.data))
+    if not len(usable):
+        problems = problems or [f"no usable row in {usable.paths}."]
+    else:
+        rows[split] = usable
+    found.problems += [bad_rows(problems)] if problems else []
+    # Rows that are right by themselves may still have prompts that are not.
+    if len(usable) and found.tokenizer_works:
+        fitting, store = encode_split(cfg, split, usable, chat_encoder(cfg))
+        if not problems:
+            rows[split], stores[split] = fitting, store
+
+
+def _load(cfg: Config, found: Findings) -> Data:
+    read = load_data(cfg)
+    found.images = read.images
+    look_at_images(cfg, found)
+    return read
+
+
+def _count(split: str, names: Sequence[str], found: Findings) -> int | None:
+    """Rows of the files; None without any, and where one cannot be read: that is added to ``found``."""
+    if not names or not all(map(matching, names)):  # `preflight` has named what is not there
+        return None
+    try:
+        return sum(num_rows(file) for name in names for file in files_of(name))
+    except RltrainError as error:
+        found.problems.append(f"data.{split}_files: {error}")
+        return None
+
+
+def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
+    """What the scorers say of one row of each data source, with the ground truth as the answer: one call each."""
+    custom, lines = custom_reward(cfg), []
+    if not (rows or custom) or not cfg.reward_model.runs_scorers:
+        return []
+    scores: list[Score] = []
+    # Reversed, so that a source of both splits is tried with its row of the training data, which comes last.
+    firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
+    try:
+        # What each worker of the pool has, in this process: the pool itself would need Ray.
+        scorer = make_scorer(cfg)
+        try:
+            for source, row in firsts.items():
+                started = time.perf_counter()
+                answer, how = str(row.ground_truth), "the ground truth as the answer"
+                # A scorer of our own may want a form; a function of the user's is asked once.
+                if isinstance(scorer, Slot) and not custom and row.reward_style == "rule":
+                    answer, how = _in_best_form(scorer, row)
+                score = scorer.check((source, answer, row.ground_truth, row.extra_info))
+                seconds = time.perf_counter() - started
+                scores.append(score)
+                printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
+                lines.append(f"{short(source)!r}, {how}: {_said(score)} ({seconds:.2f} s){printed}")
+            if custom and not firsts and isinstance(scorer, Slot):
+                scorer.prepare("")  # an import and a signature need no row
+        finally:
+            scorer.close()
+        check_columns(cfg, scores)
+    except RltrainError as error:
+        found.problems.append(str(error))
+    if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
+        found.problems.append(
+            f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on, see above."
+        )
+    return ["\n  ".join(["reward", *lines])] if lines else []
+
+
+def _in_best_form(scorer: Slot, row: PromptRow) -> tuple[str, str]:
+    """The ground truth, written down as its scorer likes it most, and what is said of that."""
+    form = best_form(scorer, row)[1]
+    truth = row.ground_truth[0] if isinstance(row.ground_truth, list) and row.ground_truth else row.ground_truth
+    how = "the ground truth as the answer" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
+    return form.format(truth), how
+
+
+def _said(score: Score) -> str:
+    if score.value is None:
+        return f"{score.status}: {score.error}".replace("\n", "\n    ")
+    return f"{score.value:g}" + (
+        f" with {', '.join(f'{name}={value}' for name, value in score.extras.items())}" if score.extras else ""
+    )
+
+
+def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
+    """What the linter finds in the first rows. Only built-in scorers grade them: a user's function may cost money."""
+    first = [split.select(range(min(_GRADED_ROWS, len(split)))) for split in rows.values()]
+    if not first:
+        return []
+    grade = cfg.reward_model.runs_scorers and not (cfg.custom_reward_function.path or cfg.reward.url)
+    said = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
+    number = sum(map(len, first))
+    return [
+        f"data: the first {number} rows (up to {_GRADED_ROWS} of a split)"
+        + (f"\n{said.rstrip()}" if said else ", nothing found")
+    ]

@@ -1,0 +1,127 @@
+"""What earlier starts of a run have left in its folder: read where the run goes on, else moved aside.
+
+Problem: a run that begins anew, or behind a checkpoint, makes steps once more, and what it writes of them has the names
+of what is there, which may be all that is left of hours. Choice: before anything is written, that is renamed into
+``earlier_1``, ``earlier_2`` and so on, which view and report read as they read a run. Left out: checkpoints, which are
+never overwritten, and logs, which are added to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+
+from rltrain.base.storage import disk_errors, lines_of, patiently
+from rltrain.config.schema import Config
+from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.run.report.table import METRICS
+
+log = logging.getLogger(__name__)
+# What a run that begins anew would write in the place of another's. Trackers with runs of their own keep them apart.
+_OF_A_RUN = (METRICS, "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json", "config*.yaml")
+_SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
+    r"train_(\d+)\.parquet", r"val_(\d+)\.parquet", r"(\d+)\.jsonl"
+))  # fmt: skip
+
+
+def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, validates: bool = False) -> None:
+    """Move what the run that begins after ``step`` would overwrite into ``earlier_N`` beside it.
+
+    anew: nothing in the folder ``run`` is of this run, though it may begin behind a step of another. validates: it
+    begins with a validation of ``step``. Raises DiskError or StorageError where something cannot be moved.
+    """
+    anew = anew or not step
+    # Of step 0 there is a validation alone, which a run from there makes again whenever it makes it.
+    first = {"train": step + 1, "val": step + 1 - (validates or not step)}
+    with disk_errors(run):
+        aside = _free(run)
+        if anew:
+            for each in [each for pattern in _OF_A_RUN for each in run.glob(pattern)]:
+                _move(each, aside)
+        else:
+            for pattern, split in ((_SAMPLES, "train"), (_VAL_SAMPLES, "val")):
+                for each in _made_again(run / "samples", pattern, first[split]):
+                    _move(each, aside / "samples")
+            _cut(run / METRICS, step, aside)
+        _tell(run, aside, step if not anew else None)
+    for name, split in ((cfg.rollout_data_dir, "train"), (cfg.validation_data_dir, "val")):
+        folder = Path(name or run / "none").expanduser().resolve()
+        with disk_errors(folder):
+            aside = _free(folder)
+            for each in _made_again(folder, _DATA, first[split]):
+                _move(each, aside)
+            _tell(folder, aside, step)
+
+
+def _made_again(folder: Path, pattern: re.Pattern[str], first: int) -> list[Path]:
+    """The files of ``folder`` that are of steps from ``first`` on."""
+    try:
+        names = patiently(folder, lambda: sorted(os.listdir(folder)))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in names if (found := pattern.fullmatch(name)) and int(found[1]) >= first]
+
+
+def _free(folder: Path) -> Path:
+    number = 1
+    while (aside := folder / f"earlier_{number}").exists():
+        number += 1
+    return aside
+
+
+def _move(path: Path, aside: Path) -> None:
+    aside.mkdir(parents=True, exist_ok=True)
+    os.rename(path, aside / path.name)
+
+
+def _cut(file: Path, step: int, aside: Path) -> None:
+    lines = _lines(file)
+    kept = [line for line in lines if _step_of(line) <= step]
+    # A line that a kill has cut off has no step and goes too; `complete` leaves empty ones.
+    if later := [line for line in lines if line.strip() and _step_of(line) > step]:
+        aside.mkdir(exist_ok=True)
+        (aside / file.name).write_text("".join(f"{line}\n" for line in later), encoding="utf-8")
+    # A kill while the file is written would take the lines of all steps.
+    anew = file.with_suffix(".tmp")
+    anew.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    anew.replace(file)
+
+
+def _tell(folder: Path, aside: Path, step: int | None) -> None:
+    if aside.exists():
+        what = "what an earlier start has left there" if step is None else f"what is there of steps after {step}"
+        log.info("%s: %s is now in %s, as this start makes it again", folder, what, aside.name)
+
+
+def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
+    """Add the line of ``step`` where it is missing: a run was killed behind the checkpoint and before its line."""
+    if metrics and not any(_step_of(line) == step for line in _lines(file)):
+        with disk_errors(file), file.open("a", encoding="utf-8") as lines:
+            # In front too, as the kill may have cut a line off.
+            lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
+
+
+def owes_validation(cfg: Config, run: Path, step: int, total: int) -> bool:
+    """Whether the run in the folder ``run`` has ``step`` to validate before all else: it is asked for no more than
+    that, or a signal has cut the validation of the step that it resumes from short."""
+    due = bool(cfg.data.val_files) and step > 0 and cfg.trainer.validates_after(step, total)
+    # A checkpoint of another run has no line here.
+    found = [line for line in _lines(run / METRICS) if _step_of(line) == step] if due else []
+    return cfg.trainer.val_only or (bool(found) and not any('"val-core/' in line for line in found))
+
+
+def _lines(file: Path) -> list[str]:
+    with disk_errors(file):
+        return lines_of(file)
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        # After every step, so that such a line is never kept.
+        return sys.maxsize

@@ -1,0 +1,231 @@
+"""What only the nodes themselves can show, seen before a model is loaded: asked of all, compared, and told by name.
+
+`preflight` looks at settings and at the machine of the command. Here every node of a run looks at itself
+(`workers.node`) in a few seconds: the start of every run calls `look_at_nodes` and refuses what cannot work, and
+`python -m rltrain.doctor` shows all of it as a table. Left out: mending anything, and what changes during a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rltrain.base.device import get_device
+from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
+from rltrain.base.logs import count
+from rltrain.base.versions import fingerprint, unlike
+from rltrain.config.schema import Config
+from rltrain.controller.calls import bind
+from rltrain.controller.cluster import ray_logs
+from rltrain.controller.group import WorkerGroup
+from rltrain.models.weights.spec import (
+    actor_spec,
+    critic_spec,
+    has_other_reference,
+    reference_spec,
+    reward_model_spec,
+)
+from rltrain.workers.node import Facts, Question, leave, look, part, reach, unseen
+from rltrain.workers.roles import Links
+
+log = logging.getLogger(__name__)
+# Storage that hangs answers nothing; models of hundreds of files on slow storage take a while. Lines of hundreds of
+# devices take minutes to come up for the first time.
+_LOOK_S, _REACH_S, _COLLECTIVES_S = 300.0, 120.0, 600.0
+_SKEW_S, _GIB = 5.0, 2**30
+# What is left on a node: the least of it, its unit, and what else to do.
+_ROOM = {
+    "local disk": (1, "GiB for Ray", "Free some, or start Ray with --temp-dir=FOLDER on another disk."),
+    "/dev/shm": (1, "GiB", "Ray and NCCL want more: --shm-size=64g, in Kubernetes an emptyDir with medium: Memory."),
+    "open files": (8192, "per process", "Type `ulimit -n 65536` before Ray is started there."),
+}
+
+
+@dataclass
+class Check:
+    """One row of the table. problems: a run refuses. notes: it starts, but someone may want to know."""
+
+    name: str
+    found: str
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path | None = None) -> list[Check]:
+    """Ask all nodes of ``group``, whose ranks are not connected yet. Takes seconds.
+
+    folder: the run folder. resumed: the checkpoint that the run goes on from.
+    """
+    names, firsts, device = group.names, group.firsts, cfg.trainer.device
+    needed = [("trainer.resume_from_path", str(resumed))] if resumed else []
+    with _proof(folder) as (proof, unusable):
+        ranks = enumerate(names)
+        about = (proof, _models(cfg), needed, ray_logs())
+        facts = group.ask(look, [Question(rank, name, device, rank in firsts, *about) for rank, name in ranks])
+        try:
+            found = facts.collect(_LOOK_S)
+        except WorkerLost as lost:
+            raise WorkerLost(
+                f"{lost}\nThe nodes were looking at files, which takes seconds. If nothing died, storage hangs there: "
+                "try `ls` on that node in trainer.default_local_dir and in the folders of the models."
+            ) from lost
+        # A copy, or a layer that a container has laid over the folder, takes what is written and shows it to nobody
+        # else. The driver must see it: it writes what makes a checkpoint whole.
+        unshared = {rank: found[rank].unshared for rank in firsts}
+        wrote = [rank for rank, why in unshared.items() if not why]
+        for rank, why in zip(wrote, unseen([proof / f"rank_{rank}" for rank in wrote]), strict=True):
+            unshared[rank] = "does not give back what it writes" if why else ""
+    doors = [(address, found[rank].port) for rank, address in firsts.items()]
+    lines = group.ask(reach, [doors if rank in firsts else [] for rank in range(group.world)]).collect(_REACH_S)
+    before = time.time()
+    clocks = group.ask(part, [None] * group.world).collect(_REACH_S)
+    middle, error = (before + time.time()) / 2, (time.time() - before) / 2
+    nodes = [found[rank] for rank in firsts]
+    checks = [_devices(found), _network(nodes, [lines[rank] for rank in firsts])]
+    checks.append(_clock([(node.name, clocks[node.rank] - middle) for node in nodes], error))
+    shared = _shared(cfg, folder, [(names[rank], why) for rank, why in unshared.items() if why])
+    if unusable:
+        shared = Check("run folder", str(folder), [unusable])
+    return [*checks, _versions(nodes), _models_there(nodes), shared, *_room(nodes)]
+
+
+def refuse(checks: Sequence[Check]) -> None:
+    """Log the notes. Raises ConfigError with all problems."""
+    if problems := [problem for check in checks for problem in check.problems]:
+        raise ConfigError("\n".join(problems))
+    for note in (note for check in checks for note in check.notes):
+        log.warning("note: %s", note)
+
+
+def try_collectives(group: WorkerGroup, num_bytes: int = 2**20) -> list[dict[str, float]]:
+    """The first collectives of a group that has been started: GB/s per rank, see `Links.collectives`."""
+    try:
+        return group.submit([bind(Links.collectives, num_bytes)]).collect(_COLLECTIVES_S)
+    except (WorkerLost, WorkerError) as error:
+        raise type(error)(
+            f"{error}\nThis was the first time that the workers met. python -m rltrain.doctor, with the same settings, "
+            "tries nodes, devices and every pair of them."
+        ) from error
+
+
+@contextmanager
+def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
+    """A new folder with a file of this process in it, and why there is none. Nobody has asked for its name, so no cache
+    says it is missing."""
+    proof, unusable = folder / f".tmp_seen_{secrets.token_hex(6)}", ""
+    made = proof.with_name(f"{proof.name}_made")
+    try:
+        made.mkdir(parents=True)
+        leave(made / "driver", proof.name)
+        # Not all storage renames folders, and a checkpoint is made by it.
+        made.rename(proof)
+    except OSError as error:
+        unusable = f"trainer.default_local_dir={folder}: nothing can be written there ({error})."
+    try:
+        yield proof, unusable
+    finally:
+        for each in (proof, made):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _models(cfg: Config) -> list[tuple[str, str]]:
+    device = get_device(cfg.trainer.device)
+    specs = [actor_spec(cfg, device)]
+    specs += [critic_spec(cfg, device)] if cfg.algorithm.needs_critic else []
+    specs += [reward_model_spec(cfg, device)] if cfg.reward_model.enable else []
+    specs += [reference_spec(cfg, device)] if has_other_reference(cfg) else []
+    # Roles often share a model, and the policy's key stands first.
+    keys = {spec.path: f"{spec.section}.path" for spec in reversed(specs) if spec.path}
+    return [(key, path) for path, key in keys.items()]
+
+
+def _devices(ranks: Sequence[Facts]) -> Check:
+    kinds = Counter(facts.device for facts in ranks if not facts.device_error)
+    check = Check("devices", ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "none")
+    check.problems += [
+        f"{facts.name}, rank {facts.rank}: {facts.device_error}. Ray counts a device there that torch cannot use: see "
+        "whether its driver works (npu-smi info, nvidia-smi), and which torch the node has."
+        for facts in ranks
+        if facts.device_error
+    ]
+    check.notes += [
+        f"{facts.name}, rank {facts.rank}: {facts.memory[0] / _GIB:.1f} of {facts.memory[1] / _GIB:.1f} GiB of the "
+        "device are free. Another process has the rest: npu-smi info or nvidia-smi on that node names it."
+        for facts in ranks
+        if facts.device != "CPU" and facts.memory[0] < 0.9 * facts.memory[1]
+    ]
+    if len(kinds) > 1:
+        check.notes.append("the devices are of several kinds: every step takes as long as on the slowest")
+    return check
+
+
+def _network(nodes: Sequence[Facts], lines: Sequence[Sequence[float | str]]) -> Check:
+    slowest = max((each for line in lines for each in line if isinstance(each, float)), default=0.0)
+    check = Check("network", f"{count(len(nodes), 'node')}, connections within {1e3 * slowest:.1f} ms")
+    for at, node in enumerate(nodes):
+        shut = {other.name: line[at] for other, line in zip(nodes, lines, strict=True) if isinstance(line[at], str)}
+        if shut:
+            # A node that not even itself reaches has a wrong address.
+            who = "no node can" if len(shut) == len(nodes) else " and ".join(list(shut)[:4]) + " cannot"
+            check.problems.append(
+                f"{node.name}: {who} connect to it ({next(iter(shut.values()))}). Is this the address that others "
+                "reach (NODE_IP of scripts/ray_start.sh)? Does a firewall close its ports? Workers take any port of "
+                "net.ipv4.ip_local_port_range."
+            )
+    return check
+
+
+def _clock(skew: Sequence[tuple[str, float]], error: float) -> Check:
+    seconds = [each for _, each in skew]
+    notes = [
+        f"{name}: its clock is {abs(each):.0f} s {'ahead of' if each > 0 else 'behind'} that of this command. Logs "
+        "will not agree, and certificates may fail: start chrony or ntpd there."
+        for name, each in skew
+        if abs(each) - error > _SKEW_S
+    ]
+    return Check("clocks", f"{max(seconds) - min(seconds):.1f} s apart", notes=notes)
+
+
+def _versions(nodes: Sequence[Facts]) -> Check:
+    # What this machine has not, as one without devices, is compared among the nodes.
+    here = {name: nodes[0].versions.get(name, own) if own == "none" else own for name, own in fingerprint().items()}
+    problems = [
+        f"{node.name} has other versions than this command ({differ}). Install the same everywhere, and start Ray anew "
+        "there."
+        for node in nodes
+        if (differ := unlike(here, node.versions))
+    ]
+    return Check("versions", ", ".join(f"{name} {here[name]}" for name in ("torch", "python", "ray")), problems)
+
+
+def _models_there(nodes: Sequence[Facts]) -> Check:
+    problems = [f"{node.name}: {problem} Every node reads it." for node in nodes for problem in node.lacking]
+    return Check(
+        "models", f"readable on {sum(not node.lacking for node in nodes)} of {count(len(nodes), 'node')}", problems
+    )
+
+
+def _shared(cfg: Config, folder: Path, unshared: Sequence[tuple[str, str]]) -> Check:
+    told = [
+        f"trainer.default_local_dir={folder} is not one folder for all nodes: a file was written there, and {name} "
+        f"{why}. Every node writes its part of a checkpoint into this folder. Choose one on storage that all nodes "
+        "mount under the same name (NFS, Lustre, …), or mount it there."
+        for name, why in unshared
+    ]
+    saves = not cfg.trainer.val_only and (cfg.trainer.save_freq > 0 or cfg.trainer.save_at_end)
+    return Check("run folder", str(folder), told if saves else [], [] if saves else told)
+
+
+def _room(nodes: Sequence[Facts]) -> Iterator[Check]:
+    for name, (least, unit, fix) in _ROOM.items():
+        left = {node.name: f"{node.room[name]:,.1f}".removesuffix(".0") + f" {unit}" for node in nodes}
+        few = [f"{node.name}: {name}: {left[node.name]}. {fix}" for node in nodes if node.room[name] < least]
+        lowest = min(nodes, key=lambda node: node.room[name])
+        yield Check(name, f"{left[lowest.name]} at least", notes=few)

@@ -1,0 +1,307 @@
+"""Device memory of every phase by owner, foretold from the configuration and the model's config alone.
+
+What rests on a device follows from sizes and from `workers.residency`'s rules; what a pass holds on top is learnt from
+the worker's own code on tensors without memory (`models.shadow`), at the fullest micro-batch that its budget allows.
+Left out: what drivers, communicators and fragments take, for which a share of the device is kept free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import Device, get_device, resolve_dtype
+from rltrain.config.budgets import PassBudget, budgets, longest_sequence
+from rltrain.config.schema import Config
+from rltrain.config.schema.model import FSDPConfig, OptimConfig
+from rltrain.models.attention.packing import pays_to_share
+from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.shard import empty_packed
+from rltrain.models.weights.spec import ModelSpec, actor_spec, critic_spec, reference_spec, reward_model_spec
+from rltrain.run.preflight.shadow import Owners, Work, forward_only, peak_of, shadow, update
+from rltrain.trainer.plan import Plan
+from rltrain.workers.rollout.embedded.engine import bytes_per_token
+from rltrain.workers.rollout.embedded.kv import ROOM
+from rltrain.workers.rollout.queue import samples_per_job
+
+OWNERS = ("weights", "gradients", "optimizer", "engine weights", "cache", "gathered", "activations")
+PHASES = ("sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+_CANARY_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class _Role:
+    """A model on a device and its optimizer, in bytes of one rank. phases, learns: those that need the one or other."""
+
+    kind: type[Any]
+    spec: ModelSpec
+    phases: tuple[str, ...]
+    offload: bool
+    ranks: int
+    learns: tuple[str, ...] = ()
+    optimizer_offload: bool = False
+    optim: OptimConfig | None = None
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of the weights, of those that learn, and the number of all elements on all ranks."""
+        shards = self.ranks if self.spec.fsdp.fsdp_size in (-1, 0) else min(self.spec.fsdp.fsdp_size, self.ranks)
+        packed = empty_packed(self.kind, self.spec, self.spec.load_config())
+        weights = learning = 0
+        for each in packed.parameters():
+            # FSDP2 cuts rows, and the first rank's part is the largest.
+            size = -(-len(each) // shards) * math.prod(each.shape[1:]) * each.dtype.itemsize
+            weights += size
+            learning += size if each.requires_grad else 0
+        return weights, learning, sum(each.numel() for name, each in packed.named_parameters() if ".lora_" not in name)
+
+    def resting(self, phase: str) -> Owners:
+        """What is there in ``phase``, whatever it computes."""
+        weights, learning, _ = self.sizes
+        return Counter({
+            "weights": weights if phase in self.phases or not self.offload else 0,
+            "optimizer": 2 * learning if self.learns and (phase in self.learns or not self.optimizer_offload) else 0,
+        })  # fmt: skip
+
+    def peak(self, device: Device, batch: Batch, work: Work, key: str) -> Owners:
+        """See `peak_of`; what was run once is not run again."""
+        # A tower's forward depends on numbers, so it is counted apart. What rests elsewhere changes no pass.
+        fsdp = self.spec.fsdp
+        stays: dict[str, Any] = {field.name: False for field in fields(fsdp) if field.name.endswith("_offload")}
+        spec = replace(self.spec, tower="rests", fsdp=replace(fsdp, **stays))
+        known = f"{self.kind} {spec} {device} {self.ranks} {key}"
+        if known not in _PEAKS:
+            _PEAKS[known] = peak_of(self.kind, spec, device, self.ranks, batch, work)
+        return _PEAKS[known]
+
+
+_PEAKS: dict[str, Owners] = {}
+
+
+def forecast(
+    cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] = PHASES, trains: bool = True
+) -> dict[str, Owners]:
+    """Bytes by owner at the peak of the ``phases`` that a step has, on the fullest device.
+
+    device_bytes: of one device; None: unknown, and the engine's share of it is left out. trains: whether more is loaded
+    than a validation needs.
+    """
+    device = get_device(cfg.trainer.device).sized_for(device_bytes)
+    roles, rollout = _roles(cfg, plan, device, trains), cfg.actor_rollout_ref.rollout
+    engine = Counter() if rollout.name == "hf" else _engine(cfg, device, roles["actor"], device_bytes)
+    stays = Counter() if rollout.free_cache_engine else engine
+    if cfg.trainer.val_only:
+        phases = [phase for phase in ("sync", "gen", "reward") if phase in phases]
+
+    def together(phase: str, own: Mapping[str, int]) -> Owners:
+        resting = sum((role.resting(phase) for role in roles.values()), Counter())
+        # The mask of npu_fusion_attention is made once, and stays.
+        own = dict(own) | {"activations": max(own.get("activations", 0), 2048**2 * (device.attention == "npu"))} | stays
+        return Counter(own | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
+
+    passes = {phase: own for phase, own in _passes(cfg, plan, device, roles).items() if phase in phases}
+    found = {phase: together(phase, own()) for phase, own in passes.items()}
+    if "gen" in phases:
+        found["gen"] = together("gen", engine)
+    if "sync" in phases or ("gen" in phases and not engine):
+        load, weights = _load(cfg, device, roles["actor"])
+        found["sync"] = together("sync", load)
+        if "gen" in phases and not engine:
+            found["gen"] += _generation(cfg, plan, device, roles["actor"], weights, found["gen"], device_bytes)
+    return {phase: found[phase] for phase in PHASES if phase in found and phase in phases}
+
+
+def _roles(cfg: Config, plan: Plan, device: Device, trains: bool) -> dict[str, _Role]:
+    """The models of a run, with the phases in which `Residency` has them on the device."""
+    roles, passes, ranks = cfg.actor_rollout_ref, plan.passes, plan.num_devices
+    spec = actor_spec(cfg, device, passes.images, passes.images_in_training)
+    fsdp, lora = roles.actor.fsdp_config, roles.model.uses_lora
+    phases: tuple[str, ...] = ("sync", "old_log_prob", "update_actor")
+    phases += ("ref",) if passes.exact_kl_in_reward or lora else ()
+    learns: tuple[str, ...] = ("update_actor",)
+    offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
+    found = {"actor": _Role(PolicyModel, spec, phases, *offloads, roles.actor.optim)}
+    if not trains:
+        found["actor"] = _Role(PolicyModel, spec, ("sync",), True, ranks)
+    if passes.reference and not lora and trains:
+        spec = reference_spec(cfg, device, passes.images_in_training)
+        phases = ("ref", "update_actor") if passes.exact_kl_in_loss else ("ref",)
+        found["ref"] = _Role(PolicyModel, spec, phases, roles.ref.fsdp_config.param_offload, ranks)
+    if passes.values and trains:
+        spec, fsdp = critic_spec(cfg, device, passes.images_in_training), cfg.critic.model.fsdp_config
+        learns = ("update_critic",)
+        offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
+        found["critic"] = _Role(ScalarModel, spec, ("values", *learns), *offloads, cfg.critic.optim)
+    if cfg.reward_model.enable:
+        spec = reward_model_spec(cfg, device)
+        found["judge"] = _Role(ScalarModel, spec, ("reward",), spec.fsdp.param_offload, ranks)
+    return found
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+
+
+def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role]) -> dict[str, Callable[[], Owners]]:
+    """What tells of each pass of a step what it holds."""
+    passes, critic = plan.passes, plan.critic_data_parallel_size
+    policy, of_step = roles["actor"], plan.samples_per_step
+
+    def forward(role: _Role, budget: PassBudget, ranks: int, entropy: bool = False) -> Owners:
+        samples = -(-of_step // ranks)
+        return role.peak(device, fullest(cfg, budget, samples), forward_only(entropy), f"{budget} {samples} {entropy}")
+
+    def learn(role: _Role, budget: PassBudget, samples: int, entropy: bool = False, learns: bool = False) -> Owners:
+        batch = fullest(cfg, budget, samples)
+        assert role.optim is not None
+        once = isinstance(role.spec.fsdp, FSDPConfig) and role.spec.fsdp.use_no_sync_for_gradient_accumulation
+        work = update(role.optim, -(-samples // len(batch)), entropy, learns, once)
+        return role.peak(device, batch, work, f"{budget} {samples} {entropy} {learns} learns")
+
+    found: dict[str, Callable[[], Owners]] = {}
+    if passes.old_log_probs != "none" and (passes.old_log_probs == "all" or plan.num_mini_batches > 1):
+        found["old_log_prob"] = lambda: forward(policy, plan.log_prob_budget, plan.data_parallel_size, True)
+    if passes.ref:
+        found["ref"] = lambda: forward(roles.get("ref", policy), plan.ref_budget, plan.ref_data_parallel_size)
+    if "judge" in roles:
+        found["reward"] = lambda: forward(roles["judge"], budgets(cfg)["reward_model"], plan.num_devices)
+    if "critic" in roles:
+        samples = -(-plan.critic_prompts_per_mini_batch * plan.answers_per_prompt // critic)
+        found["values"] = lambda: forward(roles["critic"], plan.values_budget, critic)
+        found["update_critic"] = lambda: learn(roles["critic"], plan.critic_budget, samples)
+
+    def update_actor() -> Owners:
+        learns = cfg.actor_rollout_ref.actor.entropy_coeff != 0
+        measures = learns or passes.bypass or passes.old_log_probs == "all but the first mini-batch"
+        samples = -(-plan.samples_per_mini_batch // plan.data_parallel_size)
+        own = Counter(learn(policy, plan.update_budget, samples, measures, learns))
+        if passes.exact_kl_in_loss:
+            # The reference's embedding and head stay gathered beside the update.
+            ref = roles.get("ref", policy)
+            own["gathered"] += forward(ref, plan.update_budget, plan.data_parallel_size)["gathered"]
+        if passes.images_in_training and plan.images:
+            own["activations"] += _of_tower(policy.spec, plan)
+        return own
+
+    return found | {"update_actor": update_actor}
+
+
+def fullest(cfg: Config, budget: PassBudget, num_samples: int) -> Batch:
+    """The samples of one micro-batch that fills ``budget``: longest prompts with longest answers, up to
+    ``num_samples``; the last answer is as long as there is room.
+    """
+    prompt, answer, together = cfg.data.max_prompt_length, cfg.data.max_response_length, cfg.actor_rollout_ref.rollout.n
+    most, room = min(budget.max_samples or num_samples, num_samples), budget.max_tokens or math.inf
+    lengths: list[int] = []
+    while len(lengths) < most:
+        shares = len(lengths) % together and pays_to_share(prompt, answer)
+        own = 0 if shares else prompt
+        length = int(min(answer, room - own))
+        if length < 1:
+            break
+        lengths.append(length)
+        room -= own + length
+    lengths = lengths or [answer]
+    index = torch.arange(len(lengths)) // together
+    prompts = Ragged(
+        torch.zeros((int(index[-1]) + 1) * prompt, dtype=torch.int32), torch.full((int(index[-1]) + 1,), prompt)
+    )
+    answers = Ragged(torch.zeros(sum(lengths), dtype=torch.int32), torch.tensor(lengths))
+    mask = answers.like(torch.ones(len(answers.values), dtype=torch.bool))
+    return Batch({c.PROMPT: DictionaryColumn(prompts, index), c.RESPONSE: answers, c.RESPONSE_MASK: mask})
+
+
+def _of_tower(spec: ModelSpec, plan: Plan) -> int:
+    """Activations of a vision tower, roughly: a state per row and layer where it learns, and one layer's own."""
+    config: Any = spec.load_config().vision_config
+    assert plan.images
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    layers = getattr(config, "depth", None) or config.num_hidden_layers
+    rows = plan.update_budget.max_rows or plan.prompts_per_mini_batch * plan.images.most_rows
+    return int(rows * width * spec.compute_dtype.itemsize * ((layers if spec.tower == "trained" else 1) + 16))
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def _load(cfg: Config, device: Device, policy: _Role) -> tuple[Owners, int]:
+    """What a sync holds at its peak, and what the engine has afterwards."""
+    rollout = cfg.actor_rollout_ref.rollout
+    dtype = resolve_dtype(rollout.dtype, device)
+    rows = PassBudget(None, 4)
+    short = deepcopy(cfg)
+    short.data.max_prompt_length = short.data.max_response_length = _CANARY_TOKENS // 2
+    canary = policy.peak(device, fullest(short, rows, 4), forward_only(False), "canary")
+    bucket, embedded = rollout.update_weights_bucket_megabytes << 20, rollout.name == "hf"
+    known = f"load {policy.spec} {device} {policy.ranks} {dtype} {bucket} {embedded}"
+    if known not in _PEAKS:
+        with shadow(PolicyModel, policy.spec, device, policy.ranks) as (packed, ledger, _):
+            kept = []
+            with ledger.owner("gathered"):
+                for weight in whole_weights(packed, dtype, bucket):
+                    if embedded:
+                        kept.append(weight.values)  # the engine keeps the tensor itself
+                        ledger.claim("engine weights", [weight.values], but="weights")
+            _PEAKS[known] = ledger.cut()
+            _PEAKS[f"{known} after"] = Counter(ledger.live)
+    load = Counter(_PEAKS[known])
+    if not embedded:
+        load["engine weights"] = _engine(cfg, device, policy, None)["engine weights"]
+    return max(load, canary, key=Counter.total), _PEAKS[f"{known} after"]["engine weights"]
+
+
+def _engine(cfg: Config, device: Device, policy: _Role, device_bytes: int | None) -> Owners:
+    """What an engine that brings its own memory takes of the device."""
+    rollout = cfg.actor_rollout_ref.rollout
+    itemsize = resolve_dtype(rollout.dtype, device).itemsize
+    weights = policy.sizes[2] * itemsize // rollout.tensor_model_parallel_size
+    share = round(rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
+    return Counter({"engine weights": weights, "cache": max(share - weights, 0)})
+
+
+def of_longest(cfg: Config) -> int:
+    """Bytes that one device of such an engine needs at least for keys and values of one longest sequence."""
+    rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
+    config = actor_spec(cfg, device).load_config()
+    text = config.get_text_config()
+    if hasattr(text, "kv_lora_rank") or {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}:
+        return 1  # engines keep less than all keys and values
+    longest, size = rollout.max_model_len or longest_sequence(cfg), rollout.tensor_model_parallel_size
+    return longest * bytes_per_token(config, resolve_dtype(rollout.dtype, device)) // size
+
+
+def _generation(
+    cfg: Config, plan: Plan, device: Device, policy: _Role, weights: int, others: Owners, device_bytes: int | None
+) -> Owners:
+    """What the embedded engine holds while it generates. others: what rests beside it."""
+    rollout, config = cfg.actor_rollout_ref.rollout, policy.spec.load_config()
+    dtype = resolve_dtype(rollout.dtype, device)
+    longest = rollout.max_model_len or longest_sequence(cfg)
+    of_token, block = bytes_per_token(config, dtype), device.cache_columns
+    rows = min(rollout.max_num_seqs, plan.samples_per_replica)
+    if device_bytes is not None:
+        free = device_bytes - others.total() - weights
+        rows = min(rows, int(rollout.gpu_memory_utilization * free / ROOM / ((longest + block) * of_token)))
+    # Answers to a prompt enter together, and leave their columns to those who follow.
+    job = samples_per_job(plan.prompts_started, rollout.n, plan.num_engine_replicas, rollout.max_num_seqs)
+    rows = max(rows, 0) // job * job
+    answer, rounds = cfg.data.max_response_length, -(-plan.samples_per_replica // max(rows, 1))
+    columns = min(-(-answer // block) + 1, -(-answer * rounds // block)) * block
+    prompts = -(-rows // rollout.n) * cfg.data.max_prompt_length
+    logits = rows * config.get_text_config().vocab_size
+    drawn = min(logits, device.sampling_elements)
+    return Counter({
+        "engine weights": weights,
+        "cache": (rows * columns + prompts) * of_token,
+        "activations": logits * (4 + dtype.itemsize) + 8 * drawn,
+    })  # fmt: skip

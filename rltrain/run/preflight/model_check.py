@@ -1,0 +1,297 @@
+"""Whether rltrain computes a model as transformers does, tried on a small copy before anything is loaded.
+
+Families differ in ways that no list of layers tells: noise in training, states that cross the samples of a row, heads
+that are more than a matrix. Such numbers would be wrong without a word. So a small copy is computed both ways: plainly,
+one sample at a time, and packed with a shared prompt, in evaluation and in training with gradients; and decoded by the
+embedded engine. It takes a second on the CPU, whatever the model's size, and reads no weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.device import get_device
+from rltrain.base.errors import ConfigError
+from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.models.attention.packing import pack
+from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel, final_logits, trunk
+from rltrain.models.load import recompute_activations
+from rltrain.models.weights.names import Weight
+from rltrain.models.weights.shard import empty_packed
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.run.preflight.small import random_model, small_copy
+from rltrain.workers.rollout.contract import Job, Sampling
+from rltrain.workers.rollout.embedded.engine import HFRollout
+from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.settings import EngineSettings
+
+# Relative to the spread of all numbers. Rounding stays under 1e-5 for every family in docs/models.md, and the smallest
+# mistake that was found there is 0.1.
+_FAR, _FAR_GRADIENT = 1e-3, 1e-2
+# Two answers to one prompt, which share it, and one to another. Windows and chunks of a small copy are shorter.
+_PROMPTS, _ANSWERS, _PROMPT_OF = (9, 6), (7, 4, 8), (0, 0, 1)
+# Tokens below the special ones of a small copy.
+_TOKENS = range(2, 48)
+# Answers of the embedded engine; its prompts are computed in parts of at most so many tokens.
+_NEW_TOKENS, _CHUNK = 6, 5
+_OUTSIDE = "computes attention outside of transformers' attention interface, so packed sequences cannot be trained"
+_ELSE = "Use a model of a family that works (docs/models.md)."
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How far packed numbers are from plain ones, relative to their spread; None: not computed."""
+
+    evaluation: float = 0.0
+    training: float = 0.0
+    gradient: float = 0.0
+    decoding: float | None = None
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    problem: str | None = None
+    unknown: str | None = None
+
+
+_tried: dict[tuple[Any, ...], _Verdict] = {}
+
+
+class Wrong(Exception):
+    """The text says what is wrong with the numbers, as the end of a sentence that begins with the model's name."""
+
+
+class CannotTry(Exception):
+    """The text says why no small copy of the model can be made."""
+
+
+def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> str | None:
+    """Raises ConfigError where rltrain would compute the model otherwise than transformers.
+
+    decodes: by the embedded engine too. Returns what to tell where that cannot be tried.
+    """
+    key = (kind, decodes, spec.gradient_checkpointing, config.to_json_string())
+    if key not in _tried:
+        try:
+            differences(kind, spec, config, decodes=decodes)
+            _tried[key] = _Verdict()
+        except Wrong as error:
+            _tried[key] = _Verdict(problem=str(error))
+        except CannotTry as error:
+            _tried[key] = _Verdict(unknown=str(error))
+    verdict, name = _tried[key], f"{spec.section}.path={spec.path}"
+    if verdict.problem:
+        raise ConfigError(f"{name}: {type(config).__name__.removesuffix('Config')} {verdict.problem}")
+    return verdict.unknown and f"{name}: whether its numbers are right was not tried, as {verdict.unknown}"
+
+
+def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> Differences:
+    """All numbers of a small copy of ``config``, both ways. Raises `Wrong`, `CannotTry`, ConfigError."""
+    spec = replace(spec, master_dtype=torch.float32, compute_dtype=torch.float32, lora=None, longest=32, tower="rests")
+    samples = trial_samples()
+    try:
+        small = small_copy(config)
+        plain = random_model(small, decoder_only=kind is ScalarModel, trust_remote_code=spec.trust_remote_code)
+        expected, gradient = _with_gradient(plain, lambda: plain_scores(plain, samples))
+    except Exception as error:  # the code of hundreds of families runs on sizes that it was not written for
+        raise CannotTry(f"no small copy of it runs ({_first_line(error)})") from error
+    if not all(bool(each.isfinite().all()) for each in (expected, *gradient.values())):
+        raise CannotTry("a small copy of it computes numbers that are not finite")
+    try:
+        packed = _packed(kind, spec, small, plain)
+        return _compared(packed, plain, samples, expected, gradient, spec, small, decodes)
+    except (Wrong, ConfigError):
+        raise
+    except Exception as error:
+        # Families without this mark may work all the same, but where one fails, this is why.
+        why = "fails on packed sequences" if getattr(plain, "_supports_attention_backend", True) else _OUTSIDE
+        raise Wrong(f"{why} ({_first_line(error)}). {_ELSE}") from error
+
+
+def _compared(
+    packed: PackedModel, plain: Any, samples: Batch, expected: Tensor, gradient: dict[str, Tensor], spec: ModelSpec,
+    small: Any, decodes: bool,
+) -> Differences:  # fmt: skip
+    with torch.no_grad():
+        evaluation = distance(packed_scores(packed.eval(), samples), expected)
+        if not evaluation <= _FAR:  # nor NaN
+            raise Wrong(f"{_why(packed, plain, samples, expected)}. {_ELSE}")
+    if spec.gradient_checkpointing:
+        recompute_activations(packed.model, spec.section)
+    found, own = _with_gradient(packed.model, lambda: packed_scores(packed.train(), samples))
+    training = distance(found, expected)
+    if not training <= _FAR:
+        raise Wrong(f"computes something else in training than in evaluation (off by {training:.2g}). {_ELSE}")
+    total = torch.cat([each.flatten() for each in gradient.values()]).norm()
+    differ = [(own.get(name, 0 * each) - each).norm() / (each.norm() + 0.01 * total) for name, each in gradient.items()]
+    off = float(torch.stack(differ).max())  # NaN where one is
+    if not off <= _FAR_GRADIENT:
+        raise Wrong(f"gets wrong gradients on packed sequences (off by {off:.2g} of their size). {_ELSE}")
+    decoding = _decoded(small, spec, plain) if decodes else None
+    if decoding is not None and not decoding <= _FAR:
+        raise Wrong(
+            f"is decoded wrongly by actor_rollout_ref.rollout.name=hf (log-probs are off by {decoding:.2g} of their "
+            f"spread). Use actor_rollout_ref.rollout.name=vllm, or a model of a family that works (docs/models.md)."
+        )
+    return Differences(evaluation, training, off, decoding)
+
+
+def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> str:
+    """What is wrong with packed numbers, as far as parts of them tell."""
+    row = _rows(samples)[0][None]
+    if isinstance(packed, PolicyModel):
+        logits = final_logits(plain, trunk(plain)(input_ids=row, use_cache=False).last_hidden_state)
+        if not distance(logits, plain(input_ids=row, use_cache=False).logits.float()) <= _FAR:
+            return "has a head that is more than a matrix, and log-probs need one that is"
+    alone = torch.cat([packed_scores(packed, samples.select([each])) for each in range(len(samples))])
+    if not distance(alone, expected) <= _FAR:
+        return _OUTSIDE
+    return "takes a packed row for one text, as recurrent layers and positions that are counted in the model do"
+
+
+def trial_samples() -> Batch:
+    """Three short answers to two prompts."""
+    rng = np.random.default_rng(0)
+    prompts, answers = (
+        Ragged.from_rows([torch.from_numpy(rng.integers(_TOKENS.start, _TOKENS.stop, length)) for length in lengths])
+        for lengths in (_PROMPTS, _ANSWERS)
+    )
+    return Batch(
+        {
+            c.PROMPT: DictionaryColumn(prompts, torch.tensor(_PROMPT_OF)),
+            c.RESPONSE: answers,
+            c.RESPONSE_MASK: answers.like(torch.ones(len(answers.values), dtype=torch.bool)),
+        }
+    )
+
+
+def _rows(samples: Batch) -> list[Tensor]:
+    column = samples.dictionary(c.PROMPT)
+    prompts: Any = column.values
+    answers = samples.ragged(c.RESPONSE).rows()
+    return [torch.cat([prompts[place], answer]).long() for place, answer in zip(column.index, answers, strict=True)]
+
+
+def plain_scores(model: Any, samples: Batch) -> Tensor:
+    """Log-probs of the answers' tokens, or what a critic says of them, one sample at a time."""
+    lengths = samples.ragged(c.RESPONSE).lengths.tolist()
+    return torch.cat([plain_tail(model, row, length) for row, length in zip(_rows(samples), lengths, strict=True)])
+
+
+def plain_tail(model: Any, row: Tensor, length: int) -> Tensor:
+    """The scores of the last ``length`` tokens of ``row``."""
+    found = model(input_ids=row[None], use_cache=False)
+    if not hasattr(found, "logits"):
+        states = found.last_hidden_state[0, -length - 1 : -1]
+        return states @ _head(states.shape[-1])
+    logits = found.logits[0, -length - 1 : -1].float()
+    return torch.log_softmax(logits, -1).gather(-1, row[-length:, None])[:, 0]
+
+
+def packed_scores(packed: PackedModel, samples: Batch) -> Tensor:
+    """The same by the packed forward."""
+    found = packed(pack(samples, torch.device("cpu")))
+    return found.log_probs if isinstance(packed, PolicyModel) else found
+
+
+def _with_gradient(model: Any, scores: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Scores, and the gradient of a weighted sum of them by every weight that has one."""
+    found = scores()
+    (found * torch.linspace(-1, 1, len(found))).sum().backward()
+    return found.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def _packed(kind: type[Any], spec: ModelSpec, small: Any, plain: Any) -> PackedModel:
+    """The model as a worker builds it, with the weights of ``plain``."""
+    packed = empty_packed(kind, spec, small).to_empty(device="cpu")
+    packed.model.tie_weights()
+    weights = dict(_weights(plain))
+    with torch.no_grad():
+        for name, target in _weights(packed.model):
+            target.copy_(weights[name])
+        if isinstance(packed, ScalarModel):
+            packed.score.weight.copy_(_head(packed.score.in_features))
+    return packed
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers(remove_duplicate=False)  # longrope holds one under two names for a while
+
+
+def _head(size: int) -> Tensor:
+    """The critic's [size]."""
+    return torch.linspace(-1, 1, size).sin()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| relative to the spread of what is expected."""
+    return float((found - expected).norm() / (expected - expected.mean()).norm())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+# -- the embedded engine -----------------------------------------------------------------------------------------------
+
+
+class _Jobs:
+    """All at once."""
+
+    may_stop = False
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._jobs = jobs
+
+    def take(self, most: int) -> list[Job]:
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def stopped(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class _InMemory(ModelSpec):
+    config: Any = None
+
+    def load_config(self) -> Any:
+        return copy.deepcopy(self.config)  # every model writes its kind of attention into its own
+
+
+def _decoded(small: Any, spec: ModelSpec, plain: Any) -> float:
+    """How far the log-probs of the engine's own answers are from those of the plain model: one prompt at once, one in
+    parts.
+    """
+    rollout = RolloutConfig(name="hf", max_num_batched_tokens=_CHUNK)
+    model = _InMemory(spec.path, trust_remote_code=spec.trust_remote_code, config=small)
+    alone, cpu = Replica(number=0, count=1, member=0, size=1), get_device("cpu")
+    engine = HFRollout(EngineSettings(rollout, model, torch.float32, cpu, alone, [], max_model_len=32))
+    engine.load_weights(Weight(name, values.detach()) for name, values in _weights(plain))
+    engine.wake_cache()
+    prompts = [
+        row[:length].numpy().astype(np.int32) for row, length in zip(_rows(trial_samples())[1:], (9, 4), strict=True)
+    ]
+    samples = np.arange(2)
+    jobs = [
+        Job(place, samples, prompt, np.uint64(7 * place) + samples.astype(np.uint64))
+        for place, prompt in enumerate(prompts)
+    ]
+    found = engine.generate(_Jobs(jobs), Sampling(_NEW_TOKENS))
+    with torch.no_grad():
+        expected = [
+            plain_tail(plain, torch.cat([torch.from_numpy(prompts[number // 2]), answer]).long(), len(answer))
+            for number, answer in enumerate(found.tokens.rows())
+        ]
+    return distance(found.log_probs.values, torch.cat(expected))

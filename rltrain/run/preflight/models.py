@@ -1,0 +1,227 @@
+"""The models of a run, looked at before anything is loaded: files, structure, sizes, and whether they can be trained.
+
+Choice: every role builds its model on the meta device by the function that a worker builds it with (`empty_packed`), so
+whatever a worker would refuse after minutes is known within a second, without memory or weights. And a small copy of it
+shows whether the numbers are right (`workers.model_check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.device import get_device
+from rltrain.base.errors import ConfigError, DataError
+from rltrain.config.budgets import longest_sequence
+from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES, engines_with
+from rltrain.config.step_passes import make_step_passes
+from rltrain.data.chat import ChatEncoder, chat_encoder
+from rltrain.models.attention.ulysses import heads_problem
+from rltrain.models.files.source import model_problem
+from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.load import read_score_head
+from rltrain.models.weights.lora import exclusion_note, first_adapters
+from rltrain.models.weights.shard import empty_packed, look_at_weights
+from rltrain.models.weights.spec import (
+    ModelSpec,
+    actor_spec,
+    critic_spec,
+    has_other_reference,
+    reference_spec,
+    reward_model_spec,
+)
+from rltrain.run.preflight.model_check import check_numbers
+from rltrain.trainer.plan import ImageSizes
+from rltrain.workers.reward_model import check_judge
+from rltrain.workers.rollout.vllm.weights import refuse_on_npu
+
+_R = "actor_rollout_ref.rollout."
+_HELLO = [{"role": "user", "content": "?"}]
+
+
+@dataclass
+class Findings:
+    """problems: a run refuses. notes: it starts, but someone may want to know. images: known once rows are read."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tokenizer_works: bool = False
+    num_parameters: int = 0
+    num_trained: int = 0
+    images: ImageSizes | None = None
+
+
+def look_at_models(cfg: Config, found: Findings) -> None:
+    """Folders, structure and adapters of all roles; positions, heads and the chat template of the policy."""
+    device = get_device(cfg.trainer.device)
+    roles: list[tuple[type[Any], ModelSpec]] = [(PolicyModel, actor_spec(cfg, device))]
+    roles += [(ScalarModel, critic_spec(cfg, device))] if cfg.algorithm.needs_critic else []
+    roles += [(ScalarModel, reward_model_spec(cfg, device))] if cfg.reward_model.enable else []
+    roles += [(PolicyModel, reference_spec(cfg, device))] if has_other_reference(cfg) else []
+    wrong: dict[str, str] = {}
+    for _, spec in roles:
+        problem = model_problem(f"{spec.section}.path", spec.path)
+        # A critic without a path of its own starts from the policy, and the policy's key stands first.
+        if problem and wrong.setdefault(spec.path, problem) is problem:
+            found.problems.append(problem)
+    for kind, spec in roles:
+        try:
+            if spec.path not in wrong:
+                _look_at(kind, spec, cfg, found)
+        except (ConfigError, DataError) as error:
+            found.problems.append(str(error))
+
+
+def look_at_images(cfg: Config, found: Findings) -> None:
+    """What follows from ``found.images``."""
+    if found.images:
+        found.problems += _image_problems(cfg)
+        if cfg.reward_model.enable:
+            found.notes.append("the reward model reads texts alone; where a prompt has an image it reads <image>")
+    elif cfg.actor_rollout_ref.actor.freeze_vision_tower:
+        key = "actor_rollout_ref.actor.freeze_vision_tower"
+        found.notes.append(f"{key}: no effect: no prompt has images, so a vision tower rests anyway")
+
+
+def _image_problems(cfg: Config) -> Iterator[str]:
+    """An engine or a critic that does not take the images of the policy."""
+    engine, device = cfg.actor_rollout_ref.rollout.name, get_device(cfg.trainer.device)
+    if not ENGINES[engine].images:
+        yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
+    others = [critic_spec(cfg, device)] if cfg.algorithm.needs_critic else []
+    others += [reference_spec(cfg, device)] if has_other_reference(cfg) else []
+    for other in others:
+        kinds = [spec.load_config().model_type for spec in (actor_spec(cfg, device), other)]
+        if kinds[0] != kinds[1]:
+            yield (
+                f"{other.section}.path={other.path} is a {kinds[1]}, and prompts have images, which are made for the "
+                f"policy's family, {kinds[0]}. Use a model of it, or leave the key out to start from the policy."
+            )
+
+
+def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> None:
+    config, is_policy = spec.load_config(), spec.role == "actor_rollout_ref.actor"
+    sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
+    if is_policy:
+        _chat(cfg, config, found)
+        found.problems += _positions(cfg, config, found)
+        if cfg.actor_rollout_ref.rollout.name == "vllm" and get_device(cfg.trainer.device).kind == "npu":
+            refuse_on_npu(config)
+        sizes |= _sizes_of_policy(cfg)
+    if spec.role in ("critic", "actor_rollout_ref.ref"):
+        found.problems += _vocabulary(spec, config, chat_encoder(cfg))
+    if spec.role == "actor_rollout_ref.ref":
+        found.problems += _other_tokens(cfg, spec, config, found)
+    problems = [heads_problem(config, size, key) for key, size in sizes.items()]
+    found.problems += [problem for problem in problems if problem]
+    # On the hub, the head lies in files of gigabytes.
+    if kind is ScalarModel and Path(spec.path).is_dir():
+        if spec.role == "reward_model":
+            check_judge(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
+        read_score_head(spec.path)
+    packed = empty_packed(kind, spec, config)
+    found.notes += [note for note in look_at_weights(kind, spec, config) if note not in found.notes]
+    trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
+    if is_policy:
+        total = sum(weight.numel() for weight in packed.model.parameters())
+        found.num_parameters, found.num_trained = total - (trained if spec.lora else 0), trained
+    decodes = is_policy and cfg.actor_rollout_ref.rollout.name == "hf"
+    untried = check_numbers(kind, spec, config, decodes=decodes)
+    found.notes += [untried] if untried else []
+    if spec.lora:
+        if spec.lora.path:
+            first_adapters(packed.model, spec.lora)
+        found.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
+
+
+def _chat(cfg: Config, config: Any, found: Findings) -> None:
+    encoder, path = chat_encoder(cfg), cfg.actor_rollout_ref.model.path
+    encoder.try_template([_HELLO])
+    # The dry run asks this before it reads and tokenises rows.
+    found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
+    size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
+    # Of prompts with tokens beyond the vocabulary `check_vocabulary` tells; others may have a use elsewhere.
+    if size < encoder.vocab_size:
+        found.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
+    if padding is not None and not 0 <= padding < size:
+        raise DataError(
+            f"actor_rollout_ref.model.path={path}: its config.json says pad_token_id={padding}, and the model has "
+            f"{size:,} tokens. Use the config.json and tokenizer that belong to its weights."
+        )
+    if encoder.ignores_generation_prompt:
+        found.notes.append(
+            f"the chat template of {path} writes the same with and without add_generation_prompt, so the model is not "
+            "told that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+        )
+
+
+def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:
+    """A critic and a reference read what the policy writes."""
+    size, written = config.get_text_config().vocab_size, encoder.vocab_size
+    if size < (written := min(written, encoder.model_vocab_size or written)):
+        yield (
+            f"{spec.section}.path={spec.path} knows {size:,} tokens, and the policy writes {written:,}. Use a model "
+            "with the policy's tokenizer, or leave the key out to start from the policy."
+        )
+
+
+def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, found: Findings) -> Iterator[str]:
+    """A KL between models of different tokens means nothing."""
+    named, encoder, passes = f"{spec.section}.path={spec.path}", chat_encoder(cfg), make_step_passes(cfg)
+    try:
+        # The template is never used, and a base model may have none.
+        theirs = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
+        tokens = {index: token for token, index in theirs.tokenizer.get_vocab().items()}
+    except DataError:
+        found.notes.append(f"{named}: it has no tokenizer, and is taken to have that of the policy")
+        tokens = {}
+    ours = {index: token for token, index in encoder.tokenizer.get_vocab().items()}
+    if other := [index for index, token in ours.items() if tokens.get(index, token) != token]:
+        first = min(other)
+        yield (
+            f"{named}: its token {first} is {tokens[first]!r}, and that of the policy {ours[first]!r}; {len(other):,} "
+            "are others, so a KL to it means nothing. Use a reference with the policy's tokenizer."
+        )
+    size, mine = config.get_text_config().vocab_size, encoder.model_vocab_size
+    if (passes.exact_kl_in_loss or passes.exact_kl_in_reward) and mine and size != mine:
+        yield (
+            f"{named} knows {size:,} tokens and the policy {mine:,}, and a full KL compares all of them. Use "
+            "kl_loss_type (kl_penalty) k3, or a reference of the same size."
+        )
+
+
+def _sizes_of_policy(cfg: Config) -> dict[str, int]:
+    """Into how many parts others than the actor cut the heads of its model."""
+    roles, sizes = cfg.actor_rollout_ref, {}
+    if make_step_passes(cfg).reference and not roles.model.uses_lora and not has_other_reference(cfg):
+        sizes["actor_rollout_ref.ref.ulysses_sequence_parallel_size"] = roles.ref.ulysses_sequence_parallel_size
+    if ENGINES[roles.rollout.name].tensor_parallel:
+        sizes[f"{_R}tensor_model_parallel_size"] = roles.rollout.tensor_model_parallel_size
+    return sizes
+
+
+def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
+    """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    rollout = cfg.actor_rollout_ref.rollout
+    longest = rollout.max_model_len or longest_sequence(cfg)
+    what = f"{_R}max_model_len" if rollout.max_model_len else "data.max_prompt_length + data.max_response_length"
+    budget = rollout.max_num_batched_tokens
+    if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:
+        yield (
+            f"{_R}enable_chunked_prefill=False: {rollout.name} then computes a sequence at once, and refuses "
+            f"{_R}max_num_batched_tokens={budget} below the longest, {longest}. Leave it out, or set "
+            f"max_num_batched_tokens={longest}."
+        )
+    if limit and longest > limit:
+        said = f"{what} = {longest:,} tokens, and the model knows {limit:,} positions"
+        if not ENGINES[rollout.name].beyond_positions:
+            yield (
+                f"{said}, which {rollout.name} refuses. "
+                "Lower it, or raise actor_rollout_ref.model.override_config.max_position_embeddings."
+            )
+        else:
+            found.notes.append(f"{said}: longer ones are beyond what it was trained for")

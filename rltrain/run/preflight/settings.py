@@ -1,0 +1,173 @@
+"""What would make a run end later, seen before anything starts: one function that a run and a dry run both ask."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from rltrain.base.device import get_device
+from rltrain.base.env import devices_here, installed
+from rltrain.base.errors import RltrainError
+from rltrain.base.plugin import EXTERNAL_LIB, import_libraries, is_plugin, load_plugin
+from rltrain.base.versions import misfits, others
+from rltrain.config.check import missing_files
+from rltrain.config.loaded import LoadedConfig
+from rltrain.config.meanings import other_meanings
+from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.keys import get, plugin_keys
+from rltrain.controller.cluster import cluster_address, ray_problems
+from rltrain.run.preflight.models import Findings, look_at_models
+from rltrain.run.watchers.callbacks import callback_problems
+
+_NAMES = {"cuda": "CUDA", "npu": "NPU"}
+
+
+def preflight(loaded: LoadedConfig) -> Findings:
+    """Files, packages, devices, plugins and models that the config names. Takes a few seconds; starts nothing."""
+    cfg = loaded.config
+    of_engine = [*_packages(loaded), *_engine_arguments(cfg)]
+    found = Findings([*missing_files(cfg), *of_engine, *_devices(loaded), *ray_problems(cfg)])
+    if cfg.algorithm.needs_critic and "algorithm.adv_estimator" not in loaded.explicit:
+        found.notes.append(
+            "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
+            "grpo needs none"
+        )
+    found.notes += other_meanings(loaded)
+    found.notes += _chosen_engine(loaded)
+    _versions(cfg, found)
+    # One check's error does not hide what the other finds.
+    for check in (_plugins, look_at_models):
+        try:
+            check(cfg, found)
+        except RltrainError as error:
+            found.problems.append(str(error))
+    # Roles often share a model, and then say the same of it.
+    found.problems[:] = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in found.problems)
+    return found
+
+
+def _versions(cfg: Config, found: Findings) -> None:
+    device = get_device(cfg.trainer.device)
+    if device.count and not device.is_cpu:  # on a login node the packages of the others are not known
+        found.problems += misfits(device.kind)
+        found.notes += [note for note in [others(device.kind)] if note]
+
+
+def _plugins(cfg: Config, found: Findings) -> None:
+    # First, because it may register what the others name.
+    import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
+    found.problems += check_plugins(cfg)
+    for key in plugin_keys():
+        if is_plugin(name := get(cfg, key) or ""):
+            try:
+                load_plugin(key, name)
+            except RltrainError as error:
+                found.problems.append(str(error))
+
+
+def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
+    """An engine that the user has not named. On a CPU hf is what one expects."""
+    config, key = loaded.config, "actor_rollout_ref.rollout.name"
+    if key in loaded.explicit:
+        return
+    rollout, device = config.actor_rollout_ref.rollout, config.trainer.device
+    if rollout.name == "vllm":
+        size = rollout.tensor_model_parallel_size
+        why = f"tensor_model_parallel_size={size}" if size > 1 else f"trainer.device={device}, and vLLM is installed"
+        yield f"{key} is not set: vllm, as {why}"
+    elif device != "cpu" and (device != "auto" or devices_here(device, none=0)):
+        yield (
+            f"{key} is not set: hf, a plain decode loop, as vLLM, the engine for speed, is not installed here. "
+            f"Install {ENGINES['vllm'].install}"
+        )
+
+
+def _packages(loaded: LoadedConfig) -> Iterator[str]:
+    roles = loaded.config.actor_rollout_ref
+    engine = ENGINES[roles.rollout.name]
+    if engine.package and not installed(engine.package):
+        hf = "rollout.name=hf" + (
+            " with tensor_model_parallel_size=1" if roles.rollout.tensor_model_parallel_size > 1 else ""
+        )
+        yield (
+            f"actor_rollout_ref.rollout.name={roles.rollout.name}: the package is not installed here. Install "
+            f"{engine.install}, or use {hf}."
+        )
+    device = get_device(loaded.config.trainer.device)
+    if roles.model.use_liger and device.kind == "cuda" and not installed("liger_kernel"):
+        yield "actor_rollout_ref.model.use_liger=True needs Liger's kernels: pip install 'rltrain[liger]'"
+
+
+def _engine_arguments(cfg: Config) -> Iterator[str]:
+    """Arguments that the engine, as installed here, does not know. Its source is read: importing it takes long."""
+    rollout = cfg.actor_rollout_ref.rollout
+    engine = ENGINES[rollout.name]
+    given = set(rollout.engine_kwargs.get(rollout.name) or ()) - set(engine.outdated_arguments)
+    package = importlib.util.find_spec(engine.package) if given and engine.package else None
+    file, _, name = engine.arguments.partition(":")
+    source = Path(((package and package.submodule_search_locations) or [""])[0], file)
+    if not (package and source.is_file()):
+        return
+    classes = [node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)]
+    fields = [field for each in classes if each.name == name for field in each.body if isinstance(field, ast.AnnAssign)]
+    known = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
+    for argument in sorted(given - set(known)) if known else ():
+        near = difflib.get_close_matches(argument, known, n=1)
+        key = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{argument}"
+        way_out = f"Did you mean {near[0]}?" if near else "Leave it out."
+        yield f"{key}: {rollout.name}, as installed here, has no such argument. {way_out}"
+
+
+def _devices(loaded: LoadedConfig) -> Iterator[str]:
+    """Devices that are asked for and not there. Of other nodes nothing is known yet."""
+    trainer, address = loaded.config.trainer, cluster_address(loaded.config)
+    device = get_device(trainer.device)
+    if device.is_cpu:
+        # A worker takes one CPU slot; rltrain chooses enough of them unless the user has set a number.
+        slots = loaded.config.ray_kwargs.ray_init.get("num_cpus")
+        # The machine shows accelerators that torch cannot use. To train on the CPU without a word would be the worst
+        # answer.
+        if trainer.device == "auto" and devices_here("auto", none=0):
+            yield (
+                f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} "
+                "accelerators that this machine shows. Install a torch (and driver) for them, "
+                "or set trainer.device=cpu to train on the CPU."
+            )
+        if not address and slots is not None and slots < trainer.n_gpus_per_node:
+            yield (
+                f"ray_kwargs.ray_init.num_cpus={slots} is too few for "
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} workers. Leave it out."
+            )
+        return
+    here = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
+    # This machine may be a login node, so its devices say nothing about the cluster's.
+    if address:
+        if not device.count and "trainer.n_gpus_per_node" not in loaded.explicit:
+            yield f"trainer.n_gpus_per_node is not set, and {here} to count. Say how many each node has."
+    elif not device.count:
+        yield (
+            f"trainer.device={trainer.device}: {here}. Use trainer.device=cpu, or a machine and a torch that have them."
+        )
+    elif device.count < trainer.n_gpus_per_node:
+        yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {here}. Set trainer.n_gpus_per_node={device.count}."
+    given = loaded.config.ray_kwargs.ray_init.get("num_gpus")
+    if not address and device.ray_resource == "GPU" and given is not None and given < trainer.n_gpus_per_node:
+        yield (
+            f"ray_kwargs.ray_init.num_gpus={given} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node}. "
+            "Leave it out."
+        )
+
+
+def check_plugins(cfg: Config) -> Sequence[str]:
+    """Try estimators and losses of the user's own on a small batch, and look at callbacks. Returns the problems."""
+    # Imported here, because torch is not wanted before the settings are known to be sound.
+    from rltrain.algorithms.trial import try_estimator, try_policy_loss
+
+    trials = [*try_estimator(cfg.algorithm), *try_policy_loss(cfg.actor_rollout_ref.actor)]
+    return [*trials, *callback_problems(cfg.trainer.callbacks)]

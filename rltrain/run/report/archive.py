@@ -1,0 +1,181 @@
+"""Which answers are kept: a parquet file a step in the run folder, verl's JSON lines, and a table for trackers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.base.columns import names as c
+from rltrain.config.schema import Config
+from rltrain.controller.samples import Samples, driver_bytes
+from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
+from rltrain.run.report.tracking import Tracker
+from rltrain.run.watchers.watcher import Watcher
+from rltrain.trainer.balance import Ids
+from rltrain.trainer.metrics import Answered, Metrics
+
+log = logging.getLogger(__name__)
+
+# What is known of an answer besides what the scorer returns, where it is known.
+_NUMBERS = (
+    c.SCORE, c.REWARD, c.ADVANTAGE, c.RULE_SCORE, c.MODEL_SCORE, c.OVERLONG, c.REWARD_FAILED, c.REWARD_TIMEOUT,
+    c.REWARD_ERROR, c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.TRUNCATED, c.COMPLETE,
+)  # fmt: skip
+_TABLE = ("step", "data_source", "question", "answer", "ground_truth", "score", "finish_reason")
+_EXAMPLE_EVERY = 10
+_LAST_WAIT_S = 60.0
+
+
+def keeps_samples(cfg: Config) -> bool:
+    """Whether answers are wanted at all."""
+    trainer = cfg.trainer
+    folders = trainer.rollout_data_dir or trainer.validation_data_dir
+    return trainer.samples_freq > 0 or bool(folders) or trainer.log_val_generations > 0
+
+
+class Archive(Watcher):
+    """Hands answers to the writer by reference.
+
+    Only the texts of ``log_val_generations`` come into this process. An error is logged once by its kind, and the end
+    of the run says which steps lack their answers.
+    """
+
+    def __init__(self, cfg: Config, folder: Path, writer: WriterProcess, tracker: Tracker) -> None:
+        self._cfg = cfg.trainer
+        self._folder = folder / "samples"
+        self._writer, self._tracker = writer, tracker
+        self._bytes_through_driver = 0
+        self._told: set[str] = set()
+        self._missing: dict[str, list[int]] = {}
+
+    def on_step(self, made: Answered) -> Metrics:
+        """Have the answers written, as the configuration asks."""
+        before = self._bytes_through_driver
+        self._keep("train", made)
+        # References to the answers go to the writer through this process too.
+        per_sample = (self._bytes_through_driver - before) / len(made.samples)
+        return {"perf/driver_bytes_per_sample": made.metrics["perf/driver_bytes_per_sample"] + per_sample}
+
+    def on_validation(self, made: Answered) -> Metrics:
+        """Likewise; and send ``log_val_generations`` answers to every tracker that has tables."""
+        self._keep("val", made)
+        self._show(made)
+        return {}
+
+    def _keep(self, split: str, made: Answered) -> None:
+        step, samples, answers_per_prompt = made.step, made.samples, made.answers_per_prompt
+        self._hear(self._writer.flush(0.0))
+        cfg = self._cfg
+        data_dir = cfg.rollout_data_dir if split == "train" else cfg.validation_data_dir
+        wanted = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
+        num_prompts = len(samples) // answers_per_prompt
+        chosen = _spread(num_prompts, cfg.samples_max_prompts if wanted else 0)
+        # verl's format has all answers, so all texts are fetched then; `kept` says which of them the table takes.
+        prompts = np.arange(num_prompts) if data_dir else chosen
+        if not len(prompts):
+            return
+        job = _job(split, step, samples, prompts, answers_per_prompt)
+        parquet = self._folder / f"{split}_{step:06d}.parquet" if wanted else None
+        json_lines = Path(data_dir).expanduser().resolve() / f"{step}.jsonl" if data_dir else None
+        kept = np.isin(prompts, chosen)
+        self._hear(self._writer.submit(replace(job, kept=kept, parquet=parquet, json_lines=json_lines)))
+        numbers = [each.tolist() if each.dtype == object else each for each in job.numbers.values()]
+        places = [each[1:] for each in job.texts]
+        self._bytes_through_driver += driver_bytes([numbers, places, job.rows, job.kept])
+
+    def _show(self, made: Answered) -> None:
+        step, answers_per_prompt = made.step, made.answers_per_prompt
+        # The same prompts every time.
+        prompts = _spread(len(made.samples) // answers_per_prompt, self._cfg.log_val_generations)
+        if not len(prompts):
+            return
+        job = _job("val", step, made.samples, prompts, answers_per_prompt, most=1)
+        rows = self._writer.examples(job, _TABLE)
+        if rows is None:
+            log.warning("step %d: the answers for trainer.log_val_generations did not come", step)
+        else:
+            self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
+
+    def written(self, step: int, wait_s: float) -> bool:
+        """Whether the answers of the steps up to ``step`` are written, or are within that time: a run that is killed
+        behind a checkpoint makes none of them again."""
+        self._hear(self._writer.flush(wait_s, step))
+        return not self._writer.holds(step)
+
+    def close(self, wait: bool = True) -> None:
+        """Wait (a minute at most) until everything is written, and say what is not."""
+        self._hear(self._writer.close(_LAST_WAIT_S if wait else 0.0))
+        if missing := self.missing():
+            log.warning("%s", missing)
+
+    def missing(self) -> str:
+        """Which steps lack their answers, in a sentence; empty where none does."""
+        found = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
+        return f"{self._folder}: the answers of these steps are missing: {', '.join(found)}" if found else ""
+
+    def _hear(self, found: list[Written]) -> None:
+        for each in found:
+            if each.problem:
+                self._missing.setdefault(each.split, []).append(each.step)
+                # What differs from step to step, as names of files and numbers of bytes, makes no new kind.
+                if (kind := re.sub(r"\d+", "", each.problem)) not in self._told:
+                    self._told.add(kind)
+                    log.warning("step %d, %s: answers are not kept: %s", each.step, each.split, each.problem)
+            elif each.example and (each.split == "val" or each.step == 1 or each.step % _EXAMPLE_EVERY == 0):
+                # It comes when it is written, maybe behind lines of later steps, and so names its own.
+                log.info("an answer of step %d, %s: %s", each.step, each.split, each.example)
+
+
+def _ranges(steps: list[int]) -> str:
+    """Numbers that ascend, as ``1-3, 7``."""
+    parts: list[list[int]] = []
+    for step in sorted(set(steps)):
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1].append(step)
+        else:
+            parts.append([step])
+    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in parts)
+
+
+def _spread(count: int, most: int) -> Ids:
+    """At most ``most`` of ``count`` numbers, spread evenly."""
+    return np.unique(np.linspace(0, count - 1, max(0, min(count, most))).astype(np.int64))
+
+
+def _job(
+    split: str, step: int, samples: Samples, prompts: Ids, answers_per_prompt: int, most: int | None = None
+) -> SampleJob:
+    """The answers (at most ``most`` to each) to some prompts, in as few bytes as they need."""
+    each = min(answers_per_prompt, most or answers_per_prompt)
+    ids = (prompts[:, None] * answers_per_prompt + np.arange(each)).ravel()
+    names = [name for name in _NUMBERS if name in samples.numbers]
+    # What is the score itself need not travel.
+    for name in {c.REWARD, c.RULE_SCORE} & set(names):
+        if np.array_equal(samples[name], samples[c.SCORE]):
+            names.remove(name)
+    names += [name for name in samples.numbers if name.startswith(c.SCORER)]
+    numbers = {name: _narrow(samples[name][ids], exact=name != c.ADVANTAGE) for name in names}
+    # A column of one value, such as failures of scoring, travels as that value; `SampleJob.column` spreads it again.
+    numbers = {name: values[:1] if (values == values[0]).all() else values for name, values in numbers.items()}
+    parts = samples.request(ids, [c.TEXT]).parts
+    texts = [([part.ref], _narrow(part.rows), _narrow(part.ids)) for part in parts]
+    return SampleJob(split, step, samples[c.ROW][ids[::each]], each, texts, numbers, np.ones(len(prompts), dtype=bool))
+
+
+def _narrow(values: NDArray[Any], *, exact: bool = True) -> NDArray[Any]:
+    """The same numbers in fewer bytes: counts as unsigned integers, others as float32 where that is enough."""
+    if values.dtype.kind == "i":
+        # Counts, lengths and ids are never negative.
+        return values.astype(np.min_scalar_type(int(values.max())))
+    if values.dtype == np.float64:
+        # A score beyond float32 becomes infinite, is then not equal, and is kept as float64.
+        with np.errstate(over="ignore"):
+            small = values.astype(np.float32)
+        return small if not exact or np.array_equal(small, values, equal_nan=True) else values
+    return values

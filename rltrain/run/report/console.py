@@ -1,0 +1,119 @@
+"""How a run looks while it trains: a bar with numbers and the phase on a terminal, one line a step elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from rltrain.base import logs
+
+log = logging.getLogger(__name__)
+
+# What a step shows, in this order; a narrow terminal leaves out the last ones.
+SHOWN = {
+    "critic/score/mean": "score", "reward/error_rate": "reward_errors", "actor/kl_loss": "kl",
+    "actor/reward_kl_penalty": "kl_in_reward", "response_length/mean": "length", "actor/entropy": "entropy",
+    "perf/throughput": "tok/s/device", "actor/grad_norm": "grad_norm", "actor/pg_loss": "pg_loss", "actor/lr": "lr",
+    "timing_s/step": "step_s",
+}  # fmt: skip
+_ONLY_IF_NOT_ZERO = {"reward/error_rate"}
+# The time left is reckoned from so many steps.
+_RECENT = 20
+_VALIDATION = re.compile(r"(val-core/.*)/((?:mean|best|maj|worst|std|pass)@.*)")
+
+
+class _Phase(ProgressColumn):
+    """The phase that runs, and for how long."""
+
+    # Drawn at every refresh: the seconds of a phase run on while the bar stands still.
+    max_refresh = None
+
+    def render(self, task: Task) -> Text:
+        name, since = task.fields["phase"], task.fields["since"]
+        return Text(f"{name} {time.monotonic() - since:.0f} s" if name else "")
+
+
+class _Bar(Progress):
+    """Two lines: the numbers of the newest step; step, bar, phase and time left."""
+
+    numbers: tuple[str, ...] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield Text(_fitting(self.numbers, logs.console.width), no_wrap=True)
+        yield self.make_tasks_table(self.tasks)
+
+
+class Console:
+    """Every step goes to train.log; with ``shown`` it is seen too. Validation results are lines that stay."""
+
+    def __init__(self, first_step: int, total_steps: int, *, shown: bool) -> None:
+        self._total = total_steps
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._bar: _Bar | None = None
+        if shown and logs.console.is_terminal:
+            place, left = TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[left]}")
+            columns = (place, BarColumn(bar_width=24), _Phase(), left)
+            self._bar = _Bar(*columns, console=logs.console, refresh_per_second=2)
+            fields: dict[str, Any] = {"phase": "", "since": time.monotonic(), "left": ""}
+            self._task = self._bar.add_task("", total=total_steps, completed=first_step, **fields)
+            self._bar.start()
+        logs.show_steps(shown and self._bar is None)
+
+    def phase(self, name: str) -> None:
+        """Phase ``name`` of a step begins."""
+        if self._bar:
+            self._bar.update(self._task, phase=name, since=time.monotonic())
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        place = f"{step}/{self._total}"
+        if "timing_s/step" in metrics:
+            shown = tuple(
+                f"{label}={metrics[name]:.4g}"
+                for name, label in SHOWN.items()
+                if name in metrics and (metrics[name] or name not in _ONLY_IF_NOT_ZERO)
+            )
+            # Validation and saving are part of the time that is left, too.
+            self._seconds.append(metrics.get("timing_s/wall", metrics["timing_s/step"]))
+            seconds = sum(self._seconds) / len(self._seconds) * (self._total - step)
+            left = timedelta(seconds=round(seconds))
+            # Told even where a bar shows it, because train.log has every step; `show_steps` decides about the terminal.
+            logs.STEPS.info("step %s  %s", place, "  ".join((*shown, f"left={left}")))
+            if self._bar:
+                self._bar.numbers = shown
+                self._bar.update(self._task, completed=step, left=f"{left} left")
+        for name, numbers in validation_lines(metrics).items():
+            log.info("validation %s  %s  %s", place, name, "  ".join(numbers))
+
+    def close(self) -> None:
+        if self._bar:
+            self.phase("")
+            self._bar.stop()
+            self._bar = None
+
+
+def validation_lines(metrics: dict[str, float]) -> dict[str, list[str]]:
+    """Data source and variable -> what was measured of it."""
+    lines: dict[str, list[str]] = {}
+    for key, value in metrics.items():
+        if found := _VALIDATION.fullmatch(key):
+            lines.setdefault(found[1], []).append(f"{found[2]}={value:.4g}")
+    return lines
+
+
+def _fitting(parts: Iterable[str], width: int) -> str:
+    line = ""
+    for part in parts:
+        longer = f"{line}  {part}" if line else part
+        if len(longer) > width:
+            break
+        line = longer
+    return line

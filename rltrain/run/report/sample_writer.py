@@ -1,0 +1,315 @@
+"""Answers on disk: a process of its own fetches the texts and writes them.
+
+Texts of a step can be many megabytes, and Parquet takes seconds, so neither goes through the driver: it hands out
+references and numbers, and never waits. Where the writer cannot keep up, all but the newest job are dropped, and the
+log says so. Left out: torch and all that takes long to import, because the process would pay for it at its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from rltrain.base.columns import names as c
+from rltrain.base.errors import first_line, storable
+from rltrain.data.prompts import PromptStore
+from rltrain.data.rows import Rows
+from rltrain.run.report.view import one_line
+
+Array = NDArray[Any]
+# Jobs that the process is given at most; it writes them one by one. Of those that wait here, only the newest is kept.
+_MOST_AT_ONCE = 4
+_EXAMPLES_WAIT_S = 60.0
+_POLL_S = 0.2
+# A disk with less, or less than a hundredth of it, is called full.
+_FULL_BYTES = 64 << 20
+_WIDE = {"f": np.float64, "u": np.int64}
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """Answers to p prompts, ``each`` answers per prompt.
+
+    rows [p]: of the data. texts: lists of texts by reference (in a list, so that Ray does not fetch them), their rows,
+    and places among the answers. numbers: scores, lengths and whatever else is known per answer; one of length 1 is
+    that of all. parquet: the file for the prompts that are ``kept`` [p]. json_lines: the file for all, in verl's
+    format.
+    """
+
+    split: str
+    step: int
+    rows: Array
+    each: int
+    texts: list[tuple[list[Any], Array, Array]]
+    numbers: dict[str, Array]
+    kept: Array
+    parquet: Path | None = None
+    json_lines: Path | None = None
+
+    def column(self, name: str) -> Array:
+        """One number per answer. Where there are no rewards, the scores stand for them."""
+        values = self.numbers[name if name in self.numbers else c.SCORE]
+        values = values.astype(_WIDE.get(values.dtype.kind, values.dtype))
+        return np.broadcast_to(values, len(self.rows) * self.each)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The outcome of a job: what went wrong (None: nothing), and one of its answers in a line."""
+
+    split: str
+    step: int
+    problem: str | None = None
+    example: str = ""
+
+
+class SampleWriter:
+    """Writes the files of jobs. Their texts may hold whatever a model, a scorer or a data file has written.
+
+    rows, prompts: by split. tokenizer: of the tokenizers package, turns prompts back into text (None: messages are
+    shown).
+    """
+
+    def __init__(
+        self, rows: dict[str, Rows], prompts: dict[str, PromptStore], tokenizer: Any, fetch: Callable[[Any], Any]
+    ) -> None:
+        self._rows, self._prompts, self._tokenizer, self._fetch = rows, prompts, tokenizer, fetch
+
+    def write(self, job: SampleJob) -> Written:
+        """Write the job's files, whole or not at all."""
+        columns = self.columns(job)
+        example = {name: values[0] for name, values in columns.items()}
+        try:
+            if job.parquet:
+                table = pa.table(columns).filter(pa.array(job.kept.repeat(job.each)))
+                _replace(job.parquet, lambda file: pq.write_table(table, file, compression="zstd"))
+            if job.json_lines:
+                lines = self._as_verl_does(job, columns)
+                _replace(job.json_lines, lambda file: file.write_text(lines, encoding="utf-8"))
+        except (OSError, pa.ArrowException) as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            where = (job.parquet or job.json_lines or Path()).parent
+            problem = f"the disk of {where} is full" if full else f"{type(error).__name__}: {error}"
+            return Written(job.split, job.step, problem)
+        return Written(job.split, job.step, None, one_line(example))
+
+    def columns(self, job: SampleJob) -> dict[str, Any]:
+        """The columns of the table."""
+        answers = np.empty(len(job.rows) * job.each, dtype=object)
+        for reference, rows, places in job.texts:
+            texts = self._fetch(reference[0])
+            answers[places] = [texts[row] for row in rows.tolist()]
+        prompts = [self._prompt(job.split, row) for row in job.rows.tolist()]
+        of_prompts = {name: [prompt[name] for prompt in prompts for _ in range(job.each)] for name in prompts[0]}
+        numbers = {name: job.column(name) for name in dict.fromkeys([c.SCORE, c.REWARD, *job.numbers])}
+        truncated, complete = numbers.pop(c.TRUNCATED), numbers.pop(c.COMPLETE)
+        reasons = np.where(truncated, "length", np.where(complete, "stop", "aborted")).tolist()
+        columns: dict[str, Any] = {"step": np.full(len(answers), job.step), "row": job.rows.repeat(job.each)}
+        columns |= {"sample": np.tile(np.arange(job.each), len(job.rows))} | of_prompts | {"answer": answers}
+        columns |= {name: values for name, values in numbers.items() if not name.startswith(c.SCORER)}
+        columns["finish_reason"] = reasons
+        for name, values in numbers.items():
+            short = name.removeprefix(c.SCORER)
+            if name != short:
+                # A scorer's number keeps its prefix where its short name is already that of another column.
+                columns[name if short in columns else short] = values
+        return {name: _storable(values) for name, values in columns.items()}
+
+    def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]]:
+        """The given columns, as rows."""
+        columns = self.columns(job)
+        lists = [columns[name].tolist() if hasattr(columns[name], "tolist") else columns[name] for name in names]
+        return [list(row) for row in zip(*lists, strict=True)]
+
+    def _prompt(self, split: str, row: int) -> dict[str, Any]:
+        record = self._rows[split][row]
+        asked = next((each for each in reversed(record.prompt) if each["role"] == "user"), record.prompt[-1])
+        index = record.extra_info.get("index", record.extra_info.get("uid"))
+        return {
+            "data_source": record.data_source,
+            "index": None if index is None else str(index),
+            "question": _text(asked["content"]),
+            "prompt": self._decoded(split, row, skip_special_tokens=False),
+            **self._images(split, row),
+            "ground_truth": None if record.ground_truth is None else _text(record.ground_truth),
+        }
+
+    def _decoded(self, split: str, row: int, **options: bool) -> str:
+        """The prompt as the model saw it, or its messages where there is no tokenizer."""
+        if self._tokenizer is None:
+            return "\n".join(f"{each['role']}: {_text(each['content'])}" for each in self._rows[split][row].prompt)
+        return self._tokenizer.decode(self._prompts[split].short(row).tolist(), **options)
+
+    def _images(self, split: str, row: int) -> dict[str, Any]:
+        """Where the images of a prompt are, in a run that has some."""
+        store = self._prompts[split]
+        if not store.pictures:
+            return {}
+        number = int(store.num_images[row])
+        return {"num_images": number, "images": store.pictures.origin(row) if number else None}
+
+    def _as_verl_does(self, job: SampleJob, columns: Mapping[str, Any]) -> str:
+        names = [name for name in job.numbers if name.startswith(c.SCORER)]
+        extras = {name.removeprefix(c.SCORER): job.column(name).tolist() for name in names}
+        inputs = [self._decoded(job.split, row, skip_special_tokens=True) for row in job.rows.tolist()]
+        lines = []
+        for place, score in enumerate(job.column(c.SCORE).tolist()):
+            line = {"input": inputs[place // job.each], "output": columns["answer"][place]}
+            line |= {"gts": columns["ground_truth"][place], "score": score, "step": job.step}
+            line |= {name: values[place] for name, values in extras.items() if name not in line}
+            lines.append(storable(json.dumps(line, ensure_ascii=False)) + "\n")
+        return "".join(lines)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _storable(values: Any) -> Any:
+    """A column whose texts every file takes."""
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return values
+    return [storable(each) if isinstance(each, str) else each for each in values]
+
+
+def _replace(file: Path, write: Callable[[Path], Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _WriterProcess(SampleWriter):
+    """The writer in a process of low priority."""
+
+    def __init__(self, rows: dict[str, Any], prompts: list[Any], tokenizer: Any) -> None:
+        import ray
+
+        os.nice(10)
+        super().__init__({name: ray.get(each) for name, each in rows.items()}, ray.get(prompts[0]), tokenizer, ray.get)
+
+
+class WriterProcess:
+    """A `SampleWriter` in another process on this node, which is started again where it dies. Only `examples` and
+    `close` wait for it, with a limit."""
+
+    def __init__(self, rows: dict[str, Any], prompts: Any, tokenizer: Any) -> None:
+        self._given = (rows, [prompts], tokenizer)
+        self._running: dict[Any, SampleJob] = {}
+        self._waiting: list[SampleJob] = []
+        self._deadly: SampleJob | None = None
+        self._start()
+
+    def _start(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        # Workers may hold every CPU slot of a local Ray, and an actor that asks for one would wait for ever. Ray's own
+        # restarts would say nothing of what was lost.
+        actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=here)
+        self._actor: Any = actor.remote(*self._given)
+
+    def submit(self, job: SampleJob) -> list[Written]:
+        """Start writing ``job``, or let it wait in place of an earlier one. Returns outcomes of earlier jobs so far."""
+        found = self._take(0)
+        dropped, self._waiting = self._waiting, [job]
+        self._hand_out()
+        return found + [Written(each.split, each.step, "earlier ones are still being written") for each in dropped]
+
+    def _hand_out(self) -> None:
+        while self._waiting and len(self._running) < _MOST_AT_ONCE:
+            self._write(self._waiting.pop(0))
+
+    def _write(self, job: SampleJob) -> None:
+        self._running[self._actor.write.remote(job)] = job
+
+    def _take(self, wait_s: float) -> list[Written]:
+        import ray
+
+        calls = list(self._running)
+        done = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
+        found = []
+        # In the order in which they were handed out: the first that a dead process leaves is the one that it was at.
+        for call in [each for each in calls if each in done]:
+            # Calls of a process that is dead by now are made anew; their errors are no second death.
+            if call not in self._running:
+                break
+            try:
+                found.append(ray.get(call))
+                del self._running[call]
+            except ray.exceptions.RayActorError as error:
+                found += self._again(error)
+            except Exception as error:  # noqa: BLE001 - whatever befell the writer, training goes on
+                job = self._running.pop(call)
+                found.append(Written(job.split, job.step, (str(error).splitlines() or [repr(error)])[-1]))
+        self._hand_out()
+        return found
+
+    def _again(self, error: BaseException) -> list[Written]:
+        """The process is dead: have a new one write what it was given. A job that has ended two is given up."""
+        left, self._running = list(self._running.values()), {}
+        self._start()
+        lost = [left.pop(0)] if left[0] is self._deadly else []
+        self._deadly = left[0] if left else None
+        for job in left:
+            self._write(job)
+        return [Written(job.split, job.step, _cause(error)) for job in lost]
+
+    def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]] | None:
+        """`SampleWriter.examples`, or None if they do not come."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            return ray.get(self._actor.examples.remote(job, list(names)), timeout=_EXAMPLES_WAIT_S)
+        return None
+
+    def flush(self, wait_s: float, step: int | None = None) -> list[Written]:
+        """Wait up to ``wait_s`` for the jobs of the steps up to ``step`` (None: for all). Returns outcomes."""
+        found, deadline = self._take(0), time.monotonic() + wait_s
+        while self.holds(step) and time.monotonic() < deadline:
+            found += self._take(min(_POLL_S, wait_s))
+        return found
+
+    def holds(self, step: int | None = None) -> bool:
+        """Whether a job of the steps up to ``step`` (None: any) is not written."""
+        return any(step is None or job.step <= step for job in [*self._running.values(), *self._waiting])
+
+    def close(self, wait_s: float) -> list[Written]:
+        """`flush`, and end the process. Returns the outcomes that are still open."""
+        import ray
+
+        found = self.flush(wait_s)
+        ray.kill(self._actor)
+        left = [*self._running.values(), *self._waiting]
+        return found + [Written(job.split, job.step, f"not written within {wait_s:g} s") for job in left]
+
+
+def _cause(error: BaseException) -> str:
+    """Why the writer's process died twice over a job, as far as that can be known from outside."""
+    full = [each for each in (tempfile.gettempdir(), "/dev/shm") if Path(each).is_dir() and _is_full(each)]
+    if full:
+        return f"the disk of {full[0]} is full, and the process that writes them cannot live"
+    return f"the process that writes them died twice: it was killed, or memory ran out ({first_line(error)})"
+
+
+def _is_full(folder: str) -> bool:
+    disk = shutil.disk_usage(folder)
+    return disk.free < min(_FULL_BYTES, disk.total // 100)

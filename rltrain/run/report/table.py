@@ -1,0 +1,170 @@
+"""``python -m rltrain.report RUN``: the phase table of a run, from its metrics.jsonl."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from rltrain.base.errors import DataError, command
+from rltrain.base.logs import console, count
+from rltrain.base.storage import json_lines
+
+METRICS = "metrics.jsonl"
+PHASES = (
+    "generate_sequences", "reshard", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv",
+    "update_critic", "update_actor", "step",
+)  # fmt: skip
+ROWS = [
+    *((name, f"timing_s/{name}", "seconds") for name in PHASES),
+    ("response_length", "response_length/mean", "tokens"),
+    ("save_checkpoint", "timing_s/save_checkpoint", "seconds"),
+    ("testing", "timing_s/testing", "seconds"),
+    ("throughput", "perf/throughput", "tokens/s/device, prompt and response, whole step"),
+    ("gen throughput", "perf/gen_throughput", "tokens/s/device, response, generate_sequences"),
+    ("old_log_prob throughput", "perf/old_log_prob_throughput", "tokens/s/device, prompt and response"),
+    ("mfu actor", "perf/mfu/actor", "of the device's bf16 peak, without recompute"),
+    ("mbu rollout", "perf/mbu/rollout", "of the device's memory bandwidth, at least"),
+]
+
+
+def read_metrics(run: Path | str) -> list[dict[str, Any]]:
+    """All lines of a run's metrics.jsonl, in order. Raises DataError where there is none, StorageError where it
+    cannot be read."""
+    run = Path(run)
+    file = run / METRICS if run.is_dir() else run
+    if not file.is_file():
+        raise DataError(f"{file} does not exist. Give the run folder (trainer.default_local_dir).")
+    return json_lines(file)
+
+
+def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
+    """A title, and one row per metric.
+
+    A row holds label, unit, mean over the steps that have the metric, largest value, its step, share of a step.
+    """
+    steps = [line for line in lines if "timing_s/step" in line]
+    # The first step compiles, allocates and fills caches. Of two steps one alone would be no mean.
+    counted = steps[1:] if len(steps) > 2 else steps
+    title = f"Mean of {count(len(steps), 'step')}" if steps else "No training step"
+    if len(steps) > len(counted):
+        title = f"Mean of {len(counted)} of {count(len(steps), 'step')} (without the first, which warms up)"
+    whole = pd.DataFrame(counted).get("timing_s/step", pd.Series(dtype=float)).mean()
+    rows = []
+    for label, key, unit in ROWS:
+        # Saving and testing happen in few steps, maybe only in the first.
+        outside = key in ("timing_s/save_checkpoint", "timing_s/testing")
+        frame = pd.DataFrame(lines if outside else counted)
+        if key in frame and frame[key].notna().any():
+            at, mean = frame[key].idxmax(), frame[key].mean()
+            # Saving and testing lie outside of the step, so they have no share in it.
+            share = mean / whole if unit == "seconds" and not outside else None
+            if label == "old_log_prob" and "perf/old_log_prob_share" in frame:
+                unit += f" ({frame['perf/old_log_prob_share'].mean():.0%} of the samples)"
+            rows.append((label, unit, mean, frame[key][at], int(frame.get("step", frame.index + 1)[at]), share))
+    return title, rows
+
+
+def phase_table(lines: list[dict[str, Any]]) -> str:
+    """The table users know, in a layout that scripts may parse."""
+    title, found = _summary(lines)
+    rows = [("Metric", "Value", "Unit"), *((label, f"{mean:.6f}", unit) for label, unit, mean, *_ in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = " ".join("=" * width for width in widths)
+    head, *body = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([title, rule, head, rule, *body, rule]) if body else title
+
+
+def screen_table(lines: list[dict[str, Any]]) -> Table:
+    """The same for a terminal: as wide as that is, with the share of the step and the slowest step."""
+    title, rows = _summary(lines)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("Metric", "Mean", "Of step", "Largest", "In step", "Unit"):
+        table.add_column(name, justify="left" if name in ("Metric", "Unit") else "right", no_wrap=name != "Unit")
+    for label, unit, mean, most, step, share in rows:
+        of_step = "" if share is None else f"{share:.0%}"
+        table.add_row(label, _digits(mean), of_step, _digits(most), str(step), unit.partition(",")[0])
+    return table
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def learning_summary(lines: list[dict[str, Any]]) -> str:
+    """Mean training reward of the first and of the last tenth of the steps, and validation before and after."""
+    scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
+    parts = []
+    if scores:
+        # Single steps are too noisy to show whether a run has learnt.
+        tenth = max(1, len(scores) // 10)
+        first, last = sum(scores[:tenth]) / tenth, sum(scores[-tenth:]) / tenth
+        steps = "step" if tenth == 1 else f"{tenth} steps"
+        both = f"{first:.3f} (first {steps}) -> {last:.3f} (last {steps})"
+        parts.append(f"training reward: {both if len(scores) > 1 else f'{first:.3f} (one step)'}")
+    for key in sorted({key for line in lines for key in line if key.startswith("val-core/") and "/mean@" in key}):
+        values = [line[key] for line in lines if key in line]
+        shown = [values[0], values[-1]] if len(values) > 1 else values
+        parts.append(f"{key}: " + " -> ".join(f"{value:.3f}" for value in shown))
+    return "\n".join(parts)
+
+
+def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
+    """One line where no answer of the run earned more than 0, or all earned the same; "" for any other run."""
+    ends = [(line["critic/score/min"], line["critic/score/max"]) for line in lines if "critic/score/max" in line]
+    least, most = min((low for low, _ in ends), default=0.0), max((high for _, high in ends), default=1.0)
+    # Not all that is negative: a reward model may give no other numbers.
+    if most not in (least, 0):
+        return ""
+    said = f"every answer earned {most:g}" if most == least else "no answer earned more than 0"
+    run = run if run.is_dir() else run.parent
+    kept = "" if any(run.glob("samples/train_*")) else " (this run has kept none; trainer.samples_freq=1 keeps all)"
+    return f"{said}; look at them with python -m rltrain.view {shlex.quote(str(run))} --worst{kept}"
+
+
+def report(run: Path) -> str:
+    """Phase table, learning summary, and the newest exported model."""
+    lines = read_metrics(run)
+    return "\n".join([phase_table(lines), *_rest(run, lines)])
+
+
+def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
+    # By number, since as text step 100 stands before step 20.
+    exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
+    exported = [f"exported model: {exports[-1]}"] if exports else []
+    return [text for text in (learning_summary(lines), nothing_earned(run, lines), *exported) if text]
+
+
+def show_report(run: Path) -> None:
+    """Print it: for the eye on a terminal, for scripts elsewhere."""
+    # Scripts parse this layout, so it must not depend on a width or on rich.
+    if not console.is_terminal:
+        sys.stdout.write(report(run) + "\n")
+        return
+    lines = read_metrics(run)
+    console.print(screen_table(lines))
+    for text in _rest(run, lines):
+        console.print(text, markup=False, soft_wrap=True)
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rltrain.report",
+        description="Show a run by its metrics.jsonl: the seconds of each phase of a step, throughput, the training "
+        "reward at the start and at the end, every validation before and after, and the exported model. On a terminal "
+        "also each phase's share of the step and the slowest step; elsewhere in a fixed layout for scripts.",
+    )
+    parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir), or its metrics.jsonl")
+    show_report(parser.parse_args(argv).run)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""The trackers of ``trainer.logger``: a few lines between each package and `Tracker`, which calls them in threads.
+
+One class over accelerate.tracking would need its global state, and would still leave tables and resumed runs to us.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.env import volcengine_account
+from rltrain.base.errors import first_line
+
+log = logging.getLogger(__name__)
+
+Rows = Sequence[Sequence[Any]]
+# The name that the step of training has among the metrics.
+_STEP = "training/global_step"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker is told of a run. run_id: the tracker's own id of a run to continue (None: a new run)."""
+
+    project: str
+    name: str
+    config: dict[str, Any]
+    folder: Path
+    first_step: int = 0
+    run_id: str | None = None
+
+
+class Sink:
+    """One tracker, by default with the interface of wandb, which many have. run_id: what a resumed run is told."""
+
+    run_id: str | None = None
+    _run: Any
+    _table: Callable[[list[str], list[list[Any]]], Any]
+
+    def __init__(self, run: RunInfo) -> None:
+        raise NotImplementedError
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def log_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._run.log({name: self._table(columns, rows)}, step=step)
+
+    def finish(self, summary: dict[str, float], failed: bool) -> None:
+        self._run.log(summary)
+        self._run.finish()
+
+
+class TensorBoard(Sink):
+    """Scalars and texts; on resume the events after the resumed step are purged."""
+
+    def __init__(self, run: RunInfo) -> None:
+        # Each package is imported where it is used: it takes long, and only those of the trackers that are named need
+        # be there.
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = run.first_step + 1 if run.first_step else None
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+        self.log_table(run.first_step, "config", ["key", "value"], [list(pair) for pair in _flat(run.config)])
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._writer.add_text(name, markdown_table(columns, rows), step)
+        self._writer.flush()
+
+    def finish(self, summary: dict[str, float], failed: bool) -> None:
+        self.log_table(0, "summary", ["metric", "value"], [list(pair) for pair in summary.items()])
+        self._writer.close()
+
+
+class WandB(Sink):
+    """Weights & Biases; without a login or its server, files of its offline mode, which `rltrain.tools.sync` sends.
+
+    It drops what has a smaller step than it has seen, without a word to us: the steps that a resumed run makes again,
+    and an entry that is sent late. So its own count goes on, and the step of training is the axis of all plots.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        import wandb
+
+        self._table = lambda columns, rows: wandb.Table(columns=[*columns], data=rows)
+        named: dict[str, Any] = {"project": run.project, "name": run.name, "config": run.config, "dir": str(run.folder)}
+        named |= {"id": run.run_id, "resume": "allow" if run.run_id else None}
+        # wandb would otherwise capture the terminal, where the bar redraws itself.
+        named["settings"] = wandb.Settings(console="off")
+        why = ""
+        if wandb.setup().settings.mode == "online":
+            # What is sent behind later steps would arrive out of order.
+            waits = run.run_id and any(folder.name.endswith(f"-{run.run_id}") for folder in unsent_wandb(run.folder))
+            why = "earlier steps of this run are not sent yet" if waits else wandb_refusal()
+        if not why:
+            try:
+                self._run = wandb.init(**named)
+            except wandb.errors.Error as error:  # the server is gone since, or lets nobody into the project
+                why = first_line(error).rstrip(".")
+        if why:
+            self._run = wandb.init(**named, mode="offline")
+            text = "tracker 'wandb': %s. Metrics go to %s; send them after the run with: python -m rltrain.sync %s"
+            log.warning(text, why, run.folder / "wandb", run.folder)
+        self.run_id = self._run.id
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({**metrics, _STEP: step})
+
+    def log_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._run.log({name: self._table(columns, rows), _STEP: step})
+
+    def finish(self, summary: dict[str, float], failed: bool) -> None:
+        self._run.summary.update(summary)
+        self._run.finish(exit_code=int(failed))
+
+
+class VemlpWandB(Sink):
+    """Volcengine's machine learning platform. Its module has the interface of wandb.
+
+    This class is written from the documentation of the platform only.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        import volcengine_ml_platform
+        from volcengine_ml_platform import wandb
+
+        volcengine_ml_platform.init(**volcengine_account())
+        wandb.init(project=run.project, name=run.name, config=run.config)
+        self._table = lambda columns, rows: wandb.Table(columns=[*columns], data=rows)
+        self._run = wandb
+
+
+class MLflow(Sink):
+    """MLflow, at MLFLOW_TRACKING_URI or where it keeps runs by itself."""
+
+    run_id: str
+
+    def __init__(self, run: RunInfo) -> None:
+        from mlflow import MlflowClient
+
+        # The client takes the run's id with every call; the functions of `mlflow` itself depend on an active run, which
+        # is global state.
+        self._client = MlflowClient()
+        if run.run_id:
+            self.run_id = run.run_id
+            # An earlier start has set it to finished or failed.
+            self._client.update_run(run.run_id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        for name, value in _flat(run.config):
+            # Servers of older MLflow refuse values of more than 500 characters.
+            self._client.log_param(self.run_id, _plain(name), str(value)[:500])
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.run_id, [Metric(_plain(name), value, now, step) for name, value in metrics.items()])
+
+    def log_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        data = {column: [row[number] for row in rows] for number, column in enumerate(columns)}
+        self._client.log_table(self.run_id, data, f"{name}/step_{step:06d}.json")
+
+    def finish(self, summary: dict[str, float], failed: bool) -> None:
+        self.log(0, summary)
+        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+
+
+class SwanLab(Sink):
+    """SwanLab."""
+
+    def __init__(self, run: RunInfo) -> None:
+        import swanlab
+
+        self._table = lambda columns, rows: swanlab.echarts.Table().add(columns, rows)
+        named = {"project": run.project, "name": run.name, "config": run.config, "log_dir": str(run.folder / "swanlog")}
+        resume = "allow" if run.run_id else "never"
+        # It must neither ask on the terminal nor record what is shown there.
+        quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
+        self._run = swanlab.init(**named, id=run.run_id, resume=resume, settings=quiet)
+        self.run_id = self._run.id
+
+    def finish(self, summary: dict[str, float], failed: bool) -> None:
+        self._run.config.update({"summary": summary})
+        self._run.finish(**({"state": "crashed", "error": "see train.log"} if failed else {}))
+
+
+class ClearML(Sink):
+    """ClearML: the first part of a metric's name is the title of its plot."""
+
+    def __init__(self, run: RunInfo) -> None:
+        from clearml import Task
+
+        # By itself ClearML patches argparse, frameworks and output streams of the whole process, and reuses the task of
+        # the last run.
+        hooks = ("auto_connect_arg_parser", "auto_connect_frameworks", "auto_connect_streams", "reuse_last_task_id")
+        # An offline task was packed when it ended; to go on with it hangs.
+        goes_on = None if (run.run_id or "").startswith("offline-") else run.run_id
+        more: dict[str, Any] = dict.fromkeys(hooks, False) | {"continue_last_task": goes_on or False}
+        self._task = Task.init(project_name=run.project, task_name=run.name, **more)
+        self.run_id = self._task.id
+        if goes_on:
+            self._task.set_initial_iteration(0)  # our steps count from the first start
+        else:
+            self._task.connect_configuration(run.config, name="rltrain")
+        self._logger = self._task.get_logger()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            title, _, series = name.partition("/")
+            self._logger.report_scalar(title, series or title, value, step)
+
+    def log_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self._logger.report_table(name, "table", step, table_plot=[columns, *rows])
+
+    def finish(self, summary: dict[str, float], failed: bool) -> None:
+        for name, value in summary.items():
+            self._logger.report_single_value(name, value)
+        if failed:
+            self._task.mark_failed(status_reason="see train.log")
+        self._task.close()
+
+
+class Trackio(Sink):
+    """Trackio: a run goes on under its name."""
+
+    def __init__(self, run: RunInfo) -> None:
+        import trackio
+
+        self._table = lambda columns, rows: trackio.Table(columns=columns, data=rows)
+        name, resume = run.run_id or run.name, "allow" if run.run_id else "never"
+        self._run = trackio.init(project=run.project, name=name, config=run.config, resume=resume, embed=False)
+        self.run_id = self._run.name
+
+
+def wandb_login_lacks() -> str:
+    """What a user shall do to log in to W&B; empty where there is a login or none is wanted. Asks no server."""
+    import wandb
+    from requests.utils import get_netrc_auth
+
+    settings = wandb.setup().settings
+    known = settings.api_key or getattr(settings, "identity_token_file", None) or get_netrc_auth(settings.base_url)
+    if settings.mode != "online" or known:
+        return ""
+    return "not logged in (run `wandb login`, or set WANDB_API_KEY)"
+
+
+def wandb_refusal() -> str:
+    """Why W&B would take nothing now, or an empty text. Takes seconds where its server does not answer."""
+    import wandb
+
+    if lacks := wandb_login_lacks():
+        return lacks
+    # By itself it asks on the terminal, in the middle of training, and older versions do not ask the server.
+    wanted: dict[str, Any] = {"prompt": False, "verify": True}
+    known = inspect.signature(wandb.login).parameters
+    try:
+        done = wandb.login(**{name: value for name, value in wanted.items() if name in known})
+        return "" if done else "not logged in"
+    except (wandb.errors.Error, OSError, ValueError) as error:  # ValueError: a key of another form, in older versions
+        return first_line(error).rstrip(".")
+
+
+def unsent_wandb(folder: Path) -> list[Path]:
+    """The folders of wandb's offline mode in a run folder that its own sync command has not marked as sent."""
+    kept = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+    return [file.parent for file in kept if not file.with_name(f"{file.name}.synced").exists()]
+
+
+TRACKERS: dict[str, type[Sink]] = {
+    "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab, "clearml": ClearML,
+    "trackio": Trackio, "vemlp_wandb": VemlpWandB,
+}  # fmt: skip
+
+
+def markdown_table(columns: Sequence[str], rows: Rows) -> str:
+    """A table as Markdown, one line a row, whatever the cells hold."""
+    lines = [list(columns), ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_cell(each) for each in line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value) if isinstance(value, list) else value
+
+
+def _plain(name: str) -> str:
+    """A name with the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))

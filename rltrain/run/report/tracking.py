@@ -1,0 +1,301 @@
+"""Metrics go to metrics.jsonl always, and to the console and the trackers of ``trainer.logger``.
+
+A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker is made and fed in a
+thread of its own, failed entries are retried with growing pauses, and the end of the run waits a bounded time.
+metrics.jsonl has all metrics, unless the run folder takes no more until the end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.aside import Lines
+from rltrain.base.errors import first_line
+from rltrain.base.storage import disk_errors
+from rltrain.config.load import to_dict
+from rltrain.config.schema import Config
+from rltrain.config.schema.trainer import LOGGERS
+from rltrain.run.report.console import Console
+from rltrain.run.report.table import METRICS
+from rltrain.run.report.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
+from rltrain.run.watchers.watcher import Watcher
+from rltrain.trainer.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+# Entries (steps, tables) kept for a tracker that is down; the oldest go first.
+_MOST_KEPT = 10_000
+# Seconds between attempts, doubled up to the second number.
+_PAUSES_S = (1.0, 300.0)
+# So many failures in a row, and the tracker is down.
+_DOWN_AFTER = 3
+# An entry that failed so often while others went through is at fault itself.
+_GIVE_UP_AFTER = 5
+# How long the end of a run waits for trackers, and that of one that failed.
+_CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
+# Each tracker's own name of a run.
+IDS_FILE = "tracking.json"
+
+
+class JsonLines:
+    """One JSON object a step, added to what the file has.
+
+    A line that cannot be written, or that storage does not answer for, is told once, kept, and written with a later
+    one: that is no reason to stop training, and no error on its way may be lost over it. Raises where there cannot be
+    such a file at the start (`unwritten`).
+    """
+
+    def __init__(self, file: Path) -> None:
+        with disk_errors(file), file.open("ab"):
+            self._file, self._lines = file, Lines(file)
+        self._told = False
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if (error := self._lines.add(json.dumps({"step": step, **metrics}) + "\n")) and not self._told:
+            self._told = True
+            text = "%s cannot be written (%s): training goes on, and its lines wait until it can"
+            log.warning(text, self._file, error.strerror)
+
+    def close(self) -> None:
+        if error := self._lines.close(_CLOSE_AFTER_FAILURE_S):
+            log.warning("%s lacks its last %d lines: %s", self._file, self._lines.num_late, error)
+
+
+class Sender(threading.Thread):
+    """Makes and feeds one tracker in a thread of its own.
+
+    Errors are logged once, and failed entries are retried with growing pauses.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Sink], pauses_s: tuple[float, float] = _PAUSES_S) -> None:
+        super().__init__(name=f"tracker {name}", daemon=True)
+        self._tracker, self._make, self._pauses_s = name, make, pauses_s
+        self._sink: Sink | None = None
+        self._changed = threading.Condition()
+        # A dict and not a queue: it keeps the order, and one entry can leave from the middle. Every call of `put` makes
+        # a function of its own, so the keys differ.
+        self._waiting: dict[Callable[[Sink], None], int] = {}  # what to send, and how often that failed
+        self._finish: Callable[[Sink], None] | None = None
+        self._lost = 0
+        self._told = False
+        self.given_up = False
+        self.start()
+
+    def put(self, send: Callable[[Sink], None]) -> None:
+        """Queue one thing to send; returns at once."""
+        with self._changed:
+            if len(self._waiting) == _MOST_KEPT:
+                self._waiting.pop(next(iter(self._waiting)))
+                self._lost += 1
+            self._waiting[send] = 0
+            self._changed.notify()
+
+    def ask_to_finish(self, finish: Callable[[Sink], None]) -> None:
+        """Send what waits, then ``finish``, then end."""
+        with self._changed:
+            self._finish = finish
+            self._changed.notify()
+
+    def wait_until_finished(self, deadline: float) -> None:
+        """Wait until the thread has ended, and say what did not arrive."""
+        self.join(max(0.0, deadline - time.monotonic()))
+        self.given_up = self.is_alive()
+        if self._lost or self.given_up:
+            left = len(self._waiting) + self._lost
+            log.warning(
+                "tracker '%s': not finished, %d entries did not arrive; metrics.jsonl has all", self._tracker, left
+            )
+
+    def run(self) -> None:
+        pause, longest = self._pauses_s
+        while True:
+            with self._changed:
+                # Without a sink nothing is waited for: the tracker is made at once, so that a missing login is told
+                # before the first step has ended.
+                self._changed.wait_for(lambda: self._waiting or self._finish or not self._sink)
+                entries, finish = list(self._waiting), self._finish
+            try:
+                self._sink = self._sink or self._make()
+                done = self._send(entries, self._sink)
+                if done and finish:
+                    finish(self._sink)
+                    return
+            # Whatever a tracker raises, SystemExit too: a thread that ended would take its entries along in silence.
+            except BaseException as error:  # noqa: BLE001
+                self._tell(error)
+                done = False
+            if not done:
+                with self._changed:
+                    # The pause ends early when the run does.
+                    self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause)  # type: ignore[misc]
+            pause = self._pauses_s[0] if done or finish else min(2 * pause, longest)
+
+    def _send(self, entries: list[Callable[[Sink], None]], sink: Sink) -> bool:
+        """Try all entries in order, past failures. Returns whether nothing is left. Raises if the tracker is down."""
+        failed: list[Callable[[Sink], None]] = []
+        in_a_row = 0
+        for send in entries:  # (a full queue may lose some of them meanwhile)
+            try:
+                send(sink)
+            except BaseException as error:
+                failed.append(send)
+                in_a_row += 1
+                # Raised before attempts are counted: entries are not to blame for a tracker that is down.
+                if in_a_row == _DOWN_AFTER:
+                    raise
+                self._tell(error)
+            else:
+                in_a_row = 0
+                with self._changed:
+                    self._waiting.pop(send, None)
+        with self._changed:
+            # Attempts count only where something else went through, because then the entry itself is refused.
+            for send in failed if len(failed) < len(entries) else []:
+                if send in self._waiting:
+                    self._waiting[send] += 1
+                    if self._waiting[send] == _GIVE_UP_AFTER:
+                        del self._waiting[send]
+                        self._lost += 1
+        return not failed
+
+    def _tell(self, error: BaseException) -> None:
+        if not self._told:
+            self._told = True
+            text = (
+                "tracker '%s' failed (%s: %s). Training goes on; "
+                "what is not sent is kept and tried again in the background"
+            )
+            log.warning(text, self._tracker, type(error).__name__, error)
+
+
+class Tracker(Watcher):
+    """Sends metrics and tables to all outputs that ``trainer.logger`` names.
+
+    The end of its context finishes all of these outputs.
+    """
+
+    def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int) -> None:
+        self._console = Console(run.first_step, total_steps, shown="console" in loggers)
+        self._always = JsonLines(run.folder / METRICS)
+        # A resumed run goes on under it, a new one starts anew.
+        self._ids_file = run.folder / IDS_FILE
+        # A run from step 0 is a new one: under the old name its steps would mix with those of the run before.
+        self._ids = read_ids(self._ids_file) if run.first_step else {}
+        self._ids_lock = threading.Lock()
+        self._senders: list[Sender] = []
+        self._summary: dict[str, float] = {}
+        for name in dict.fromkeys(loggers):
+            if package := missing_package(name):
+                log.warning("trainer.logger=%s needs 'pip install %s'; going on without it", name, package)
+            elif name in TRACKERS:
+                own = replace(run, run_id=self._ids.get(name))
+                self._senders.append(Sender(name, lambda name=name, own=own: self._make(name, own)))  # type: ignore[misc]
+
+    @classmethod
+    def of(cls, cfg: Config, folder: Path, first_step: int, total_steps: int) -> Tracker:
+        """Of a run in ``folder`` that goes on after ``first_step``."""
+        names = (cfg.trainer.project_name, cfg.trainer.experiment_name)
+        return cls(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder, first_step), total_steps)
+
+    def _make(self, name: str, run: RunInfo) -> Sink:
+        sink = TRACKERS[name](run)
+        if sink.run_id:
+            # Every tracker has a thread, and the file that is written last must hold the names of all.
+            with self._ids_lock:
+                self._ids[name] = sink.run_id
+                temporary = self._ids_file.with_suffix(".tmp")
+                try:
+                    temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
+                    temporary.replace(self._ids_file)
+                # The tracker works; making it again would begin a run with every attempt.
+                except OSError as error:
+                    log.warning("%s cannot be written, so a resumed run begins new tracker runs: %s", temporary, error)
+        return sink
+
+    def on_metrics(self, step: int, metrics: Metrics) -> None:
+        """Send the metrics of ``step``."""
+        self._always.log(step, metrics)
+        self._console.log(step, metrics)
+        # The summary is kept here: a tracker gets it whole at the end, whatever of the steps has arrived there.
+        for key, value in metrics.items():
+            if key == "critic/score/mean" or key.startswith("val-core/"):
+                best = max(value, self._summary.get(f"summary/best/{key}", value))
+                self._summary |= {"summary/steps": step, f"summary/best/{key}": best, f"summary/last/{key}": value}
+        for sender in self._senders:
+            sender.put(lambda sink: sink.log(step, metrics))
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
+        """Send a table of texts and numbers, such as sampled answers, to every tracker.
+
+        name: such as "val/generations".
+        """
+        for sender in self._senders:
+            sender.put(lambda sink: sink.log_table(step, name, list(columns), [list(row) for row in rows]))
+
+    def on_phase(self, name: str) -> None:
+        self._console.phase(name)
+
+    def close(self, failed: bool = False) -> None:
+        """Finish all, waiting a minute at most for trackers that do not answer."""
+        self._console.close()
+        self._always.close()
+        # All are asked before one is waited for: they finish side by side, within one deadline.
+        senders, self._senders = self._senders, []
+        for sender in senders:
+            sender.ask_to_finish(lambda sink: sink.finish(self._summary, failed))
+        deadline = time.monotonic() + (_CLOSE_AFTER_FAILURE_S if failed else _CLOSE_S)
+        for sender in senders:
+            sender.wait_until_finished(deadline)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, where: Any) -> None:
+        self.close(failed=error is not None)
+
+
+def hanging() -> bool:
+    """Whether a tracker that a run was done with still does not answer."""
+    return any(isinstance(thread, Sender) and thread.given_up for thread in threading.enumerate())
+
+
+def missing_package(logger: str) -> str | None:
+    """What to install before ``trainer.logger`` may name ``logger``, or None."""
+    package = LOGGERS[logger]
+    return package if package and importlib.util.find_spec(package) is None else None
+
+
+def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
+    """What a run will say of its trackers at its start, as far as nobody need be asked."""
+    for name in loggers:
+        if package := missing_package(name):
+            yield f"trainer.logger={name}: not installed here, so it is left out (pip install {package})"
+        elif name == "wandb":
+            try:
+                lacks = wandb_login_lacks()
+            except Exception as error:  # noqa: BLE001 - what a package raises where its settings are wrong
+                yield f"trainer.logger=wandb: it fails here ({first_line(error)})"
+                continue
+            if lacks:
+                yield (
+                    f"trainer.logger=wandb: {lacks}. As it is, metrics go to {folder / 'wandb'}, and go on after "
+                    f"the run with: python -m rltrain.sync {folder}"
+                )
+
+
+def read_ids(file: Path) -> dict[str, str]:
+    """Each tracker's own name of a run, as far as the file can be read."""
+    try:
+        found = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        return {str(name): str(each) for name, each in found.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        log.warning("%s cannot be read, so trackers begin new runs: %s", file, error)
+        return {}

@@ -1,0 +1,189 @@
+"""``python -m rltrain.view RUN``: the answers of a run, from its samples folder, on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rltrain.base.errors import DataError, command, of_host, plain
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FILE = re.compile(r"(train|val)_(\d+)\.parquet")
+_ORDERS = {
+    "worst": "lowest score first",
+    "best": "highest score first",
+    "longest": "most tokens first",
+    "mixed": "answers to prompts that some answered right and some wrong",
+    "failed": "answers that could not be scored",
+}
+_TEXTS = ("question", "prompt", "answer", "ground_truth", "reward_error")
+_HEAD = ("step", "data_source", "row", "index", "sample")
+
+
+def is_right(sample: Mapping[str, Any]) -> bool:
+    """By ``acc``, where the scorer gives it, else by the score."""
+    acc = sample.get("acc")
+    # In a table, a number that some rows lack is NaN for them, and NaN differs from itself. A text says nothing here.
+    return float(sample["score"] if acc is None or isinstance(acc, str) or acc != acc else acc) > 0
+
+
+def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
+    """``47+9=? -> 56 ✓``; a wrong answer with the right one behind it."""
+    mark = "✓" if is_right(sample) else f"✗ ({shorten(str(sample['ground_truth']), width // 4)})"
+    return f"{shorten(sample['question'], width // 2)} -> {shorten(sample['answer'], width // 2)} {mark}"
+
+
+def shorten(text: str, width: int) -> str:
+    """One line of at most ``width`` characters, with the start and the end of the text."""
+    text = plain(" ".join(text.split()))
+    head = (width - 3) // 2
+    return text if len(text) <= width else f"{text[:head]} … {text[len(text) - (width - 3 - head) :]}"
+
+
+def sample_steps(run: Path, split: str) -> dict[int, Path]:
+    """The steps whose answers were kept, ascending, and their files."""
+    found = [
+        (match, file) for file in run.glob("samples/*") if (match := _FILE.fullmatch(file.name)) and match[1] == split
+    ]
+    if not found:
+        what = "validation" if split == "val" else "training"
+        raise DataError(
+            f"{run}/samples holds no answers of {what}. Give the folder of a run with trainer.samples_freq=1."
+        )
+    return dict(sorted((int(match[2]), file) for match, file in found))
+
+
+def read_samples(run: Path | str, step: int | None = None, split: str = "train") -> pd.DataFrame:
+    """The answers of one step (None: the newest) that a run has kept; split: train or val. One row an answer."""
+    import pandas as pd
+    import pyarrow as pa
+
+    files = sample_steps(Path(run), split)
+    if step is None:
+        step = max(files)
+    if step not in files:
+        near = sorted(sorted(files, key=lambda each: abs(each - step))[:6])
+        raise DataError(f"{run}/samples has no {split} step {step}. Near it: {', '.join(map(str, near))}.")
+    try:
+        return pd.read_parquet(files[step])
+    except (OSError, pa.ArrowException) as error:
+        raise of_host(error) or DataError(f"{files[step]} cannot be read: {error}") from error
+
+
+def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.DataFrame:
+    """The answers of one data source in one of the orders of the command."""
+    if source is not None:
+        known = frame["data_source"].unique()
+        frame = frame[frame["data_source"] == source]
+        if not len(frame):
+            raise DataError(f"--source {source}: there is none of it. Sources: {', '.join(known)}.")
+    if order in ("worst", "best"):
+        # Stable, so that answers of equal score keep the order of the data and two calls show the same.
+        return frame.sort_values("score", ascending=order == "worst", kind="stable")
+    if order == "longest":
+        return frame.sort_values("response_length", ascending=False, kind="stable")
+    if order == "failed":
+        return frame[frame["reward_failed"] > 0]
+    if order == "mixed":
+        right = frame.apply(is_right, axis=1)
+        # Of an empty table pandas' `apply` returns a table and not a column.
+        return frame[right.groupby(frame["row"]).transform("nunique") > 1] if len(frame) else frame
+    return frame
+
+
+def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
+    """One line per first answer to the same validation prompts at two steps (default: the first and the newest)."""
+    known = list(sample_steps(run, "val"))
+    # One step is compared with the first.
+    steps = [known[0], *steps] if len(steps) == 1 else steps or known
+    if steps[0] == steps[-1]:
+        only = f"there is one validation only, of step {known[0]}" if len(known) == 1 else f"step {steps[0]} twice"
+        raise DataError(
+            f"--compare: {only}. Kept are: {', '.join(map(str, known[:20]))}. trainer.test_freq=N validates every N "
+            "steps, trainer.val_before_train=True before the first."
+        )
+    frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]
+    # The first answer to each prompt: which prompts are kept does not change from one validation to the next.
+    before, after = [frame[frame["sample"] == 0].set_index("row") for frame in frames]
+    lines = []
+    for row in [row for row in before.index if row in after.index][:count]:
+        lines.append(shorten(before.loc[row, "question"], width))
+        for sample in (before.loc[row].to_dict(), after.loc[row].to_dict()):
+            lines.append(f"  step {sample['step']:>5}{one_line(sample | {'question': ''}, width - 16)}")
+    rights = [f"step {frame['step'].iloc[0]}: {frame.apply(is_right, axis=1).mean():.1%}" for frame in frames]
+    return [*lines, f"right, of all that were kept: {', '.join(rights)}"]
+
+
+def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
+    """One answer: where it is from, prompt, answer, truth, and every number. Long texts lose their middle."""
+    from rich.text import Text
+
+    right = is_right(sample)
+    head = " ".join(f"{name} {sample[name]}" for name in _HEAD if sample.get(name) is not None)
+    console.rule(
+        Text(plain(f"{head} {'✓' if right else '✗'}"), style="bold green" if right else "bold red"), align="left"
+    )
+    for name in ("prompt", "answer", "ground_truth", "reward_error"):
+        text = sample.get(name)
+        if text:
+            cut = len(text) - most
+            middle = f"\n… {cut:,} characters left out (--chars) …\n"
+            shown = text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
+            console.print(Text(f"{name}: ", style="bold cyan") + Text(plain(shown)))
+    numbers = {name: value for name, value in sample.items() if name not in (*_HEAD, *_TEXTS)}
+    parts = [f"{name} {each:.4g}" if isinstance(each, float) else f"{name} {each}" for name, each in numbers.items()]
+    console.print(Text(plain("  ".join(parts)), style="dim"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rltrain.view", description="Show the answers that a run has kept.")
+    parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
+    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument("--val", action="store_true", help="answers of validation instead of training")
+    which = parser.add_mutually_exclusive_group()
+    for name, text in _ORDERS.items():
+        which.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
+    pair = "the same validation prompts at two steps (default: first and newest; one step: first and that)"
+    parser.add_argument("--compare", nargs="*", type=int, metavar="STEP", help=pair)
+    parser.add_argument("-n", type=int, default=5, help="how many (default 5)")
+    parser.add_argument("--source", help="only this data_source")
+    parser.add_argument("--lines", action="store_true", help="one line an answer")
+    parser.add_argument("--chars", type=int, default=2000, help="longest text shown whole (default 2000)")
+    parser.add_argument("--width", type=int, help="columns (default: those of the terminal)")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    from rich.console import Console
+
+    plainly = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": not sys.stdout.isatty()}
+    console = Console(width=arguments.width, **plainly)  # type: ignore[arg-type]
+    try:
+        if arguments.compare is not None:
+            lines = compare(arguments.run, arguments.compare, arguments.n, arguments.source, console.width)
+            console.print("\n".join(lines))
+            return 0
+        frame = read_samples(arguments.run, arguments.step, "val" if arguments.val else "train")
+        found = arrange(frame, arguments.order, arguments.source)
+        for sample in found.head(arguments.n).to_dict("records"):
+            if arguments.lines:
+                console.print(one_line(sample, console.width - 8))
+            else:
+                show(sample, console, arguments.chars)
+        console.print(f"{min(len(found), arguments.n)} of {len(found)} answers, step {frame['step'].iloc[0]}")
+    except BrokenPipeError:  # head has seen enough
+        # Else Python reports the broken pipe there, when it flushes standard output at its end.
+        sys.stderr.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Starts the scorers of a run, and tries them on its rows before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.config.schema import Config
+from rltrain.config.schema.algorithm import FILTER_METRICS
+from rltrain.controller.failures import death_watch
+from rltrain.controller.group import PlacementGroupSchedulingStrategy
+from rltrain.controller.hang import Deadlines
+from rltrain.rewards.processes.crew import PoolWatch
+from rltrain.rewards.processes.pool import RewardPool
+from rltrain.rewards.processes.score import Score
+
+
+def start_pool(
+    cfg: Config,
+    num_workers: int,
+    splits: dict[str, Any],
+    groups: Sequence[Any],
+    folder: Path,
+    deadlines: Deadlines,
+    stopped: Callable[[], None],
+) -> RewardPool | None:
+    """The rule scorers on the nodes of ``groups``, tried on one row of every data source; None where a reward model
+    alone decides.
+
+    What they print goes to ``reward.log`` in ``folder``. deadlines: of the trial; they get the scorers' stacks.
+    stopped(): raises what ends a wait.
+    """
+    if not cfg.reward_model.runs_scorers:
+        return None
+
+    watch = PoolWatch(
+        death_watch(),
+        stopped,
+        lambda: deadlines.write_stacks("reward"),
+        min(PoolWatch.late_s, deadlines.fixed_s or PoolWatch.late_s),
+        deadlines.limit_s("trial"),
+    )
+    places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0) for group in groups]
+    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch, places)
+    deadlines.show("scorers", pool.stacks)
+    for split in splits:
+        scores = pool.check(split)
+        if split == "train":
+            check_columns(cfg, scores)
+    return pool
+
+
+def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
+    """Raise ConfigError if the config names numbers that no scorer returns, judging by one row per data source."""
+    algorithm = cfg.algorithm
+    wanted = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
+    wanted += [("reward.weights", name) for name in cfg.reward.weights]
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:
+        wanted.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
+    for key, name in wanted:
+        # A score that failed tells nothing about its names, as the ground truth need not look like an answer.
+        missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
+        if missing:
+            have = ", ".join(["score", *sorted(missing[0].extras)])
+            raise ConfigError(
+                f"{key}={name}: a scorer of data.train_files returns no number of that name. It returns {have}."
+            )

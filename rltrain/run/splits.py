@@ -1,0 +1,75 @@
+"""The data of a run: the rows and the tokenised prompts of both splits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+
+from rltrain.base import logs
+from rltrain.base.errors import DataError
+from rltrain.config.schema import Config
+from rltrain.data.chat import ChatEncoder, chat_encoder
+from rltrain.data.custom import custom_rows
+from rltrain.data.prompts import PromptStore, check_limit_images, check_vocabulary, encode_prompts
+from rltrain.data.rows import Rows, keys_of, read_rows
+from rltrain.trainer.plan import ImageSizes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The rows and the tokenised prompts of each split ("train", "val"), and the encoder that made them."""
+
+    rows: dict[str, Rows]
+    prompts: dict[str, PromptStore]
+    encoder: ChatEncoder
+
+    @cached_property
+    def images(self) -> ImageSizes | None:
+        """Sizes of the images, or None where no prompt has any."""
+        return ImageSizes.of(self.prompts)
+
+
+def load_data(cfg: Config) -> Data:
+    """Read, check and tokenise the prompts of both splits.
+
+    ``rows`` holds only the rows of the prompts that pass the filter.
+    """
+    data, encoder = cfg.data, chat_encoder(cfg)
+    rows: dict[str, Rows] = {}
+    prompts: dict[str, PromptStore] = {}
+    for split, files, limit in (
+        ("train", data.train_files, data.train_max_samples),
+        ("val", data.val_files, data.val_max_samples),
+    ):
+        if not files:
+            continue
+        log.info("reading data.%s_files=%s", split, files)
+        if data.custom_cls:
+            found = custom_rows(data, files, encoder.tokenizer, limit)
+        else:
+            found = read_rows(files, **keys_of(data), max_rows=limit, seed=data.seed if data.shuffle else None)
+        rows[split], prompts[split] = encode_split(cfg, split, found, encoder)
+        sources = ", ".join(rows[split].data_sources())
+        prompts_left, num_dropped = logs.count(len(prompts[split]), "prompt"), prompts[split].num_dropped
+        log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, num_dropped)
+    return Data(rows, prompts, encoder)
+
+
+def encode_split(cfg: Config, split: str, found: Rows, encoder: ChatEncoder) -> tuple[Rows, PromptStore]:
+    """The rows of the prompts that pass the filter, and these prompts, tokenised. Raises DataError."""
+    data = cfg.data
+    store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
+    if not len(store):
+        raise DataError(
+            f"{found.paths}: no prompt is left for data.{split}_files. Raise "
+            f"data.max_prompt_length={data.max_prompt_length}."
+        )
+    # Rows and prompts must be numbered alike: a batch carries one row number, which finds the tokens and the ground
+    # truth.
+    rows = found.select(store.row_index)
+    check_vocabulary(rows, store, encoder)
+    check_limit_images(rows, store, cfg.actor_rollout_ref.rollout.limit_images)
+    return rows, store

@@ -1,0 +1,136 @@
+"""Starts the workers of a run, and what is around them: scorers, trackers, the writer of samples.
+
+An ExitStack records how to end each of these, and the `Trainer` unwinds it, so that the order is right however the run
+ends. Left out: a way to start only some of these parts, except that a validation alone loads no optimizer, critic or
+reference.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+
+from rltrain.base import logs
+from rltrain.base.device import Device, get_device, threads_per_worker
+from rltrain.base.env import worker_environment
+from rltrain.base.stop import Stop
+from rltrain.config.loaded import LoadedConfig
+from rltrain.config.schema import Config
+from rltrain.controller.cluster import free, reserve, share
+from rltrain.controller.group import WorkerGroup
+from rltrain.controller.hang import Deadlines
+from rltrain.controller.lifeline import check, unless_lost
+from rltrain.run.assemble import make_trainer
+from rltrain.run.changes import write_run_files
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.resume import Start, verified
+from rltrain.run.checkpoints.saver import Saver
+from rltrain.run.earlier import owes_validation, set_aside
+from rltrain.run.fit import Trainer
+from rltrain.run.preflight.health import look_at_nodes, refuse, try_collectives
+from rltrain.run.report.archive import Archive, keeps_samples
+from rltrain.run.report.sample_writer import WriterProcess
+from rltrain.run.report.tracking import Tracker
+from rltrain.run.scorers import start_pool
+from rltrain.run.splits import Data
+from rltrain.run.watchers.callbacks import Callbacks
+from rltrain.run.watchers.drift import Drift
+from rltrain.run.watchers.notice import Notice
+from rltrain.run.watchers.watcher import Watchers
+from rltrain.trainer.plan import Plan
+
+log = logging.getLogger(__name__)
+_WORKER = "rltrain.workers.hybrid:HybridWorker"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All that is known of a run before anything of it is started."""
+
+    loaded: LoadedConfig
+    plan: Plan
+    data: Data
+    folder: RunFolder
+    start: Start
+    find: Callable[[], Start]
+    """Finds another start; see `verified`."""
+
+
+def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack, deadlines: Deadlines) -> Trainer:
+    """Workers, models, scorers and trackers of a run that has steps to make.
+
+    closing: ends what was begun; the trainer takes it over.
+    """
+    loaded, plan, data, folder, start = ready.loaded, ready.plan, ready.data, ready.folder, ready.start
+    cfg = loaded.config
+    device = get_device(cfg.trainer.device)
+    # Rows and prompts go into the object store once, not per process. Pictures that a class has made go with prompts.
+    splits = {name: share(each.without_pictures()) for name, each in data.rows.items()}
+    prompts = share(data.prompts)
+    devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
+    with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
+        groups = reserve(cfg, device)
+    # The stack unwinds in reverse: trackers, writer, scorers and workers end before their devices are given back.
+    closing.callback(unless_lost(free), groups)
+    threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
+    watchers = Watchers()
+
+    def on_wait() -> None:
+        """Called wherever the driver waits, for workers or for scorers."""
+        check()
+        watchers.on_wait()
+        stop.check()
+
+    # A scorer that does not work is better known before models are loaded.
+    with logs.waiting("trying the scorers on a row of every data source"):
+        pool = start_pool(cfg, plan.num_reward_workers, splits, groups, folder.path, deadlines, on_wait)
+    rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), watchers.on_failure)
+    group = WorkerGroup("hybrid", groups, device, threads, *rest)
+    # After an error an orderly end would wait for workers that hang.
+    closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
+    # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.
+    closing.callback(unless_lost(lambda: pool.shutdown() if pool and not stop.at_once else None))
+    workers = logs.count(group.world, "worker")
+    with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
+        refuse(look_at_nodes(group, cfg, folder.path, start.folder))
+    start = verified(start, group, folder, ready.find)
+    owes = owes_validation(cfg, folder.path, start.step, plan.total_steps)
+    with logs.waiting(f"starting {workers}"):
+        # A Config object would arrive as a reference too; only the data is big enough to be shared.
+        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if cfg.reward_model.enable else None})
+        try_collectives(group)
+    engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
+    with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
+        # Validation without a checkpoint needs the policy's weights alone: no optimizer, critic or reference.
+        trains = bool(start.folder) or not cfg.trainer.val_only
+        ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase, trains=trains)
+    total, trained = (int(ppo.model_sizes[each]) for each in ("num_parameters", "trained_parameters"))
+    log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
+    saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, watchers)
+    watchers.add(saver)
+    # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
+    saver.check_room(start.step, plan.total_steps, start.size)
+    with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
+        saver.load(start)
+    ppo.restore(start.progress, start.folder)
+    # Only once the run can start: a start that is refused leaves the files of the run before as they are.
+    set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
+    write_run_files(folder, loaded, plan, group.hosts)
+    tracker = Tracker.of(cfg, folder.path, start.step, plan.total_steps)
+    if keeps_samples(cfg):
+        writer = WriterProcess(splits, prompts, data.encoder.backend)
+        watchers.add(archive := Archive(cfg, folder.path, writer, tracker))
+        closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
+    # As a context and not as a callback, because a tracker must learn whether the run failed.
+    closing.enter_context(tracker)
+    # Callbacks see the archive's metrics; the notice comes last, because a step has ended when all of them have.
+    watchers.add(callbacks, Drift.of(group), tracker, Notice(stop, lambda: saver.under_way_s))
+    return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, watchers, owes)
+
+
+def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:
+    rollout = cfg.actor_rollout_ref.rollout
+    graphs = rollout.name != "hf" and not rollout.enforce_eager
+    return worker_environment(device.kind, threads, rollout.name, graphs=graphs)

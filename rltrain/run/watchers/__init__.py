@@ -1,0 +1,1 @@
+"""Whoever watches a run."""

@@ -1,0 +1,140 @@
+"""Callbacks: the user's code that is told of steps, validations and checkpoints. docs/plugins.md has an example.
+
+A callback must not end a night's run. So everything that can be checked (names of methods, signatures, imports) is
+checked before the run starts. An error during the run is logged once per kind with its traceback, and only counted
+afterwards.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import load_plugin
+from rltrain.run.watchers.watcher import Watcher
+from rltrain.trainer.metrics import Answered, Metrics
+
+log = logging.getLogger(__name__)
+# What a callback may have, and what each is called with; the last of on_step may be left out.
+HOOKS = {"on_step": ("step", "metrics", "samples"), "on_validation": ("step", "metrics"), "on_save": ("step", "folder")}
+
+
+def callback_problems(names: Sequence[str]) -> Iterator[str]:
+    """What is wrong with ``trainer.callbacks``, as far as it shows before a class among them is made."""
+    for name in names:
+        try:
+            yield from (
+                f"trainer.callbacks={name}: {each}" for each in _misfits(load_plugin("trainer.callbacks", name))
+            )
+        except ConfigError as error:
+            yield str(error)
+
+
+class Callbacks(Watcher):
+    """Those of ``trainer.callbacks``, and ``objects``: classes are made without arguments, all else is taken as it is.
+
+    Raises ConfigError.
+    """
+
+    def __init__(self, names: Sequence[str] = (), objects: Sequence[Any] = ()) -> None:
+        problems = [*callback_problems(names)]
+        problems += [f"callbacks={each!r}: {problem}" for each in objects for problem in _misfits(each)]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        self._told: set[tuple[str, str, type]] = set()
+        self._num_errors = 0
+        self._hooks: list[tuple[str, str, Callable[..., Any]]] = []
+        loaded = [(name, load_plugin("trainer.callbacks", name)) for name in names]
+        for name, callback in [*loaded, *((type(each).__name__, each) for each in objects)]:
+            try:
+                callback = callback() if isinstance(callback, type) else callback
+            except Exception as error:  # user code; whatever it raises is reported with its traceback
+                # The last frames are the user's; those above are ours and would hide them.
+                trace = traceback.format_exc(limit=-2)
+                raise ConfigError(f"trainer.callbacks={name} cannot be made:\n{trace}") from error
+            self._hooks += [(name, hook, function) for hook, function in _hooks_of(callback).items()]
+
+    def on_step(self, made: Answered) -> Metrics:
+        """Returns the callbacks' own metrics. They get the numbers of the answers, each [n]."""
+        return self._tell("on_step", made.metrics, made.step, made.metrics, made.samples.numbers)
+
+    def on_validation(self, made: Answered) -> Metrics:
+        return self._tell("on_validation", made.metrics, made.step, made.metrics)
+
+    def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
+        return self._tell("on_save", {}, step, folder)
+
+    def _tell(self, hook: str, taken: Metrics, *arguments: Any) -> Metrics:
+        found: Metrics = {}
+        mine = [(name, function) for name, of, function in self._hooks if of == hook]
+        for name, function in mine:
+            # Copies: a callback looks, it does not change what others see.
+            given = [dict(each) if isinstance(each, Mapping) else each for each in arguments]
+            try:
+                # Names that are taken are refused, also between callbacks: none may replace a number of the run's.
+                found |= _numbers(function(*(given if _takes(function, len(given)) else given[:-1])), taken | found)
+            except Exception as error:  # noqa: BLE001 - user code must not end a night's run
+                self._num_errors += 1
+                kind = (name, hook, type(error))
+                if kind not in self._told:
+                    log.warning(
+                        "trainer.callbacks=%s: %s failed; the run goes on, and more %ss of it are only counted "
+                        "(callbacks/errors).\n%s",
+                        name, hook, type(error).__name__, traceback.format_exc(limit=-3).rstrip(),
+                    )  # fmt: skip
+                self._told.add(kind)
+        return found | {"callbacks/errors": float(self._num_errors)} if mine else found
+
+
+def _hooks_of(callback: Any) -> dict[str, Callable[..., Any]]:
+    """The methods of an object or a class; a function is an on_step."""
+    # Not `callable`: an object with `__call__` and hooks is known by its hooks.
+    if inspect.isfunction(callback):
+        return {"on_step": callback}
+    return {name: getattr(callback, name) for name in dir(callback) if name.startswith("on_")}
+
+
+def _misfits(callback: Any) -> Iterator[str]:
+    """What is wrong with a function, a class, or an object that is there already."""
+    hooks, is_class = _hooks_of(callback), isinstance(callback, type)
+    if not hooks:
+        yield f"it has none of the methods {', '.join(HOOKS)}."
+    if is_class and not _takes(callback, 0):
+        yield f"the class must be made without arguments; it takes {inspect.signature(callback)}."
+    for name, function in hooks.items():
+        if name not in HOOKS:
+            near = difflib.get_close_matches(name, HOOKS, n=1)
+            yield f"nothing calls a method {name}." + (
+                f" Did you mean {near[0]}?" if near else f" There are {', '.join(HOOKS)}."
+            )
+            continue
+        # A plain method of a class takes ``self`` as well.
+        size = len(HOOKS[name]) + (is_class and inspect.isfunction(inspect.getattr_static(callback, name)))
+        if not _takes(function, size) and not (name == "on_step" and _takes(function, size - 1)):
+            yield f"{name} must take ({', '.join(HOOKS[name])}); it takes {inspect.signature(function)}."
+
+
+def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    try:
+        # `bind` knows defaults, `*args` and keyword-only arguments; counting parameters would not.
+        inspect.signature(function).bind(*range(num_arguments))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _numbers(returned: Any, taken: Metrics) -> Metrics:
+    """What a hook returned, as metrics. Raises TypeError or ValueError."""
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"a hook returns None or a dict of numbers, not {returned!r}")
+    if own := sorted(str(name) for name in returned if name in taken):
+        raise ValueError(f"{own[0]} is a metric already; call yours callbacks/{own[0]} or so")
+    return {str(name): float(value) for name, value in returned.items()}

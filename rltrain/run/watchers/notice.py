@@ -1,0 +1,80 @@
+"""Does the step still fit between the signal and the kill (`trainer.stop_notice_s`)?
+
+A scheduler says how long after SIGTERM it kills. A step that cannot be finished and saved within that time is better
+left at once: then there is time to save the step before it. That is possible until an update of the step has begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from rltrain.base.stop import Stop
+from rltrain.run.watchers.watcher import Watcher
+from rltrain.trainer.metrics import Answered, Metrics
+
+# Of so many steps the slowest counts.
+_REMEMBERED = 5
+# As long as no save was seen, this share of the notice is kept for one.
+_FIRST_SAVE = 0.25
+
+
+class Notice(Watcher):
+    """Times the steps of a run, and tells ``stop`` when to leave one.
+
+    saving_s(): for how long a save is under way, which is over before the next begins; None where none is.
+    """
+
+    def __init__(self, stop: Stop, saving_s: Callable[[], float | None] = lambda: None) -> None:
+        self._stop, self._saving_s = stop, saving_s
+        self._step = 0
+        self._began = 0.0
+        self._updates_began: float | None = None
+        self._in_step = False
+        self._took: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # whole step, its updates
+        self._save_s: float | None = None
+        stop.leave_where(self._why_to_leave)
+
+    def before_step(self, step: int) -> None:
+        self._step, self._began, self._updates_began, self._in_step = step, time.monotonic(), None, True
+
+    def on_step(self, made: Answered) -> Metrics:
+        now = time.monotonic()
+        self._took.append((now - self._began, now - (self._updates_began or now)))
+        return {}
+
+    def after_step(self, step: int) -> None:
+        self._in_step = False
+
+    def on_phase(self, name: str) -> None:
+        """Raises StepLeft."""
+        if self._in_step:
+            self._stop.check()
+            if name.startswith("update_") and self._updates_began is None:
+                self._updates_began = time.monotonic()
+
+    def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
+        self._save_s = max(seconds, self._save_s or 0.0)
+        return {}
+
+    def _why_to_leave(self) -> str:
+        left_s, notice_s = self._stop.left_s, self._stop.notice_s
+        # Weights that are half updated are those of no step.
+        if notice_s is None or not self._in_step or self._updates_began is not None:
+            return ""
+        leaves = f"and trainer.stop_notice_s={notice_s:g} leaves {max(left_s, 0):.0f} s: it was left"
+        if not self._took:
+            return f"how long step {self._step} takes is not known yet, {leaves}"
+        whole, updates = (max(each) for each in zip(*self._took, strict=True))
+        # A step that is slower than usual has its updates before it all the same.
+        needs_s = max(whole - (time.monotonic() - self._began), updates)
+        save_s = _FIRST_SAVE * notice_s if self._save_s is None else self._save_s
+        saving_s = self._saving_s()
+        # A save that is under way goes on beside the step, and what is left of it then is waited for.
+        if saving_s is not None:
+            save_s += max(save_s - saving_s - needs_s, 0.0)
+        if needs_s + save_s <= left_s:
+            return ""
+        return f"step {self._step} needs about {needs_s:.0f} s more, its save {save_s:.0f} s, {leaves}"

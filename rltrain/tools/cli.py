@@ -1,0 +1,73 @@
+"""``rltrain COMMAND ...``: one door to the programs, each of which is also ``python -m MODULE ...``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+import sys
+
+from rltrain import data_preprocess
+from rltrain.base.errors import lenient_output
+
+_COMMANDS = {
+    "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
+    "supervise": ("rltrain.controller.launch.supervise", "run a command again when that may help: -- COMMAND ..."),
+    "doctor": ("rltrain.tools.doctor", "would this cluster train? (the keys of training)"),
+    "port": ("rltrain.tools.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
+    "report": ("rltrain.run.report.table", "the phase table of a run"),
+    "view": ("rltrain.run.report.view", "the answers of a run"),
+    "sync": ("rltrain.tools.sync", "send what trackers have kept offline in a run"),
+    "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
+    "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),
+    "replay": ("rltrain.tools.replay", "an incident with a loss that is not finite, once more on one device"),
+    "collect": ("rltrain.tools.collect", "what a bug report needs of a run, in one file"),
+    "env": ("rltrain.run.report.env_report", "versions, machine and devices, for a bug report"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    lenient_output()
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0
+    if words[0] == "--version":
+        words = ["train", "--version"]
+    # Two words first, so that `rewards try` is not taken for a command `rewards`.
+    two = " ".join(words[:2])
+    command, rest = (two, words[2:]) if two in _COMMANDS else (words[0], words[1:])
+    if command == "data" and rest and rest[0] in _converters():
+        module = f"{data_preprocess.__name__}.{rest.pop(0)}"
+    elif command == "data":
+        sys.stderr.write(f"error: rltrain data needs the name of a converter: {', '.join(_converters())}.\n")
+        return 2
+    elif command in _COMMANDS:
+        module = _COMMANDS[command][0]
+    else:
+        near = difflib.get_close_matches(command, _COMMANDS, n=1)
+        hint = f" Did you mean rltrain {near[0]}?" if near else ""
+        hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
+        sys.stderr.write(f"error: there is no command '{two}'.{hint} See rltrain --help.\n")
+        return 2
+    # argparse takes the name in its usage from here.
+    sys.argv = [f"rltrain {command}", *rest]
+    return importlib.import_module(module).main(rest)
+
+
+def _converters() -> list[str]:
+    helpers = {"common", "sources", "lint"}
+    return [each.name for each in pkgutil.iter_modules(data_preprocess.__path__) if each.name not in helpers]
+
+
+def _usage() -> str:
+    lines = [f"  {name:<12} {text}\n" for name, (_, text) in _COMMANDS.items()]
+    lines.append(f"  {'data':<12} make a data file (rltrain data gsm8k --help)\n")
+    return (
+        "usage: rltrain COMMAND ...\n\n" + "".join(lines) + "\nEach is also a module: python -m rltrain.main_ppo ...\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

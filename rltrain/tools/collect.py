@@ -1,0 +1,103 @@
+"""``python -m rltrain.collect RUN``: one archive for a bug report.
+
+Secrets are masked, and large files are cut to their ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rltrain.base.errors import DataError, command
+from rltrain.base.logs import TRAIN_LOG
+from rltrain.config.load import SECRET
+
+# Patterns in the run folder, the most telling first: the archive ends where it is full. Of samples only the newest.
+_WANTED = (
+    "config*.yaml", "plan*.json", "env*.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
+    "incidents/*", "incidents/*/*", "global_step_*/manifest.json", "global_step_*/progress.json",
+    "earlier_*/metrics.jsonl",
+)  # fmt: skip
+_NEWEST_SAMPLES = 3
+_MOST_BYTES = 200 * 2**20
+_MOST_OF_A_FILE = 20 * 2**20
+_RAY_LOGS = re.compile(r"Ray's logs: (\S+)")
+
+
+def collect(run: Path, archive: Path) -> list[str]:
+    """Write the archive; returns the names in it. Raises DataError where there is no run."""
+    if not (run / TRAIN_LOG).exists() and not (run / "config.yaml").exists():
+        raise DataError(
+            f"{run} is no run folder: it holds neither {TRAIN_LOG} nor config.yaml (trainer.default_local_dir)."
+        )
+    names: list[str] = []
+    room = _MOST_BYTES
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, path in _files(run):
+            data = _end_of(path)
+            # Passed over and not the end: smaller files after it may still fit.
+            if len(data) > room:
+                continue
+            room -= len(data)
+            # Only these have keys by which a secret can be told from other text.
+            if path.suffix in (".yaml", ".json"):
+                data = _masked(data.decode(errors="replace")).encode()
+            file.writestr(name, data)
+            names.append(name)
+    return names
+
+
+def _files(run: Path) -> Iterator[tuple[str, Path]]:
+    samples = sorted(run.glob("samples/**/*.parquet"), key=lambda path: path.stat().st_mtime)[-_NEWEST_SAMPLES:]
+    found = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
+    yield from ((str(path.relative_to(run)), path) for path in found if path.is_file())
+    text = (run / TRAIN_LOG).read_text("utf-8", "replace") if (run / TRAIN_LOG).exists() else ""
+    for folder in map(Path, _RAY_LOGS.findall(text)[-1:]):  # of the newest start, where this is that machine
+        yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
+
+
+def _end_of(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        # A parquet file cannot be read in part; of logs the end is what matters, where the error is.
+        left_out = max(0, path.stat().st_size - _MOST_OF_A_FILE) if path.suffix != ".parquet" else 0
+        file.seek(left_out)
+        return (f"[{left_out} bytes left out]\n".encode() if left_out else b"") + file.read()
+
+
+def _masked(text: str) -> str:
+    """Values of keys that name a secret. A run masks its config already; one may be of another hand."""
+
+    def line(match: re.Match[str]) -> str:
+        return f"{match[1]}***" if SECRET.search(match[2]) else match[0]
+
+    return re.sub(r"(?m)^([ \t]*\"?([\w.]+)\"?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")\S.*$", line, text)
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rltrain.collect",
+        description="Pack what a bug report needs of a run into one archive: configuration, plan, versions, logs, "
+        "metrics, incidents, the newest answers and Ray's logs, but no weights. Values of keys that name a secret are "
+        f"masked, large files are cut to their ends, and it holds at most {_MOST_BYTES >> 20} MiB. Look through it "
+        "before you give it away: prompts and answers are in it.",
+    )
+    parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
+    parser.add_argument("archive", type=Path, nargs="?", help="default: NAME_OF_THE_RUN-report.zip in this folder")
+    arguments = parser.parse_args(argv)
+    run, archive = arguments.run, arguments.archive or Path(f"{arguments.run.resolve().name}-report.zip")
+    names = collect(run, archive)
+    size = archive.stat().st_size / 2**20
+    sys.stdout.write(
+        f"{archive}: {len(names)} files, {size:.1f} MiB. Look through it before you give it away: "
+        f"{', '.join(names[:8])} …\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

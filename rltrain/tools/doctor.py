@@ -1,0 +1,198 @@
+"""``python -m rltrain.doctor key=value ...``: would this cluster train? A table, and per failure node, cause and fix.
+
+The settings are those of the run to come. Choice: the same functions as at the start of a run (`trainer.health`), on
+the same devices and lines; then every device computes, all exchange, and every pair of devices is timed. Left out: a
+load of hours, which shows devices that fail when they are hot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from rltrain.base import logs
+from rltrain.base.device import get_device, threads_per_worker
+from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
+from rltrain.base.stop import Stop
+from rltrain.config.load import changed, load_config
+from rltrain.config.loaded import LoadedConfig
+from rltrain.controller.calls import bind
+from rltrain.controller.cluster import cluster_address, free, num_nodes, reserve, start_ray
+from rltrain.controller.group import WorkerGroup
+from rltrain.controller.hang import Deadlines
+from rltrain.controller.lifeline import stop_ray
+from rltrain.main_ppo import main as guarded
+from rltrain.run.preflight.health import Check, look_at_nodes, try_collectives
+from rltrain.workers.roles import Links
+
+_USAGE = """usage: python -m rltrain.doctor [--config FILE] key=value ...
+
+{0}
+
+The keys are those of training (python -m rltrain.main_ppo --help); these matter here:
+  ray_kwargs.ray_init.address=auto   the cluster that scripts/ray_start.sh has started; else this machine alone
+  trainer.nnodes=N                   default: all nodes of the cluster
+  trainer.n_gpus_per_node=N          default: what this machine shows
+  trainer.default_local_dir=FOLDER   the run folder, which all nodes must share
+  actor_rollout_ref.model.path=…     the model, which every node reads
+Exit code 0: nothing failed; 2: something did.
+"""
+_WORKER = "rltrain.workers.links:LinksWorker"
+_ALL_BYTES, _PAIR_BYTES = 2**26, 2**24
+_PRODUCT = {True: 512, False: 8192}  # on a CPU, elsewhere
+_PAIR_S = 120.0
+# A pair is slow below this part of what the pair in the middle has; on shared lines a factor of two is usual.
+_SLOW = 1 / 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return guarded(argv, _examine)
+
+
+def _examine(arguments: argparse.Namespace, stop: Stop) -> int:
+    if arguments.help is not None:
+        sys.stdout.write(_USAGE.format(str(__doc__).splitlines()[0].partition(": ")[2]))
+        return 0
+    loaded = load_config(arguments.overrides, arguments.config, arguments.problems)
+    with logs.session(), ExitStack() as closing:
+        checks = _checks(loaded, stop, closing)
+    sys.stdout.write(table(checks))
+    return ConfigError.exit_code if any(check.problems for check in checks) else 0
+
+
+def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]:
+    with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
+        if start_ray(loaded.config):
+            closing.callback(stop_ray)
+    device = get_device(loaded.config.trainer.device)
+    # Where scripts/ray_start.sh has gathered the nodes, it says how many.
+    if loaded.config.trainer.nnodes == 1 and "trainer.nnodes" not in loaded.explicit and cluster_address(loaded.config):
+        loaded = changed(loaded, {"trainer.nnodes": num_nodes(loaded.config, device)})
+    cfg = loaded.config
+    nodes, each = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
+    with logs.waiting(f"waiting for {logs.count(nodes, 'node')} with {logs.count(each, 'device')} each"):
+        placement = reserve(cfg, device)
+    closing.callback(free, placement)
+    group = WorkerGroup("doctor", placement, device, threads_per_worker(each), None, stop.check, Deadlines(300.0, 1.0))
+    closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
+    with logs.waiting("looking at the nodes"), _folder(Path(cfg.trainer.default_local_dir)) as folder:
+        checks = look_at_nodes(group, cfg, folder)
+    if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
+        # They would hang, or fail with a message that says less.
+        return [*checks, Check("collectives", "not tried", notes=["mend what failed, and all devices will be tried"])]
+    return [*checks, *_together(group, cfg.trainer.device, device.is_cpu)]
+
+
+def _together(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
+    """Rows on what devices do. The last one names those that died or did not end."""
+    try:
+        yield from _tried(group, device, is_cpu)
+    except (WorkerLost, WorkerError) as error:
+        yield Check("together", "the devices did not get through", [str(error)])
+
+
+def _tried(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
+    with logs.waiting(f"connecting {logs.count(group.world, 'device')}"):
+        group.start(_WORKER, {"device": device})
+    names = [f"rank {rank} on {name}" for rank, name in enumerate(group.names)]
+    with logs.waiting("computing"):
+        yield _computing(group.call(Links.computes, _PRODUCT[is_cpu]), names)
+    if group.world == 1:
+        return
+    with logs.waiting("collectives"):
+        found = try_collectives(group, _ALL_BYTES)
+    least = {name: min(each[name] for each in found) for name in found[0]}
+    said = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in least.items())
+    yield Check("collectives", f"{logs.count(group.world, 'rank')}: {said} per rank")
+    speeds = np.full((group.world, group.world), np.nan)
+    with logs.waiting("every pair of devices"):
+        # A call for each round: a pair that hangs is then the only one that is late, and named.
+        for turn in range(group.world - 1 + group.world % 2):
+            rows = group.submit([bind(Links.meets, _PAIR_BYTES, turn)]).collect(_PAIR_S)
+            speeds = np.fmax(speeds, np.stack(rows))
+    yield from pairs(speeds, names, np.array(group.nodes))
+
+
+def _computing(speeds: list[float], names: list[str]) -> Check:
+    slowest = int(np.argmin(speeds))
+    check = Check("computing", f"{np.median(speeds):.3g} TFLOP/s (median), least {min(speeds):.3g}: {names[slowest]}")
+    for name, speed in zip(names, speeds, strict=True):
+        if not speed:
+            check.problems.append(f"{name}: a product of matrices was wrong. Take the device out of use.")
+        elif speed < _SLOW * np.median(speeds):
+            check.notes.append(
+                f"{name} computes {speed:.3g} TFLOP/s, and the one in the middle {np.median(speeds):.3g}. Look for "
+                "another process on it, for heat and for its power limit (npu-smi info, nvidia-smi)."
+            )
+    return check
+
+
+def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Check]:
+    """Rows on pairs within nodes and between them. speeds [ranks, ranks]: GB/s as each end has it. node [ranks]."""
+    speeds, same = np.minimum(speeds, speeds.T), node[:, None] == node
+    wrong = speeds == 0
+    for title, chosen in (("within nodes", same), ("between nodes", ~same)):
+        ones, others = np.nonzero(np.triu(chosen, 1))
+        if not len(ones):
+            continue
+        found = speeds[ones, others]
+        first, least, middle = int(found.argmin()), float(found.min()), float(np.median(found))
+        ends, pair = f"{names[ones[first]]} and {names[others[first]]}", logs.count(len(found), "pair")
+        check = Check(title, f"{pair}: {middle:.2f} GB/s (median), least {least:.2f}: {ends}")
+        slow = chosen & (speeds < _SLOW * middle)
+        if not least:
+            # Over all pairs: within a node of two devices, the one that is wrong makes the other look so.
+            check.problems.append(
+                f"{ends}: what arrived was not what was sent. {logs.count(int(wrong.sum()) // 2, 'pair')} in all "
+                f"changed numbers, {_common(wrong, names)}. Take that device out of use, and look again."
+            )
+        elif slow.any():
+            check.notes.append(
+                f"{ends}: {least:.2f} GB/s, and the pair in the middle has {middle:.2f}. {slow.sum() // 2} of {pair} "
+                f"are slow, {_common(slow, names)}. Look at that node's cards, cables and switch ports, and "
+                "at which card NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name."
+            )
+        yield check
+
+
+def _common(chosen: np.ndarray, names: list[str]) -> str:
+    """The rank that most of the chosen pairs [ranks, ranks] have at one end, or all of which that is true."""
+    counts = chosen.sum(axis=1)
+    most = [names[rank] for rank in np.flatnonzero(counts == counts.max())]
+    return f"{counts.max()} of them with {' or '.join(most[:4])}"
+
+
+def table(checks: list[Check]) -> str:
+    """The table, and below it what failed and what is worth a look."""
+    width = max(len(check.name) for check in checks)
+    states = ["FAILED" if check.problems else "note" if check.notes else "ok" for check in checks]
+    lines = [f"{check.name:<{width}}  {state:<6}  {check.found}" for check, state in zip(checks, states, strict=True)]
+    for title, told in (("failed", [check.problems for check in checks]), ("worth a look", [c.notes for c in checks])):
+        if said := dict.fromkeys(each for several in told for each in several):
+            lines += ["", title, *(f"  {each}" for each in said)]
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[Path]:
+    """The run folder; what of it was not there before is removed."""
+    path = path.expanduser().resolve()
+    # Not Path.exists, which raises where one may not look.
+    made = [each for each in (path, *path.parents) if not os.path.exists(each)]
+    try:
+        yield path
+    finally:
+        for each in made:
+            with suppress(OSError):  # it is not empty, or was never made
+                each.rmdir()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

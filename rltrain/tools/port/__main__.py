@@ -1,0 +1,98 @@
+"""``python -m rltrain.port SCRIPT.sh|CONFIG.yaml [-o NEW.sh]``: a run of verl's as a short script of rltrain's.
+
+Nothing is trained, and of the script nothing is executed but the shell's own text tools, in a jail.
+Exit code 0: a run would accept the new script; 2: something is left to do, or was not carried over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from rltrain.base.errors import ConfigError, command
+from rltrain.base.logs import count
+from rltrain.config.verl.defaults import as_written
+from rltrain.config.verl.hydra import compose
+from rltrain.tools.port.launches import Launch, launches
+from rltrain.tools.port.shell import Call, Recording, record, restored
+from rltrain.tools.port.translate import ASKED, translate, typed
+from rltrain.tools.port.write import flat, script
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    # What stands behind it is verl's, and may look like flags.
+    own, given = (words, None) if "--overrides" not in words else _split(words)
+    parser = argparse.ArgumentParser(prog="rltrain port", description=__doc__, allow_abbrev=False)
+    parser.add_argument("source", nargs="?", type=Path, help="a launch script, or a configuration (.yaml)")
+    parser.add_argument("arguments", nargs="*", help="arguments of the script")
+    parser.add_argument("-o", "--output", type=Path, help="the new script (default: printed)")
+    parser.add_argument("--overrides", action="store_true", help="what follows are verl's key=value words")
+    arguments = parser.parse_intermixed_args(own)
+    if given is not None:
+        words = ["python3", "-m", "verl.trainer.main_ppo", *given]
+        recording = Recording((Call(tuple(words), {}),))
+        return _port("a command of verl's", recording, [Path.cwd()], arguments.output)
+    if arguments.source is None:
+        parser.error("give a launch script or a configuration")
+    source: Path = arguments.source
+    if source.suffix in (".yaml", ".yml"):
+        settings = {key: typed(value) for key, value in as_written(compose(source), ASKED).items()}
+        return _write(source.name, [Launch.of(source.name, settings)], [], {}, arguments.output)
+    recording = record(source, arguments.arguments)
+    folders = [Path.cwd(), source.absolute().parent, *source.absolute().parents]
+    return _port(source.name, recording, folders, arguments.output)
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    at = words.index("--overrides")
+    return words[:at], words[at + 1 :]
+
+
+def _port(name: str, recording: Recording, folders: list[Path], output: Path | None) -> int:
+    found, said = launches(recording.calls, folders)
+    said += [f"{name} was taken to be {value} where sizes follow from it" for name, value in recording.assumed.items()]
+    if not recording.finished:
+        said.append("the script did not end in time (it may wait for something): what it had started by then is here")
+    if not found:
+        told = "".join(f"\n{line}" for line in said)
+        raise ConfigError(f"{name} starts no run of verl's that could be seen.{told}")
+    return _write(name, found, said, recording.placeholders, output)
+
+
+def _write(name: str, found: list[Launch], said: list[str], placeholders: dict[str, str], output: Path | None) -> int:
+    ported = [(launch, translate(launch.settings, other=launch.other)) for launch in found]
+    for launch, result in ported:
+        result.lost += launch.lost
+    text = script(name, ported, placeholders, said)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, encoding="utf-8")
+        os.chmod(output, 0o755)
+    left = [line for _, result in ported for line in (*result.lost, *result.to_do)]
+    for launch, result in ported:
+        sys.stderr.write(
+            f"{flat(launch.entry)}: {_written(launch)}, {len(result.settings)} here; "
+            f"{len(result.without_effect)} change nothing here, {len(result.lost)} not carried over\n"
+        )
+    for line in said + left:
+        sys.stderr.write(f"  {restored(flat(line), placeholders)}\n")
+    if output is not None:
+        sys.stderr.write(f"next: bash {shlex.quote(str(output))} --dry-run\n")
+    return 2 if left else 0
+
+
+def _written(launch: Launch) -> str:
+    other = launch.other
+    number = len(other.theirs if other else launch.settings)
+    return f"{count(number, 'setting')} of {other.form.name if other else 'verl'}'s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

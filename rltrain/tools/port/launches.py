@@ -1,0 +1,137 @@
+"""Which of a script's commands start a run of verl's, and with which settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltrain.base.errors import ConfigError
+from rltrain.config.verl.defaults import as_written
+from rltrain.config.verl.easyr1 import EASYR1, is_easyr1
+from rltrain.config.verl.hydra import compose, named
+from rltrain.config.verl.others import Reading, read
+from rltrain.tools.port.rules import parsed
+from rltrain.tools.port.shell import Call, inside_out
+from rltrain.tools.port.translate import ASKED, typed
+
+# What else users start with Python, by the name of the module or file, and what does the same here.
+_OTHERS = {
+    r"sft": "supervised fine-tuning is not in rltrain",
+    r"main_generation|main_eval": "to test a checkpoint: rltrain train trainer.val_only=True …",
+    r"data_preprocess[./]": "data files are made by rltrain data NAME (rltrain data --help)",
+    r"model_merger": "a checkpoint's hf_model folder needs no merging here",
+}
+# The entry points whose trainer is the one here.
+_EASYR1 = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main(\.py)?")
+_SAME = re.compile(
+    r"(.*/)?(verl/|verl\.)trainer[./]main(_ppo(_sync)?)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py"
+)
+_PYTHON = re.compile(r"python|torchrun|accelerate|uv$")
+_KEY = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """entry: the module or file that was started. settings: key and value as written, later ones count. lost: what
+    could not be read. exported: variables that the script gave it. other: another trainer than verl whose keys they
+    were, already read as ours."""
+
+    entry: str
+    settings: tuple[tuple[str, str], ...]
+    lost: tuple[str, ...] = ()
+    exported: tuple[tuple[str, str], ...] = ()
+    other: Reading | None = None
+
+    @classmethod
+    def of(cls, entry: str, settings: Mapping[str, str], lost: Sequence[str] = (), call: Call | None = None) -> Launch:
+        """A launch with the keys of verl or of a trainer that is known here."""
+        exported = tuple(call.exported.items()) if call else ()
+        if not (_EASYR1.fullmatch(entry) or is_easyr1(settings)):
+            return cls(entry, tuple(settings.items()), tuple(lost), exported)
+        found = read(EASYR1, {key: parsed(text) for key, text in settings.items()})
+        ours = tuple((key, typed(value)) for key, value in found.settings.items())
+        return cls(entry, ours, (*lost, *found.refused), exported, found)
+
+
+def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launch], list[str]]:
+    """The runs that the calls start, and what is to be said of other calls of Python. folders: where relative paths of
+    configuration files may begin."""
+    found: dict[tuple, Launch] = {}
+    said: dict[str, None] = {}
+    for call in calls:
+        entry, rest = _entry(call.words)
+        if not entry:
+            continue
+        others = (why for pattern, why in _OTHERS.items() if re.search(rf"({pattern})[^/.]*(\.py)?$", entry))
+        other = None if _SAME.fullmatch(entry) else next(others, None)
+        if other:
+            said[f"{entry}: {other}"] = None
+        elif any(_KEY.match(word) or word.startswith("--config") for word in rest):
+            launch = _launch(entry, rest, call, folders)
+            # A wrapper such as srun is recorded, and so is what it starts.
+            found.setdefault((entry, launch.settings), launch)
+        else:
+            said[f"{' '.join(call.words[:4])}: not run, and no run of verl's"] = None
+    return list(found.values()), list(said)
+
+
+def _entry(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The module or file that a command starts, and the words after it."""
+    for at, word in enumerate(words[:-1]):
+        if word == "-m" and any(_PYTHON.match(Path(before).name) for before in words[:at]):
+            return words[at + 1], words[at + 2 :]
+    for at, word in enumerate(words):
+        if word.endswith(".py") and "=" not in word and at:
+            return word, words[at + 1 :]
+    return "", ()
+
+
+def _launch(entry: str, words: Sequence[str], call: Call, folders: Sequence[Path]) -> Launch:
+    flags, settings, lost = {"--config-path": "", "--config-name": ""}, list[tuple[str, str]](), list[str]()
+    waiting = ""
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = {"-cp": "--config-path", "-cn": "--config-name"}.get(name, name)
+        if waiting:
+            flags[waiting], waiting = word, ""
+        elif name in flags:
+            flags[name], waiting = text, "" if equals else name
+        elif _KEY.match(word):
+            settings.append((name, text))
+        elif word.strip():
+            lost.append(f"{word}: it is no key=value")
+    if any(flags.values()):
+        read, problem = _named(flags["--config-path"], flags["--config-name"], folders)
+        settings = [*read, *settings]
+        lost += [problem] if problem else []
+    if (file := dict(settings).get("config")) and _EASYR1.fullmatch(entry):
+        read_file, problem = _file(file, folders)
+        settings = [*read_file, *(pair for pair in settings if pair[0] != "config")]
+        lost += [problem] if problem else []
+    if not _SAME.fullmatch(entry):
+        lost.append(f"{entry} is another trainer than verl's main_ppo: what it adds to it is not carried over")
+    if _EASYR1.fullmatch(entry):
+        return Launch.of(entry, dict(settings), lost, call)
+    return Launch(entry, tuple(settings), tuple(lost), tuple(call.exported.items()))
+
+
+def _file(name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:
+    """What EasyR1's config=FILE stands for."""
+    found = next((at for folder in folders if (at := folder / inside_out(name)).is_file()), None)
+    if not found:
+        return [], f"config={name}: there is no such file here, and it says most of the run. Port where it is"
+    return [(key, typed(value)) for key, value in as_written(compose(found)).items()], ""
+
+
+def _named(path: str, name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:
+    problem = ""
+    for folder in folders:
+        try:
+            tree = named(str(folder / inside_out(path)) if path else None, name or None)
+        except ConfigError as error:
+            problem = problem or str(error)
+        else:
+            return [(key, typed(value)) for key, value in as_written(tree, ASKED).items()], ""
+    return [], problem

@@ -1,0 +1,167 @@
+"""Keys of verl's other training backends -> ours, where the maths stays the same under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rltrain.config.verl import hydra
+
+
+def parsed(text: str) -> Any:
+    """The value that a text on the command line stands for, or the text where it is none."""
+    try:
+        return hydra.parsed(text)
+    except (YAMLError, OmegaConfBaseException):
+        return text
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of a key.
+
+    target: our key, with {role}, {fsdp} and {model} for the places of the model that the key is about; empty where
+    nothing need be set. turn: from the value as typed to ours, or None where it cannot be carried over."""
+
+    target: str = ""
+    why: str = ""
+    turn: Callable[[str], str | None] = str
+
+
+def _only(*allowed: str) -> Callable[[str], str | None]:
+    return lambda value: value if value in (*allowed, "null", "") else None
+
+
+def _recompute(value: str) -> str:
+    return str(value not in ("null", "None", ""))
+
+
+def _offloaded(value: str) -> str:
+    return str(value.lower() not in ("false", "0", "0.0", "null"))
+
+
+def _modules(value: str) -> str | None:
+    """Megatron's names of a layer's products -> those of Hugging Face models."""
+    names = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
+    names["linear_fc2"] = "down_proj"
+    found = parsed(value)
+    found = found if isinstance(found, list) else [found]
+    if set(names) <= set(found):
+        return "all-linear"
+    return f"[{','.join(names.get(str(name), str(name)) for name in found)}]"
+
+
+SPREAD = (
+    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of TP, PP and EP; a device computes "
+    "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
+)
+_SAME_MATHS = "it changes how the backend computes, not what"
+# The keys of verl's backends of which that is so; of the others it is not known.
+_HARMLESS = (
+    *("sequence_parallel", "use_distributed_optimizer", "use_mbridge", "vanilla_mbridge", "use_dist_checkpointing"),
+    *(
+        "dist_checkpointing_prefix",
+        "dist_ckpt_optim_fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient",
+    ),
+    *("use_megatron_fsdp", "use_remove_padding", "load_weight", "forward_only", "seed", "full_determinism", "strategy"),
+    *("*_fusion", "overlap_*", "bucket_size", "bucket_cap_mb", "average_in_collective", "grad_reduce_in_fp32"),
+    *("attention_backend", "attn_implementation", "attn_type", "moe_implementation", "use_flash_attn", "use_fused_*"),
+    *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend"),
+    *("moe_shared_expert_overlap", "deallocate_pipeline_outputs", "persist_layer_norm"),
+    *("account_for_*_in_pipeline_split", "num_layers_in_*_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("variable_seq_lengths", "distribute_saved_activations", "cpu_offloading*", "fine_grained_activation_offloading"),
+    *("offload_modules", "tp_comm_overlap*", "cuda_graph_*", "enable_cuda_graph", "swap_optimizer", "init_device"),
+    *("enable_full_shard", "fsdp_size", "wrap_policy", "offload_policy", "reshard_after_forward", "forward_prefetch"),
+    *("use_orig_params", "use_torch_compile", "data_parallel_mode", "gradient_checkpointing", "enable_reentrant"),
+    *(
+        "use_precision_aware_optimizer",
+        "pin_cpu_*",
+        "use_torch_optimizer_for_cpu_offload",
+        "foreach",
+        "fused",
+        "capturable",
+    ),
+)
+_UNKNOWN = Rule(turn=_only())
+# Keys of verl's other backends -> ours. The first row that fits decides.
+RULES: dict[str, Rule] = {
+    "model_engine": Rule(why="the training backend is FSDP2"),
+    "*.strategy": Rule(why="the training backend is FSDP2"),
+    "*.megatron.context_parallel_size": Rule(
+        "{role}.ulysses_sequence_parallel_size", "was context_parallel_size: sequences are shared by Ulysses"
+    ),
+    "*.ulysses_parallel_size": Rule("{role}.ulysses_sequence_parallel_size", "was ulysses_parallel_size"),
+    "*.torchtitan.context_parallel_size": Rule("{role}.ulysses_sequence_parallel_size", "was context_parallel_size"),
+    "*.megatron.*parallel_size": Rule(why=SPREAD),
+    "*.torchtitan.*parallel*_size": Rule(why=SPREAD),
+    "*.veomni.*parallel_size": Rule(why=SPREAD),
+    "*.ref.megatron.optimizer_offload": Rule(why="the reference has no optimizer"),
+    "*.megatron.grad_offload": Rule(why="gradients live only during the update"),
+    "*.megatron.*_offload": Rule("{fsdp}.{last}", "was megatron.{last}"),
+    "*.veomni.*_offload": Rule("{fsdp}.{last}", "was veomni.{last}"),
+    "*.torchtitan.*_offload": Rule("{fsdp}.{last}", "was torchtitan.{last}"),
+    "*.override_transformer_config.recompute_granularity": Rule(
+        "{model}.enable_gradient_checkpointing", "was recompute_granularity; layers are recomputed whole", _recompute
+    ),
+    "*.override_transformer_config.recompute_*": Rule(why="layers are recomputed whole, one by one"),
+    "*.megatron.dist_checkpointing_path": Rule(
+        why="weights are read from model.path, a Hugging Face folder; of a Megatron checkpoint make one: python -m "
+        "verl.model_merger merge --backend megatron --local_dir …/global_step_N/actor --target_dir FOLDER"
+    ),
+    # What Megatron adds to the loss or to the model is no matter of sharding.
+    "*.override_transformer_config.moe_aux_loss_coeff": Rule(turn=_only("0", "0.0")),
+    "*.override_transformer_config.moe_z_loss_coeff": Rule(turn=_only("0", "0.0")),
+    "*.override_transformer_config.moe_router_bias_update_rate": Rule(turn=_only("0", "0.0")),
+    "*.override_transformer_config.moe_router_load_balancing_type": Rule(turn=_only("none")),
+    "*.override_transformer_config.*dropout": Rule(turn=_only("0", "0.0")),
+    "*.megatron.router_replay.mode": Rule(turn=_only("disabled")),
+    "*.megatron.qat.enable": Rule(turn=_only("False", "false")),
+    "*.megatron.override_transformer_config.fp8*": Rule(turn=_only("False", "false")),
+    "*.megatron.override_transformer_config.mtp*": Rule(turn=_only("0")),
+    "*.megatron.override_transformer_config.moe_router_dtype": Rule(
+        why="the router computes in the types that the Hugging Face model gives it"
+    ),
+    "*.megatron.dtype": Rule(turn=_only("bfloat16")),
+    "*.megatron.*": _UNKNOWN,
+    "*.veomni.*": _UNKNOWN,
+    "*.torchtitan.*": _UNKNOWN,
+    "*.optim.lr_decay_style": Rule("{optim}.lr_scheduler_type", "was lr_decay_style", _only("constant", "cosine")),
+    "*.optim.lr_decay_steps": Rule(why="the rate falls until the last step of the run"),
+    "*.optim.lr_warmup_init": Rule(turn=_only("0", "0.0")),
+    "*.optim.weight_decay_incr_style": Rule(turn=_only("constant")),
+    "*.optim.override_optimizer_config.optimizer_cpu_offload": Rule(
+        "{fsdp}.optimizer_offload", "was optimizer_cpu_offload", _offloaded
+    ),
+    "*.optim.override_optimizer_config.optimizer_offload_fraction": Rule(
+        "{fsdp}.optimizer_offload", "was optimizer_offload_fraction; the whole state is moved", _offloaded
+    ),
+    "*.optim.override_optimizer_config.amsgrad": Rule(turn=_only("False", "false")),
+    "*.optim.override_optimizer_config.*": _UNKNOWN,
+    "*.optim.use_precision_aware_optimizer": Rule(why=_SAME_MATHS),
+    "*.optim.lr_wsd_*": Rule(why="it counts only with lr_decay_style=WSD"),
+    "*.optim.use_checkpoint_opt_param_scheduler": Rule(why="a resumed run goes on with its own schedule"),
+    "*.model.lora.rank": Rule("{model}.lora_rank", "was lora.rank"),
+    "*.model.lora.alpha": Rule("{model}.lora_alpha", "was lora.alpha"),
+    "*.model.lora.target_modules": Rule("{model}.target_modules", "was lora.target_modules", _modules),
+    "*.model.lora.exclude_modules": Rule("{model}.exclude_modules", "was lora.exclude_modules", _modules),
+    "*.model.lora.adapter_path": Rule("{model}.lora_adapter_path", "was lora.adapter_path"),
+    "*.model.lora.type": Rule(turn=_only("lora", "canonical_lora")),
+    "*.model.lora.dropout": Rule(turn=_only("0", "0.0")),
+    "*.model.lora.merge": Rule(why="adapters are always merged on the way to the engine"),
+    "*.model.lora.*": Rule(why="it counts only in Megatron"),
+}
+
+
+def rule_of(key: str) -> Rule | None:
+    """What becomes of a key of verl's; None where no rule speaks of it."""
+    rule = next((rule for pattern, rule in RULES.items() if fnmatchcase(key, pattern)), None)
+    name = key.rpartition(".")[2]
+    if rule is _UNKNOWN and any(fnmatchcase(name, pattern) for pattern in _HARMLESS):
+        return Rule(why=_SAME_MATHS)
+    return rule

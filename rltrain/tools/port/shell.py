@@ -1,0 +1,310 @@
+"""What a launch script would start: its variables are expanded by bash itself, in a jail with stubs for all programs.
+
+Only the shell's text tools are real there (`_TOOLS`). What a script expects from the environment and does not set gets
+a placeholder, which the written script turns into the variable again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.rewards.jail.jail import tasks_of_user
+from rltrain.tools.port.jail import NO_JAIL
+
+JAIL = Path(__file__).with_name("jail.py")
+_SECONDS = 10
+_NUM_TASKS = 64  # processes a script may have at once
+_ROOT = 0
+_NOBODY = 65534
+_TOOLS = (
+    *(
+        "bash",
+        "awk",
+        "sed",
+        "grep",
+        "egrep",
+        "fgrep",
+        "tr",
+        "cut",
+        "sort",
+        "uniq",
+        "head",
+        "tail",
+        "wc",
+        "tee",
+        "xargs",
+    ),
+    *("cat", "echo", "printf", "seq", "basename", "dirname", "date", "expr", "bc", "jq", "paste", "rev", "tac", "env"),
+    *("printenv", "nohup", "timeout", "nice", "test", "[", "true", "false", "mktemp", "mkdir", "rm", "cp", "mv", "ls"),
+    *("touch", "ln", "find", "readlink", "realpath", "comm", "nl", "fold", "shuf", "numfmt", "od", "pwd", "chmod"),
+)
+# Programs that other programs start (env, nohup, exec), which bash would otherwise not find; whatever else is not
+# there is recorded by bash's own hook.
+_STUBS = (
+    *("python", "python2", "python3", "torchrun", "ray", "accelerate", "deepspeed", "uv", "pip", "pip3", "conda", "hf"),
+    *("mamba", "huggingface-cli", "modelscope", "wget", "curl", "git", "docker", "podman", "apptainer", "singularity"),
+    *("kubectl", "srun", "sbatch", "ssh", "scp", "sudo", "mpirun", "tmux", "screen", "nsys", "numactl", "taskset"),
+    *("stdbuf", "nvidia-smi", "npu-smi", "rocm-smi", "kill", "pkill", "killall", "sleep", "hdfs"),
+)
+_HERE, _HOME, _RECORDS = "/__PWD__", "/__HOME__", "/records"
+# What the script may read of its own folder: others that it sources.
+_BESIDE, _MOST_BYTES = (".sh", ".env", ".yaml", ".yml", ".json", ".txt"), 1 << 20
+
+# Words and environment of a call, each in a file of its own, because calls may run beside each other. A call such as
+# `srun bash -c "python …"` or `sbatch <<EOF` brings a further script, which is run here, too.
+_RECORD = """\
+#!/bin/bash
+unset BASH_ENV
+name=${0##*/}
+[ "$name" = record ] || set -- "$name" "$@"
+file=/records/${EPOCHREALTIME/,/.}.$BASHPID
+printf '%s\\0' "$@" > "$file"
+env -0 > "$file.env"
+export BASH_ENV=/bin/prelude
+case $1 in
+    python*|pip*|sleep) ;;
+    sbatch|ssh) bash -s ;;
+esac
+case $1 in python*) exit 0 ;; esac
+for word in "${@:2}"; do
+    case $word in *[[:space:]]*python*|*python*[[:space:]]*) bash -c "$word" ;; esac
+done
+exit 0
+"""
+# A script must come to its launch although files and folders that it expects are not here.
+_PRELUDE = """\
+command_not_found_handle() { /bin/record "$@"; }
+cd() { builtin cd "$@" 2>/dev/null || true; }
+pushd() { cd "$@"; }
+popd() { true; }
+ulimit() { true; }
+source() { if [ -f "$1" ]; then builtin source "$@"; else /bin/record source "$@"; fi; }
+.() { source "$@"; }
+"""
+_SETTING = re.compile(r"\+*(actor_rollout_ref|data|trainer|algorithm)\.[\w.]+=")
+_ANOTHER = "3"  # a number that no variable is taken to be
+_NO_EXIT = "exit() { true; }\n"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command that was not run: its words, and the variables that the script exported to it."""
+
+    words: tuple[str, ...]
+    exported: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """calls: in order. placeholders: variables that the script expects, and what stands for them in the words.
+    assumed: those that other things follow from, with the number they were taken to be. finished: whether the script
+    came to its end in time."""
+
+    calls: tuple[Call, ...]
+    placeholders: dict[str, str] = field(default_factory=dict)
+    assumed: dict[str, str] = field(default_factory=dict)
+    finished: bool = True
+
+
+def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
+    """Run ``script`` in the jail. Raises ConfigError where it cannot be read or the machine gives no jail."""
+    try:
+        text = script.read_text("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(f"{script} cannot be read: {error.strerror}.") from error
+    beside = _beside(script)
+    others = "\n".join(content for name, content in beside.items() if name.endswith((".sh", ".env")))
+    values = {name: _stand_in(name) for name in expected_variables(text, others)}
+
+    def run(prelude: str, given: dict[str, str]) -> dict[str, Any]:
+        return _jailed(script, text, arguments, given, {**beside, "/bin/prelude": prelude})
+
+    # A script may give up before its launch because something it looks for is missing; then it is asked to go on.
+    for prelude in (_PRELUDE, _PRELUDE + _NO_EXIT):
+        answer = run(prelude, values)
+        if _launches(answer):
+            break
+    launches, assumed = _launches(answer), dict[str, str]()
+    before = [list(words) for words in launches]
+    for name, value in values.items():
+        # What becomes of another number shows what follows from it.
+        if value.isdigit() and answer["finished"]:
+            moved = _launches(run(prelude, values | {name: _ANOTHER}))
+            assumed |= {name: value} if _trace(name, value, before, moved, launches) else {}
+    stand_ins = {name: f"__{name}__" for name in values}
+    calls = (Call(tuple(words), _exported(variables, values)) for words, variables in answer["calls"])
+    return Recording(tuple(calls), stand_ins, assumed, answer["finished"])
+
+
+def _launches(answer: dict[str, Any]) -> list[list[str]]:
+    """The words of the calls that have settings, to be changed in place."""
+    return [words for words, _ in answer["calls"] if any(map(_SETTING.match, words))]
+
+
+def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]], traced: list[list[str]]) -> bool:
+    """Put the variable in the place of its number where a setting is that number alone; returns whether anything else
+    has changed with it."""
+    changed = [len(call) for call in words] != [len(call) for call in moved]
+    for call, other, target in zip(words, moved, traced, strict=False):
+        for at, (word, after) in enumerate(zip(call, other, strict=False)):
+            head = word.removesuffix(value)
+            if word != after and head.endswith("=") and after == head + _ANOTHER:
+                target[at] = f"{head}__{name}__"
+            else:
+                changed |= word != after
+    return changed
+
+
+def expected_variables(text: str, others: str = "") -> list[str]:
+    """Variables that a script uses without a default, and that neither it nor one of the ``others`` sets."""
+    # A comment begins a word; what is in single quotes is still looked at, because such texts are often run later.
+    text = re.sub(r"(?m)(^|\s)#.*$", "", text)
+    used = re.findall(r"\$(?:\{#?)?([A-Za-z_]\w*)", text)
+    text = f"{text}\n{others}"
+    used += [name for sum_ in re.findall(r"\$?\(\((.*?)\)\)", text) for name in re.findall(r"[A-Za-z_]\w*", sum_)]
+    # With a default, or asked for before use: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
+    optional = set(re.findall(r"\$\{([A-Za-z_]\w*):?[-=+]", text))
+    optional |= set(re.findall(r"-[nvz]\s+\"?\$?\{?([A-Za-z_]\w*)", text))
+    assigned = set(re.findall(r"(?<![\w$.{-])([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=", text))
+    assigned |= set(
+        re.findall(r"\b(?:for|read(?:array)?(?:\s+-\w+)*|mapfile(?:\s+-\w+)*|select)\s+([A-Za-z_]\w*)", text)
+    )
+    shells = {"HOME", "PWD", "OLDPWD", "PATH", "RANDOM", "SECONDS", "LINENO", "UID", "EUID", "IFS", "HOSTNAME", "PPID"}
+    known = optional | assigned | shells
+    return [
+        name for name in dict.fromkeys(used) if name not in known and not name.startswith(("BASH", "FUNCNAME", "_"))
+    ]
+
+
+def restored(text: str, placeholders: Mapping[str, str]) -> str:
+    """``text`` with the variables in place of what stood for them, for the inside of double quotes."""
+    names = {stand_in: name for name, stand_in in {"PWD": _HERE, "HOME": _HOME, **placeholders}.items()}
+    # The longest first, and in one go: the name of one variable may hold what stands for another.
+    pattern = "|".join(re.escape(stand_in) for stand_in in sorted(names, key=len, reverse=True))
+    return re.sub(pattern, lambda match: f"${{{names[match[0]]}}}", text)
+
+
+def _stand_in(name: str) -> str:
+    """A number where the name counts something, because sizes are computed with; a text to be found again else."""
+    if re.search(r"RANK|INDEX|PORT|_ID$|PROCID", name.upper()):
+        return "0"
+    if re.search(r"SIZE|NNODES|NODES|NUM|COUNT|GPUS|NPUS|NPROC|DEVICES_PER", name.upper()):
+        return "1"
+    return f"__{name}__"
+
+
+def _exported(variables: list[str], placeholders: dict[str, str]) -> dict[str, str]:
+    """What the script itself has put into the environment."""
+    own = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "LC_ALL", "TMPDIR", "_", "_AST_FEATURES"}
+    split = (variable.partition("=") for variable in variables)
+    return {
+        name: value
+        for name, _, value in split
+        if re.fullmatch(r"[A-Za-z_]\w*", name) and name not in own and name not in placeholders
+    }
+
+
+def _jailed(
+    script: Path, text: str, arguments: Sequence[str], placeholders: dict[str, str], given: dict[str, str]
+) -> dict[str, Any]:
+    inside = f"{_HERE}/{script.name}"
+    # Absolute names of interpreters, which need not be where this machine has its own.
+    named = re.findall(r"(?<![\w.$}])((?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|ray|uv|accelerate))\b", text)
+    stubs = {
+        *(f"/bin/{name}" for name in _STUBS),
+        *(name for name in named if not {".", ".."} & set(name.split("/"))),
+        *(f"/bin/{one}" for one in re.findall(r"python3\.\d+", text)),
+    }
+    files = dict.fromkeys(stubs, _RECORD)
+    files |= {"/bin/record": _RECORD, **given, inside: _going_on(text)}
+    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+", encoding="utf-8") as spec:
+        user = _NOBODY if os.getuid() == _ROOT else os.getuid()
+        job = {
+            "root": root,
+            "files": files,
+            "copies": _copies(),
+            "folders": ["/tmp", "/dev", _HERE, _HOME, _RECORDS],
+            "records": _RECORDS,
+            "folder": _HERE,
+            "command": ["/bin/bash", inside, *arguments],
+            "environment": {
+                "PATH": "/bin",
+                "HOME": _HOME,
+                "LC_ALL": "C",
+                "TMPDIR": "/tmp",
+                "BASH_ENV": "/bin/prelude",
+                **placeholders,
+            },
+            "seconds": _SECONDS,
+            "num_tasks": tasks_of_user(user) + _NUM_TASKS,
+        }
+        json.dump(job, spec)
+        spec.seek(0)
+        command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
+        # The deadline here is for a jail that does not come to its own.
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=3 * _SECONDS, pass_fds=[spec.fileno()], cwd="/"
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"{script} did not end within {3 * _SECONDS} s. {_BY_HAND}") from error
+    if done.returncode == NO_JAIL:
+        raise ConfigError(
+            "a script is expanded in a jail (Linux namespaces), which this machine does not grant, so nothing was run. "
+            + _BY_HAND
+        )
+    if done.returncode:
+        raise ConfigError(f"{script} could not be expanded: {done.stderr.strip()[-400:]}. {_BY_HAND}")
+    return dict(json.loads(done.stdout))
+
+
+_BY_HAND = (
+    "Let your own shell expand it: put `python -m rltrain.port -o NEW.sh --overrides` in the place of "
+    "`python3 -m verl.trainer.main_ppo` and run the script."
+)
+
+
+def _going_on(text: str) -> str:
+    """The script without what ends it at the first error or unset variable."""
+    text = re.sub(r"(?m)^(\s*set\s+-)([a-zA-Z]+)", lambda match: match[1] + re.sub("[eu]", "", match[2]) + "B", text)
+    return re.sub(r"(?m)(\bset\s.*)-o\s+(errexit|nounset)", r"\1", text)
+
+
+def _beside(script: Path) -> dict[str, str]:
+    """Small text files of the script's folder, by their place in the jail. No links: they may lead to any file."""
+    found: dict[str, str] = {}
+    room = _MOST_BYTES
+    for path in sorted(script.absolute().parent.glob("*")):
+        if path.suffix not in _BESIDE or path.is_symlink() or not os.access(path, os.R_OK):
+            continue
+        if path.is_file() and (size := path.stat().st_size) <= room:
+            room -= size
+            found[f"{_HERE}/{path.name}"] = _going_on(path.read_text("utf-8", "replace"))
+    return found
+
+
+def _copies() -> dict[str, str]:
+    """The text tools of this machine and the libraries they load: place in the jail -> file."""
+    path = os.pathsep.join(("/usr/bin", "/bin", "/usr/local/bin"))
+    tools = {f"/bin/{name}": os.path.realpath(found) for name in _TOOLS if (found := shutil.which(name, path=path))}
+    if "/bin/bash" not in tools:
+        raise ConfigError(f"there is no bash on this machine to expand the script. {_BY_HAND}")
+    told = subprocess.run(["ldd", *tools.values()], capture_output=True, text=True).stdout
+    libraries = {name: os.path.realpath(name) for name in re.findall(r"(/\S+) \(0x", told)}
+    return {**tools, "/bin/sh": tools["/bin/bash"], **libraries}
+
+
+def inside_out(path: str) -> str:
+    """A path in the jail, relative to where the script is run."""
+    return path.replace(f"{_HERE}/", "").replace(_HERE, ".")

@@ -1,0 +1,316 @@
+"""verl's settings -> ours, one decision after the other; each leaves a comment or a line of what could not be kept.
+
+Names and meanings that `load_config` knows are left to it: every setting is tried on its own, and what it says is what
+the comment says. Only what it refuses because another backend is meant stands in the table here, where the maths stays
+the same under FSDP2.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.config.budgets import share_of_rank
+from rltrain.config.check import check
+from rltrain.config.load import load_config
+from rltrain.config.loaded import LoadedConfig
+from rltrain.config.schema import Config
+from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
+from rltrain.config.schema.keys import all_keys, followed, get, is_known
+from rltrain.config.verl.keys import CLASSES
+from rltrain.config.verl.others import Reading
+from rltrain.config.verl.renames import answer, rename
+from rltrain.config.verl.spellings import OLD_KEYS
+from rltrain.run.checkpoints.foreign import holds_verls
+from rltrain.tools.port.rules import SPREAD, parsed, rule_of
+
+_A = "actor_rollout_ref."
+_R = _A + "rollout."
+# What `_defaults_of_verl` and `_min_lr` look for: in a tree that names every key it is written, default or not.
+ASKED = (
+    *("trainer.n_gpus_per_node", "trainer.logger", _R + "name", _R + "tensor_model_parallel_size"),
+    *(_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high", _A + "actor.optim.lr", "critic.optim.lr"),
+)
+
+
+# The folders of verl's run folder unless it is named.
+_NAMES = ("trainer.project_name", "trainer.experiment_name")
+
+
+@dataclass
+class Ported:
+    """settings: our key -> the value as it is typed. comments: our key -> why it stands there. without_effect: what was
+    left out because nothing changes. lost: what could not be carried over, as key=value: why. to_do: what the checks
+    say of the result."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    comments: dict[str, list[str]] = field(default_factory=dict)
+    decisions: list[str] = field(default_factory=list)
+    without_effect: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    to_do: list[str] = field(default_factory=list)
+
+    def put(self, key: str, text: str, why: str = "") -> None:
+        """Set a key of ours; ``why`` is told above it."""
+        self.settings[key] = text
+        if why and why not in self.comments.setdefault(key, []):
+            self.comments[key].append(why)
+
+
+def translate(written: Sequence[tuple[str, str]], unknown: str = "__", other: Reading | None = None) -> Ported:
+    """verl's settings, in the order they were written, as ours.
+
+    unknown: what a value holds that stands for a variable; such a value may be no number yet. other: whence they come,
+    where another trainer's were read as these.
+    """
+    ported = Ported()
+    if other:
+        ported.comments = {key: [why] for key, why in other.why.items()}
+        ported.without_effect = list(other.notes)
+    last = {key.lstrip("+"): text for key, text in written if not key.startswith("~")}
+    _own_classes(ported, last)
+    together = _together(ported, last)
+    for key, text in last.items():
+        if key not in together:
+            _take(ported, key, text)
+    _min_lr(ported, last)
+    _totals(ported, last)
+    if not other:  # which writes its defaults, and reads what it writes
+        _not_read(ported)
+        _defaults_of_verl(ported, last)
+    _checkpoints(ported, last)
+    _drop_our_defaults(ported)
+    _check(ported, unknown)
+    return ported
+
+
+def _own_classes(ported: Ported, last: dict[str, str]) -> None:
+    """Path and name of a class of the user's own are one setting, and keys of data that only it knows go with it."""
+    chosen = False
+    for pair, key in CLASSES.items():
+        path, name = (last.get(each, "null") for each in pair)
+        if "null" not in (path, name):
+            ported.put(key, f"{path}:{name}", f"was {' and '.join(pair)}")
+            chosen = True
+            del last[pair[0]], last[pair[1]]
+    for key in [key for key in last if chosen and key.startswith("data.") and not is_known(rename(key))]:
+        if not ((found := answer(key, parsed(last[key]))) and found.refused):
+            ported.put(key.replace("data.", "data.own_keys.", 1), last.pop(key), "only your own class reads it")
+
+
+def _together(ported: Ported, written: Mapping[str, str]) -> set[str]:
+    """Keys of which several stand for one of ours: taken as one where an old spelling is among them; returns them."""
+    keys = {key for key in written if key in OLD_KEYS or key.startswith("algorithm.rollout_correction.")}
+    if keys.isdisjoint(OLD_KEYS):
+        return set()
+    # Paths that every configuration needs, so that nothing else is missing.
+    needed = [f"{_A}model.path=/model", "data.train_files=/data"]
+    try:
+        loaded = load_config([*needed, *(f"{key}={written[key]}" for key in written if key in keys)])
+    except ConfigError:
+        return set()  # told one by one
+    for key in loaded.explicit:
+        if key.startswith("algorithm.rollout_correction."):
+            ported.put(key, typed(get(loaded.config, key)), "was written in an older spelling")
+    return keys
+
+
+def _take(ported: Ported, key: str, text: str) -> None:
+    if _is_total(key) or key.endswith(".optim.min_lr"):
+        return  # later, when all is known
+    rule = rule_of(key)
+    if rule is None or is_known(rename(key)):
+        _try(ported, key, text, {})
+        return
+    turned = rule.turn(text)
+    if turned is None:
+        ported.lost.append(f"{key}={text}: {rule.why or 'it has no counterpart here'}")
+    elif rule.target and text not in ("null", "None"):
+        names = _places(key) | {"last": key.rpartition(".")[2]}
+        _try(ported, rule.target.format(**names), turned, {"why": rule.why.format(**names)})
+    elif rule.why and text not in ("null", "None", "False", "false", "1", "0"):
+        ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != SPREAD else rule.why)
+
+
+def _places(key: str) -> dict[str, str]:
+    """Where the settings of the key's model stand here."""
+    if key.startswith("critic."):
+        return {"role": "critic", "fsdp": "critic.model.fsdp_config", "model": "critic.model", "optim": "critic.optim"}
+    role = _A + "ref" if key.startswith(_A + "ref.") else _A + "actor"
+    return {"role": role, "fsdp": f"{role}.fsdp_config", "model": _A + "model", "optim": _A + "actor.optim"}
+
+
+def _try(ported: Ported, key: str, text: str, said: Mapping[str, str]) -> None:
+    """One setting alone, as `load_config` takes it."""
+    ours, why = rename(key), said.get("why", "")
+    try:
+        loaded = load_config([f"{key}={text}"])
+    except ConfigError as error:
+        if "__" in text and is_known(ours):  # a variable of the user's stands for a number
+            ported.put(ours, text, why)
+        else:
+            ported.lost.append(f"{key}={text}: {_reason(key, text, error)}")
+        return
+    if is_known(ours):
+        if ours in loaded.explicit:
+            ported.put(ours, text, why or (f"was {key}" if ours != key else ""))
+        return
+    # A key that stands for others, or for none.
+    for other in loaded.explicit:
+        ported.put(other, typed(get(loaded.config, other)), f"was {key}={text}")
+    if not loaded.explicit:
+        ported.without_effect += loaded.warnings
+
+
+def _reason(key: str, text: str, error: ConfigError) -> str:
+    """What is wrong with the setting itself: that everything else is missing in this trial goes without saying."""
+    said = " ".join(line for line in str(error).splitlines() if line not in _of_any_trial())
+    for head in (f"{key}={parsed(text)}: ", f"{key}={text}: ", f"{key}: "):
+        said = said.removeprefix(head)
+    return said
+
+
+@functools.cache
+def _of_any_trial() -> tuple[str, ...]:
+    try:
+        load_config(["=", f"{_R}tensor_model_parallel_size=1"])
+    except ConfigError as error:
+        return tuple(str(error).splitlines())
+    return ()
+
+
+def typed(value: Any) -> str:
+    """A value as one types it."""
+    if isinstance(value, dict | list):
+        return json.dumps(value)
+    return "null" if value is None else str(value)
+
+
+def _is_total(key: str) -> bool:
+    return not is_known(key) and is_known(f"{key}_per_gpu")
+
+
+def _totals(ported: Ported, written: Mapping[str, str]) -> None:
+    """Micro-batch sizes over all ranks, which verl divides by them."""
+    for key, text in written.items():
+        size = parsed(text)
+        if not _is_total(key) or size is None:
+            continue
+        if f"{key}_per_gpu" in ported.settings:
+            ported.without_effect.append(f"{key}: {key}_per_gpu is set, too")
+            continue
+        try:
+            share, ranks = share_of_rank(key, size, lambda count: _count(written, count))
+        except TypeError:
+            ported.lost.append(f"{key}={text}: set {key}_per_gpu to its share of one rank, which variables decide")
+            continue
+        ported.put(f"{key}_per_gpu", str(share), f"was {key}={size} over {ranks} ranks")
+
+
+def _count(written: Mapping[str, str], key: str) -> Any:
+    """A number of devices as written, with verl's defaults; a text where variables decide it."""
+    value = parsed(written.get(key, "null"))
+    if value is not None:
+        return value
+    source = followed(key)
+    return _count(written, source) if source else {"trainer.n_gpus_per_node": 8}.get(key, 1)
+
+
+def _number(written: Mapping[str, str], key: str, default: int) -> int:
+    value = parsed(written.get(key, "null"))
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _min_lr(ported: Ported, written: Mapping[str, str]) -> None:
+    """Megatron's lowest rate as a share of the rate."""
+    for key, text in written.items():
+        if key.endswith(".optim.min_lr"):
+            low, lr = parsed(text), parsed(written.get(key.replace("min_lr", "lr"), "null"))
+            if low and isinstance(low, int | float) and isinstance(lr, int | float):
+                ported.put(key.replace("min_lr", "min_lr_ratio"), f"{low / lr:g}", f"was min_lr={text}")
+            elif low:
+                ported.lost.append(f"{key}={text}: set min_lr_ratio, its share of lr")
+
+
+def _not_read(ported: Ported) -> None:
+    """What a policy loss of verl's does not read, and ours does."""
+    settings, correction, mode = ported.settings, "algorithm.rollout_correction.", _A + "actor.loss_agg_mode"
+    loss = settings.get(LOSS_KEY, "vanilla")
+    bypass = parsed(settings.get(correction + "bypass_mode", "False"))
+    if bypass and settings.get(correction + "loss_type", "ppo_clip") == "ppo_clip" and loss != "vanilla":
+        ported.decisions.append(f"loss_mode={settings.pop(LOSS_KEY)}: under bypass_mode verl puts vanilla in its place")
+        return
+    own = POLICY_LOSSES.get(loss, LossTraits()).aggregation
+    if own != TOKEN_MEAN and settings.get(mode, own) != own:
+        ported.decisions.append(f"loss_agg_mode={settings.pop(mode)}: verl's {loss} takes {own} whatever it says")
+
+
+def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
+    """What a script relies on by not writing it, where our default is another one."""
+    put = ported.put
+    if "trainer.n_gpus_per_node" not in written:
+        put("trainer.n_gpus_per_node", "8", "verl's default; ours is the devices that are here")
+    if "trainer.logger" not in written:
+        put("trainer.logger", '["console","wandb"]', "verl's default")
+    if _R + "name" not in written:
+        put(_R + "name", "vllm", "verl's default")
+    several = written.get(_R + "name") != "hf" and not _number(written, "trainer.n_gpus_per_node", 8) % 2
+    if several and _R + "tensor_model_parallel_size" not in written:
+        why = "verl's default; where the model fits one device, 1 (the default here) is quicker"
+        put(_R + "tensor_model_parallel_size", "2", why)
+    clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
+    # A loss that is not known here may read them.
+    reads = POLICY_LOSSES.get(ported.settings.get(LOSS_KEY, "vanilla"), LossTraits()).reads
+    bounded = reads is None or "clip_ratio_low" in reads
+    if clip in ported.settings and parsed(ported.settings[clip]) != 0.2 and bounded:
+        for bound in bounds:
+            if bound not in written:
+                put(bound, "0.2", "verl's default, which goes before clip_ratio; here clip_ratio alone would set both")
+
+
+def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
+    path = written.get("trainer.resume_from_path", "null")
+    if path not in ("null", "", "False"):
+        ported.settings.pop("trainer.resume_from_path", None)
+        ported.settings.pop("trainer.resume_mode", None)
+        ported.lost.append(
+            f"trainer.resume_from_path={path}: of a checkpoint of verl's the weights can be read, not the optimizer: "
+            f"python -m verl.model_merger merge --backend fsdp --local_dir {path}/actor --target_dir FOLDER, then "
+            f"{_A}model.path=FOLDER (with a reference of its own, the KL is then to these weights)"
+        )
+    key, own = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))
+    folder = str(parsed(ported.settings.get(key, "null")) or own)
+    named = key in ported.settings and "${" not in folder  # by other keys it is the default
+    if named or holds_verls(Path(own)):
+        folder = folder if named else own
+        why = f"was {folder}, where verl's checkpoints lie: a run goes on from its own alone"
+        ported.put(key, f"{folder.rstrip('/')}-rltrain", why)
+
+
+def _drop_our_defaults(ported: Ported) -> None:
+    """What the defaults say anyway. A batch switch stays: whether it was written decides how sizes are read."""
+    defaults = Config()
+    for key, text in list(ported.settings.items()):
+        known = all_keys().get(key)
+        if known and not key.endswith(("use_dynamic_bsz", "loss_agg_mode")) and parsed(text) == get(defaults, key):
+            del ported.settings[key]
+
+
+def _check(ported: Ported, unknown: str) -> None:
+    """What a run would say of the whole, beside values that only the user's shell knows."""
+    sure = [f"{key}={text}" for key, text in ported.settings.items() if unknown not in text or _is_text(key)]
+    try:
+        loaded: LoadedConfig = load_config(sure)
+        check(loaded)
+    except ConfigError as error:
+        ported.to_do += str(error).splitlines()
+
+
+def _is_text(key: str) -> bool:
+    known = all_keys().get(key)
+    return known is None or not known.type_name.startswith(("int", "float", "bool"))

@@ -1,0 +1,79 @@
+"""The ported script as text: one array of settings for each launch, with a comment above each decision."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from rltrain.config.load import SECRET
+from rltrain.config.schema.keys import all_keys, free_form_parent
+from rltrain.tools.port.launches import Launch
+from rltrain.tools.port.shell import restored
+from rltrain.tools.port.translate import Ported
+
+# Variables of verl's scripts that rltrain sets where they are needed, or that nothing reads here.
+_OURS = re.compile(r"VLLM_(USE_V1|ATTENTION_BACKEND|ALLREDUCE\w*)|HYDRA_\w+|RAY_\w+|VERL_\w+")
+# Variables that do something here, but not what the script wants of them.
+_NOT_HERE = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "left out: Megatron wants it, and under FSDP2 it hinders the overlap of "
+    "communication and computation"
+}
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.@/+-]+")
+
+
+def script(
+    source: str, launches: Sequence[tuple[Launch, Ported]], placeholders: Mapping[str, str], said: Sequence[str]
+) -> str:
+    """The text of a shell script that starts the launches one after the other."""
+    lines = ["#!/usr/bin/env bash", f"# {flat(source)}, for rltrain. What differs from rltrain's defaults, and why."]
+    lines += [f"#   {flat(line)}" for line in said]
+    lines += ["set -euo pipefail", ""]
+    body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
+    text = "\n".join(body)
+    lines += [f': "${{{name}:?the script expects it}}"' for name in placeholders if f"${{{name}}}" in text]
+    return "\n".join(lines) + "\n" + text + "\n"
+
+
+def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> list[str]:
+    lines = [f"# Was: {flat(launch.entry)}"]
+    for title, notes in (
+        ("Not carried over", ported.lost),
+        ("Left to do", ported.to_do),
+        ("Decided", ported.decisions),
+        ("Left out, it changes nothing here", ported.without_effect),
+    ):
+        if notes:
+            lines += [f"# {title}:", *(f"#   {_shown(note, placeholders)}" for note in dict.fromkeys(notes))]
+    for name, value in launch.exported:
+        if SECRET.search(name):
+            lines.append(f"# export {name}=…  (a secret: not copied)")
+        elif why := _NOT_HERE.get(name):
+            lines.append(f"# export {name}={_quoted(value, placeholders)}  ({why})")
+        elif not _OURS.fullmatch(name):
+            lines.append(f"export {name}={_quoted(value, placeholders)}")
+    lines.append("ARGS=(")
+    order = {key: number for number, key in enumerate(all_keys())}
+    for key in sorted(ported.settings, key=lambda key: order.get(free_form_parent(key) or key, len(order))):
+        lines += [f"    # {_shown(why, placeholders)}" for why in ported.comments.get(key, [])]
+        # A key of a file's may hold anything, so what is no plain name is quoted with its value.
+        name = f"{key}=" if _PLAIN.fullmatch(key) else ""
+        lines.append(f"    {name}{_quoted(('' if name else f'{key}=') + ported.settings[key], placeholders)}")
+    return [*lines, ")", 'python -m rltrain.main_ppo "${ARGS[@]}" "$@"', ""]
+
+
+def _shown(note: str, placeholders: Mapping[str, str]) -> str:
+    return restored(flat(note), placeholders)
+
+
+def flat(note: str) -> str:
+    """One line: what follows a line break in a comment would be run."""
+    return "".join(letter for letter in " ".join(note.split()) if letter.isprintable())
+
+
+def _quoted(value: str, placeholders: Mapping[str, str]) -> str:
+    """For the shell: in double quotes where a variable of the user's stands in it, else as it is."""
+    text = re.sub(r'(["\\$`])', r"\\\1", value)
+    with_variables = restored(text, placeholders)
+    return f'"{with_variables}"' if with_variables != text else shlex.quote(value)

@@ -1,0 +1,121 @@
+"""Try a reward function on rows of a parquet file, in this process: what it prints is seen, and breakpoint() works.
+
+    python -m rltrain.rewards.try my_reward.py train.parquet
+    python -m rltrain.rewards.try my_reward.py train.parquet --answers answers.txt --kwargs scale=2
+
+Without --answers a row is answered by its own ground truth, in the forms that scorers look for, and by something wrong.
+Exit code 0: every answer got a number; 2: one did not, or nothing could be tried.
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rltrain.base.errors import RewardError, command
+from rltrain.base.plugin import user_traceback
+from rltrain.data.rows import Rows, read_rows
+from rltrain.rewards.custom import CustomReward, RewardFunction
+from rltrain.rewards.processes.score import read_returned
+from rltrain.rewards.scorers.registry import FORMS
+
+WRONG = "I do not know."
+_SHOWN_CHARS = 60
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    options = _parse(argv)
+    rows = read_rows(options.data)
+    kwargs: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.kwargs))  # as a run reads them
+    custom = CustomReward(options.reward, options.name, kwargs, options.batch)
+    function = RewardFunction(custom)
+    answers = list(_given(options.answers, rows) if options.answers else _made_up(rows, options.rows))
+    table = Table("row", "data source", "answer", "ground truth", "score", "further", "seconds")
+    failures: dict[tuple, str] = {}
+    for position, answer in answers:
+        row = rows[position]
+        started = time.perf_counter()
+        try:
+            score, extras = _score(function, custom, (row.data_source, answer, row.ground_truth, row.extra_info))
+            said = [f"{score:g}", " ".join(f"{name}={value}" for name, value in extras.items())]
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown with its traceback
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{user_traceback(error)}"
+            # One per place in the user's code: the same failure on every row is read once.
+            failures.setdefault((type(error), where.filename, where.lineno), what)
+            said = [type(error).__name__, ""]
+        cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *said]
+        table.add_row(*map(Text, [*cells, f"{time.perf_counter() - started:.3f}"]))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for what in failures.values():
+        console.print(Text(f"failed, {what}"), soft_wrap=True)
+    return 2 if failures else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m rltrain.rewards.try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("reward", help="custom_reward_function.path of the run")
+    parser.add_argument("data", help="a parquet file with rows of the run")
+    parser.add_argument("--name", default="compute_score", help="custom_reward_function.name (%(default)s)")
+    answers = 'one per line: the first answers row 0, and so on; in a .jsonl file a text, or {"answer": …, "row": …}'
+    parser.add_argument("--answers", type=Path, metavar="FILE", help=answers)
+    first = "try the first N rows, and one per data source (%(default)s)"
+    parser.add_argument("--rows", type=int, default=3, metavar="N", help=first)
+    kwargs = "custom_reward_function.reward_kwargs"
+    parser.add_argument("--kwargs", nargs="*", default=[], metavar="KEY=VALUE", help=kwargs)
+    batch = "the function takes lists (reward_model.reward_manager=batch)"
+    parser.add_argument("--batch", action="store_true", help=batch)
+    return parser.parse_args(argv)
+
+
+def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
+    """Rows and the answers to them that ``file`` holds."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            found = json.loads(line) if file.suffix == ".jsonl" else line
+            position, answer = number, found
+            if isinstance(found, dict):
+                position, answer = found.get("row", number), found["answer"]
+            if not 0 <= position < len(rows):
+                raise RewardError(f"--answers {file}: line {number + 1} answers row {position} of {len(rows)}.")
+            yield position, str(answer)
+    except (OSError, ValueError, KeyError) as error:
+        raise RewardError(f'--answers {file}: {error!r}. A line is a text, or {{"answer": …, "row": …}}.') from None
+
+
+def _made_up(rows: Rows, number: int) -> Iterator[tuple[int, str]]:
+    for position in sorted({*range(min(number, len(rows))), *rows.data_sources().values()}):
+        truth = rows[position].ground_truth
+        for form in FORMS:
+            yield position, form.format(truth[0] if isinstance(truth, list) and truth else truth)
+        yield position, WRONG
+
+
+def _score(function: Callable[..., Any], custom: CustomReward, call: tuple) -> tuple[float, dict[str, float | str]]:
+    if not custom.batch:
+        return read_returned(function(*call))
+    (returned,) = function(*([each] for each in call))
+    return read_returned(returned)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The contract of every rollout engine: token ids in, sampled token ids and their log-probs out.
+
+Engines differ in process model, batching and memory, and a trainer that knew them would be written once per engine. So
+an engine pulls work from a `Source` whenever it has room, gets whole weights, and says when its memory is free; the
+worker and the trainer know nothing more. Text is left out: nothing is decoded and encoded again between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rltrain.base.columns.ragged import Ragged
+from rltrain.data.images import EncodedPrompt, PromptImages
+from rltrain.models.weights.names import Weight
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn. ``top_k`` <= 0 and ``top_p`` = 1 are off; ``greedy`` ignores temperature, top_k, top_p."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    greedy: bool = False
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """Samples of one prompt that are answered together.
+
+    place: of the prompt in the task. samples [k]: their numbers among the answers to the prompt. prompt: token ids, all
+    placeholders of images among them. seeds [k]: the same seed gives the same answer, whatever else is in the batch and
+    whichever replica serves it. given: per sample the tokens that it already has (None: no sample has any). They follow
+    the prompt and count towards ``max_tokens``, and the random numbers go on after theirs. images: as the trainer sees
+    them, so that no engine scales or cuts a picture in its own way.
+    """
+
+    place: int
+    samples: NDArray[np.int64]
+    prompt: NDArray[np.int32]
+    seeds: NDArray[np.uint64]
+    given: tuple[NDArray[np.int32], ...] | None = None
+    images: PromptImages | None = None
+
+    @property
+    def asked(self) -> EncodedPrompt:
+        """The prompt with its images."""
+        return EncodedPrompt(self.prompt, self.images)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Answers: all samples of the first job that was taken, then of the second, and so on.
+
+    tokens: new ids (without `Job.given`), with the end token if there is one. log_probs: log softmax(logits /
+    temperature) of each sampled id, before top-k and top-p (greedy: temperature 1); the softmax has the placeholder
+    tokens of images too, although they are never drawn. truncated [n]: ended by ``max_tokens``, not by an end token.
+    aborted [n]: given up while it was running. seconds [n]: when it ended, since the call.
+    """
+
+    tokens: Ragged
+    log_probs: Ragged
+    truncated: Tensor
+    aborted: Tensor
+    seconds: Tensor
+
+
+class Source(Protocol):
+    """The work of an engine. The processes of a replica call every method at the same point of their work."""
+
+    def take(self, most: int) -> list[Job]:
+        """Jobs of at most ``most`` samples together. None when no work is left or wanted, or the next job is larger.
+
+        No job has more samples than the engine's ``max_num_seqs``.
+        """
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether `stopped` can ever be true."""
+
+    def stopped(self) -> bool:
+        """Whether the answers that are running are no longer wanted. An engine asks every few tokens."""
+
+
+# Called when a job has ended, with the new token ids of its answers.
+Finished = Callable[[Job, list[list[int]]], None]
+
+
+class RolloutEngine(Protocol):
+    """Calls come in this order: wake_weights, load_weights, wake_cache, then generate and log_probs; then sleep.
+
+    names_in_memory: weights come under the names that the trainer's model gives them, not those of its checkpoint.
+    """
+
+    names_in_memory: bool
+
+    def wake_weights(self) -> None:
+        """Take the device memory of the weights."""
+
+    def load_weights(self, weights: Iterator[Weight]) -> None:
+        """Take over new weights: all of them, whole, on every rank.
+
+        The values stay as they are, so an engine may keep them.
+        """
+
+    def wake_cache(self) -> None:
+        """Take the device memory of the key-value cache, and forget everything computed with earlier weights."""
+
+    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+        """Answer jobs until the source has no more. ``finished`` is called as soon as the last answer of a job ends."""
+
+    def log_probs(self, text: EncodedPrompt) -> Tensor:
+        """log softmax(logits) of each of ``text.tokens[1:]`` given what stands before it: [tokens - 1] in fp32."""
+
+    def sleep(self) -> bool:
+        """Give the device memory of weights and caches back. Returns whether the weights are gone."""

@@ -1,0 +1,1 @@
+"""The engine that computes with the trained model itself."""

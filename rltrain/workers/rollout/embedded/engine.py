@@ -1,0 +1,301 @@
+"""The embedded rollout engine: a decode loop over the Hugging Face model itself. It runs wherever torch runs.
+
+A CPU, a new device or a first try should need no inference server. transformers' own `generate` pads, waits for the
+longest answer and computes a prompt once per answer. So this engine batches continuously over a cache of its own
+(`kv`), computes a prompt once for all its answers, and with one process and equal dtypes generates with the training
+weights themselves. Left out: CUDA graphs and paged memory; on accelerators vLLM is the engine for speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from rltrain.base.errors import ConfigError
+from rltrain.data.images import EncodedPrompt
+from rltrain.models.attention.packed import PLAN, STATELESS, packed_attention
+from rltrain.models.attention.packed_images import PackedImages
+from rltrain.models.attention.packing import AttentionPlan
+from rltrain.models.attention.recurrent import bytes_per_row
+from rltrain.models.attention.scores import Kind, tempered
+from rltrain.models.forward import final_logits, trunk
+from rltrain.models.load import empty_model
+from rltrain.models.vision import placeholder_ids, read_with_images
+from rltrain.models.weights.names import Weight
+from rltrain.workers.rollout.answers import RunningAnswers
+from rltrain.workers.rollout.contract import Finished, Generation, Job, Sampling, Source
+from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues, PromptChunk
+from rltrain.workers.rollout.sampling import choose, random_numbers
+from rltrain.workers.rollout.settings import EngineSettings
+
+_ATTENTION = "rltrain_rollout"
+_CACHE = "rltrain_cache"
+# Ended rows stay in the batch until they are this share of it, because moving the others costs more.
+_DEAD = 0.05
+
+
+class HFRollout:
+    """Continuous batching over the model's own modules: one prefill per prompt; answers leave as they end, others
+    enter.
+    """
+
+    names_in_memory = True
+
+    def __init__(self, settings: EngineSettings) -> None:
+        _register()
+        config, self._dtype, self._device = settings.model.load_config(), settings.dtype, settings.device
+        model = empty_model(config, _ATTENTION, self._dtype, trust_remote_code=settings.model.trust_remote_code)
+        self._model = model.eval()
+        self._rollout = settings.rollout
+        self._max_model_len = settings.max_model_len
+        self._memory_share = settings.rollout.gpu_memory_utilization / settings.engines_sharing_memory
+        self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
+        never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=settings.device.torch_device)
+        self._never = never if len(never) else None
+        # A tokenizer may have end tokens beyond the model's vocabulary; they cannot be drawn.
+        self._is_end[[token for token in settings.eos_token_ids if token < len(self._is_end)]] = True
+        self._block = self._device.cache_columns
+        self._most_rows = 0
+
+    def wake_weights(self) -> None:
+        """Memory is taken weight by weight in `load_weights`."""
+
+    def wake_cache(self) -> None:
+        """Set how many answers run at once, so that the cache fits even if every answer reaches max_model_len and no
+        two share a prompt. Keys and values themselves live as long as a `generate`.
+        """
+        budget = self._memory_share * self._device.free_memory_bytes() / ROOM
+        # An answer may begin in the middle of a block, and then takes part of one block more.
+        longest = (self._max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
+        longest += bytes_per_row(self._model.config, self._dtype)
+        self._most_rows = min(self._rollout.max_num_seqs, int(budget / longest))
+
+    def load_weights(self, weights: Iterator[Weight]) -> None:
+        """Keep the values themselves: with one process and equal dtypes these are the training weights."""
+        for name, values, _ in weights:
+            path, _, leaf = name.rpartition(".")
+            module, values = self._model.get_submodule(path), values.to(self._device.torch_device)
+            # The module gets the tensors themselves; a copy into tensors of its own would need room for a second model.
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
+            else:
+                module._buffers[leaf] = values
+        # Tied weights come once, under their first name.
+        self._model.tie_weights()
+        if missing := [name for name, parameter in self._model.named_parameters() if parameter.is_meta]:
+            raise RuntimeError(
+                f"the weight sync left {len(missing)} weights of the rollout engine empty: {missing[:3]}"
+            )
+
+    def sleep(self) -> bool:
+        self._model.to("meta")
+        return True
+
+    @torch.inference_mode()
+    def log_probs(self, text: EncodedPrompt) -> Tensor:
+        ids = torch.from_numpy(text.tokens.astype(np.int64)).to(self._device.torch_device)
+        hidden = self._read(ids, [(text, 0, len(ids))], {PLAN: AttentionPlan.of_lengths([len(ids)])})[:-1]
+        return torch.log_softmax(final_logits(self._model, hidden), -1).gather(-1, ids[1:, None])[:, 0].cpu()
+
+    @torch.inference_mode()
+    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+        kv = KeyValues(self._device.torch_device, self._block)
+        answers = RunningAnswers(sampling.max_tokens, self._max_model_len, finished)
+        rows = np.zeros(0, dtype=np.int64)
+        hidden = torch.empty(0, self._model.config.get_text_config().hidden_size, dtype=self._dtype)
+        hidden = hidden.to(self._device.torch_device)
+        while True:
+            if jobs := self._take(source, answers.num_running):
+                rows = np.concatenate([rows, answers.add(jobs)])
+                hidden = torch.cat([hidden, self._prefill(jobs, kv)])
+            if not len(rows):
+                return answers.result()
+            tokens = self._sample(hidden, rows, answers, sampling)
+            if answers.num_running and source.stopped():
+                return answers.result()
+            running = ~answers.ended[rows]
+            if not running.any() or running.mean() < 1 - _DEAD:
+                order = kv.keep(running)
+                rows, tokens = rows[order], tokens[torch.from_numpy(order).to(tokens.device)]
+            if len(rows):
+                kv.begin_step()
+                # Minus one, because the token that was just drawn is counted already and is the one to be computed.
+                places = answers.prompt_lengths + answers.shifts + answers.lengths
+                positions = torch.from_numpy(places[rows] - 1)
+                hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
+            else:
+                hidden = hidden[:0]
+
+    def _take(self, source: Source, num_running: int) -> list[Job]:
+        most = self._most_rows
+        if jobs := source.take(most - num_running) if num_running < most else []:
+            return jobs
+        # Nothing runs and nothing was given: either there is no more work, or the next job does not fit. Asking with
+        # the limit of the settings tells which.
+        if not num_running and most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
+            key = "actor_rollout_ref.rollout."
+            raise ConfigError(
+                f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, "
+                f"but {len(jobs[0].samples)} answers to one prompt were to be generated together. Raise "
+                f"{key}gpu_memory_utilization, lower "
+                f"{key}max_model_len"
+                + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
+            )
+        return []
+
+    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], answers: RunningAnswers, sampling: Sampling) -> Tensor:
+        """One more token of each row [rows], written down."""
+        noise = torch.from_numpy(random_numbers(answers.seeds[rows], (answers.given + answers.lengths)[rows])).to(
+            hidden.device
+        )
+        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never)
+        found = tokens.cpu().numpy()
+        answers.write(rows, found, log_probs.cpu().numpy(), self._is_end[found] & (not sampling.ignore_eos))
+        return tokens
+
+    def _prefill(self, jobs: Sequence[Job], kv: KeyValues) -> Tensor:
+        """Compute the prompts, as many at once as the settings allow.
+
+        Last hidden state per answer's prompt [rows, h].
+        """
+        prompts, counts, owners = [], [], []
+        for job in jobs:
+            # Answers that go on from given tokens share no text.
+            asked = job.asked
+            texts = [np.concatenate([asked.tokens, part]) for part in job.given] if job.given else [asked.tokens]
+            prompts += [torch.from_numpy(text.astype(np.int64)) for text in texts]
+            counts += [1] * len(texts) if job.given else [len(job.samples)]
+            owners += [asked] * len(texts)
+        places = kv.add([len(prompt) for prompt in prompts], counts)
+        last = []
+        for pack in self._packs([len(prompt) for prompt in prompts]):
+            kv.begin_prefill([PromptChunk(places[number], start, stop) for number, start, stop in pack])
+            tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
+            lengths = [stop - start for _, start, stop in pack]
+            arguments = {_CACHE: kv, PLAN: AttentionPlan.of_lengths(lengths)}
+            hidden = self._read(tokens, [(owners[number], start, stop) for number, start, stop in pack], arguments)
+            ends = np.cumsum(lengths) - 1
+            # Chunks keep the order of the prompts, so their last states come in that order as well.
+            last += [
+                hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == len(prompts[number])
+            ]
+        self._check_layers(kv)
+        return torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
+
+    def _read(
+        self, tokens: Tensor, parts: Sequence[tuple[EncodedPrompt, int, int]], arguments: dict[str, Any]
+    ) -> Tensor:
+        """Last hidden states [total, h] of ``tokens`` [total]: parts (start, stop) of texts that begin with prompts."""
+        laid, positions, end = [], [], 0
+        for asked, start, stop in parts:
+            places = torch.arange(start, stop)
+            images = asked.images
+            if images is not None:
+                laid.append((images, end - start))
+                of_prompt = images.positions
+                if of_prompt is not None:
+                    own = places[max(len(asked.tokens) - start, 0) :] + asked.position_shift
+                    places = torch.cat([torch.from_numpy(of_prompt[:, start:stop]), own.expand(3, -1)], 1)
+            positions.append(places)
+            end += stop - start
+        device = self._device.torch_device
+        if any(each.dim() > 1 for each in positions):
+            positions = [each.expand(3, -1) for each in positions]
+        rows, packed = torch.cat(positions, -1).to(device), PackedImages.of(laid)
+        # A part of a long prompt has some of its images, or none.
+        if packed is None or (packed := packed.within(0, end)) is None:
+            return self._forward(tokens[None], rows[None] if rows.dim() == 1 else rows[:, None], **arguments)[0]
+        return read_with_images(self._model, tokens.to(device), rows, packed, use_cache=False, **arguments)
+
+    def _check_layers(self, kv: KeyValues) -> None:
+        text = self._model.config.get_text_config()
+        stateless = sum(kind in STATELESS for kind in getattr(text, "layer_types", None) or ())
+        expected = text.num_hidden_layers - stateless
+        if kv.num_layers < expected:
+            raise ConfigError(
+                f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values "
+                "through transformers' attention interface; the engine "
+                "actor_rollout_ref.rollout.name=hf needs all of them to."
+            )
+
+    def _packs(self, lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """Chunks (number, start, stop) of prompts that are computed together: whole prompts, or part of a long one."""
+        budget = self._rollout.max_num_batched_tokens
+        pack: list[tuple[int, int, int]] = []
+        filled = 0
+        for number, length in enumerate(lengths):
+            if pack and filled + length > budget:
+                yield pack
+                pack, filled = [], 0
+            if length > budget and self._rollout.enable_chunked_prefill:
+                for start in range(0, length, budget):
+                    yield [(number, start, min(start + budget, length))]
+            else:
+                pack.append((number, 0, length))
+                filled += length
+        if pack:
+            yield pack
+
+    def _forward(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
+        """[rows, tokens] -> last hidden states [rows, tokens, h]."""
+        device = self._device.torch_device
+        return trunk(self._model)(
+            input_ids=tokens.to(device), position_ids=positions.to(device), use_cache=False, **arguments
+        ).last_hidden_state
+
+
+def rollout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    rltrain_cache: KeyValues | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the cache; without a cache, and within whole prompts, the trainer's packed attention."""
+    if rltrain_cache is not None:
+        kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)
+        layer = rltrain_cache.call_of(int(module.layer_idx))  # type: ignore[arg-type]
+        if not rltrain_cache.is_prefill:
+            query = tempered(module, query, rltrain_cache.places)
+            return rltrain_cache.decode(layer, query, key, value, kind), None
+        rltrain_cache.store(layer, key, value)
+        if rltrain_cache.continues:
+            query = tempered(module, query, rltrain_cache.places)
+            return rltrain_cache.prefill_rest(layer, query, kind), None
+    return packed_attention(
+        module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, softcap=softcap,
+        s_aux=s_aux, **others,
+    )  # fmt: skip
+
+
+def _register() -> None:
+    AttentionInterface.register(_ATTENTION, rollout_attention)
+
+
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers that keep them."""
+    text = config.get_text_config()
+    # Gemma 4 has heads of several sizes, and refuses to be asked for one.
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    recurrent = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ()]
+    return dtype.itemsize * sum(_numbers_per_token(layer) for layer in layers[sum(recurrent) :])
+
+
+def _numbers_per_token(layer: Any) -> int:
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    if getattr(layer, "qk_nope_head_dim", None):  # multi-head latent attention, whose keys are kept at full width
+        heads, size = layer.num_attention_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    return heads * (size + (getattr(layer, "v_head_dim", None) or size))

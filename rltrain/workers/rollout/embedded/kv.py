@@ -1,0 +1,334 @@
+"""The key-value cache of the embedded engine: a prompt is kept once for all its answers, and answers decode in
+lockstep.
+
+A cache padded per row would copy the prompt per answer; a paged one needs a kernel per device. Here every step writes
+one column for all rows, and a row's own columns are those since it was born. So a new token is one plain copy, and
+while all rows are of one age only the columns not yet written are masked. Columns are held in blocks of fixed width,
+and a product reads whole blocks: contiguous memory is worth a factor of two to four on a CPU against slices of a wider
+buffer. A block is made when its first column is written and dropped when no living row is so old.
+
+Attention is two groups of products under one softmax: with the prompts, where all answers to a prompt are queries of
+one product, and with the answers' own columns. Grouped-query attention and sliding windows fall out of the same form.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rltrain.models.attention.recurrent import State
+from rltrain.models.attention.scores import Kind, capped, masked, weights
+from rltrain.workers.rollout.embedded.state import RowStates
+
+Ints = NDArray[np.int64]
+# A layer, and the how-manieth call of attention this is of it in a forward pass.
+Call = tuple[int, int]
+# Memory of `KeyValues` relative to its rows at their longest: room to grow, and rows of answers that have ended.
+ROOM = 1.3
+# Prompts get room in steps of this many tokens, because each new width copies the prompts that are there.
+_PROMPT_STEP = 32
+# Queries of a chunk of a long prompt are masked this many at a time.
+_QUERIES = 512
+
+
+class PromptChunk(NamedTuple):
+    """Tokens ``start`` to ``stop`` of the prompt at ``place``."""
+
+    place: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class Pair(NamedTuple):
+    """keys [n, kv heads, columns, d] and values [n, kv heads, columns, d']."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass
+class _Layer:
+    """prompts: [places, kv heads, width, d]; blocks: [rows, kv heads, block, d] each."""
+
+    prompts: Pair
+    blocks: list[Pair] = field(default_factory=list)
+
+
+class KeyValues:
+    """The cache of one generation, for any number of layers; their shapes follow from the first prompt.
+
+    Rows are numbered 0, 1, ...; `add` appends some, `keep` drops some and renumbers. block: columns per block.
+    """
+
+    def __init__(self, device: torch.device, block: int) -> None:
+        self._device = device
+        self._block = block
+        self._layers: dict[Call, _Layer] = {}
+        self._calls: Counter[int] = Counter()
+        self._states = RowStates()
+        self._prompt_lengths: Ints = np.zeros(0, dtype=np.int64)
+        self._width = 0
+        self._place_of_row: Ints = np.zeros(0, dtype=np.int64)
+        self._born: Ints = np.zeros(0, dtype=np.int64)
+        self._column = -1
+        self._first_column = 0
+        self._chunks: Sequence[PromptChunk] = ()
+        self._seats: _Seats | None = None
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._born)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have stored anything."""
+        return len({layer for layer, _ in self._layers}) + self._states.num_layers
+
+    def call_of(self, layer: int) -> Call:
+        """Attention of ``layer`` is called, which some layers do more than once, with other keys or values."""
+        self._calls[layer] += 1
+        return layer, self._calls[layer]
+
+    def add(self, prompt_lengths: Sequence[int], num_rows: Sequence[int]) -> range:
+        """Make room for new prompts and for the answers to each, behind the others. Returns the prompts' places."""
+        places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
+        self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
+        self._place_of_row = np.concatenate([self._place_of_row, np.repeat(np.asarray(places), num_rows)])
+        # The first column of a new row is the next that is written, whatever the others have behind them.
+        self._born = np.concatenate([self._born, np.full(sum(num_rows), self._column + 1)])
+        self._width = max(self._width, -(-max(prompt_lengths) // _PROMPT_STEP) * _PROMPT_STEP)
+        for layer in self._layers.values():
+            layer.prompts = _enlarged(layer.prompts, places.stop, self._width)
+            layer.blocks = [_enlarged(block, self.num_rows, self._block) for block in layer.blocks]
+        self._seats = None
+        self._states.add(places, num_rows)
+        return places
+
+    def keep(self, alive: NDArray[np.bool_]) -> Ints:
+        """Drop the rows that are not alive, and prompts without rows.
+
+        Returns the old number of each row that is left.
+        """
+        rows = _without_holes(alive)
+        self._states.enter()
+        self._states.keep(torch.from_numpy(rows))
+        answered = np.zeros(len(self._prompt_lengths), dtype=bool)
+        answered[self._place_of_row[rows]] = True
+        places = _without_holes(answered)
+        for layer in self._layers.values():
+            _move([layer.prompts], places)
+            _move(layer.blocks, rows)
+        number = np.zeros(len(answered), dtype=np.int64)
+        number[places] = np.arange(len(places))
+        self._prompt_lengths = self._prompt_lengths[places]
+        self._place_of_row = number[self._place_of_row[rows]]
+        self._born = self._born[rows]
+        self._seats = None
+        return rows
+
+    def begin_prefill(self, chunks: Sequence[PromptChunk]) -> None:
+        """Announce that the next forward pass computes these chunks, packed. One that does not start at 0 is alone."""
+        self._chunks = chunks
+        self._calls.clear()
+
+    def begin_step(self) -> None:
+        """Announce that the next forward pass computes one token per row."""
+        self._chunks = ()
+        self._calls.clear()
+        self._states.enter()
+        self._column += 1
+        self._masks = {}
+        # A row sees no column from before its birth, so nobody reads such a block any more.
+        while self._first_column + self._block <= self._born.min():
+            self._first_column += self._block
+            for layer in self._layers.values():
+                del layer.blocks[:1]
+        if self._seats is None:
+            self._seats = _Seats.of(self._place_of_row, self._prompt_lengths, self._born, self._device)
+
+    @property
+    def is_prefill(self) -> bool:
+        return bool(self._chunks)
+
+    def store(self, layer: Call, keys: Tensor, values: Tensor) -> None:
+        """Keep keys and values [1, kv heads, tokens, d] of the announced chunks."""
+        if layer not in self._layers:
+            places = len(self._prompt_lengths)
+            empty = (new.new_zeros(places, new.shape[1], self._width, new.shape[3]) for new in (keys, values))
+            self._layers[layer] = _Layer(Pair(*empty))
+        prompts = self._layers[layer].prompts
+        lengths = [chunk.length for chunk in self._chunks]
+        for whole, new in zip(prompts, (keys, values), strict=True):
+            for chunk, part in zip(self._chunks, new[0].split(lengths, 1), strict=True):
+                whole[chunk.place, :, chunk.start : chunk.stop] = part
+
+    @property
+    def continues(self) -> bool:
+        """Whether the announced chunk has a beginning that was computed before."""
+        return bool(self._chunks) and self._chunks[0].start > 0
+
+    def state_before(self, layer: int) -> State | None:
+        """What a recurrent layer goes on from: the rows' states, or that of the announced chunk; None for prompts."""
+        if not self.is_prefill:
+            return self._states.of_rows(layer)
+        return self._states.of_prompt(layer, self._chunks[0].place) if self.continues else None
+
+    def keep_state(self, layer: int, state: State) -> None:
+        """What a recurrent layer has come to."""
+        if self.is_prefill:
+            self._states.keep_prompts(layer, [chunk.place for chunk in self._chunks], state)
+        else:
+            self._states.keep_rows(layer, state)
+
+    def places(self, device: torch.device) -> Tensor:
+        """Of the tokens of this forward pass in their samples [tokens] or [rows]."""
+        if self.is_prefill:
+            return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in self._chunks]).to(device)
+        assert self._seats is not None
+        return self._seats.prompt_lengths + self._column - self._seats.born
+
+    def prefill_rest(self, layer: Call, query: Tensor, kind: Kind) -> Tensor:
+        """Attention of a chunk of a prompt to all of the prompt up to itself.
+
+        query [1, heads, n, d] -> [1, n, heads, d'].
+        """
+        (chunk,) = self._chunks
+        keys, values = (each[chunk.place : chunk.place + 1, :, : chunk.stop] for each in self._layers[layer].prompts)
+        everywhere = torch.arange(chunk.stop, device=query.device)
+        grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
+        parts = []
+        for first in range(0, chunk.length, _QUERIES):
+            some = grouped[:, :, first : first + _QUERIES]
+            places = chunk.start + first + torch.arange(some.shape[2], device=query.device)[:, None]
+            hidden, reach = everywhere > places, kind.reach(places)
+            if reach is not None:
+                hidden |= everywhere <= places - reach
+            mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
+            mask = mask.repeat_interleave(some.shape[3], 0)
+            parts.append(masked(some.flatten(2, 3), keys, values, mask, kind).unflatten(2, some.shape[2:4]))
+        # Some models ask for a view of it.
+        return torch.cat(parts, 2).transpose(1, 2).flatten(2, 3).contiguous()
+
+    def decode(self, layer: Call, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+        """One token per row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
+        assert self._seats is not None
+        rows, kv_heads = key.shape[:2]
+        held = self._layers[layer]
+        number, column = divmod(self._column - self._first_column, self._block)
+        if number == len(held.blocks):
+            held.blocks.append(
+                # Zeros, because a masked column enters the product with weight 0, and 0 times a NaN in unwritten memory
+                # is NaN.
+                Pair(*(new.new_zeros(rows, kv_heads, self._block, new.shape[3]) for new in (key, value)))
+            )
+        for whole, new in zip(held.blocks[-1], (key, value), strict=True):
+            whole[:rows, :, column] = new[:, :, 0]
+        queries = (query * kind.scale(query.shape[3])).reshape(rows, kv_heads, -1, query.shape[3])
+        prompts = Pair(*(each[: len(self._prompt_lengths)] for each in held.prompts))
+        blocks = [Pair(*(each[:rows] for each in block)) for block in held.blocks]
+        # Products with prompt and own columns stand side by side, because they share one softmax.
+        products = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
+        products += [queries @ block.keys.mT for block in blocks]
+        scores = capped(torch.cat(products, -1), kind.softcap).add_(self._mask(kind, key.dtype))
+        of_prompt, *of_blocks = weights(scores, kind.sinks).split([self._width] + [self._block] * len(blocks), -1)
+        output = self._seats.to_rows(self._seats.to_prompts(of_prompt) @ prompts.values)
+        for some, block in zip(of_blocks, blocks, strict=True):
+            output += some @ block.values
+        return output.reshape(rows, 1, -1, value.shape[3])
+
+    def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
+        """0 where a row sees a column (first those of its prompt), else -inf: [rows, 1, 1, columns]."""
+        # Made once per step, as all layers that see equally far use it.
+        name = kind.window, kind.chunk
+        if name not in self._masks:
+            assert self._seats is not None
+            lengths, born = self._seats.prompt_lengths[:, None], self._seats.born[:, None]
+            prompt = torch.arange(self._width, device=self._device)
+            num_blocks = (self._column - self._first_column) // self._block + 1
+            own = torch.arange(self._first_column, self._first_column + num_blocks * self._block, device=self._device)
+            in_prompt, in_own = prompt >= lengths, (own < born) | (own > self._column)
+            places = lengths + self._column - born
+            if (reach := kind.reach(places)) is not None:
+                in_prompt |= prompt <= places - reach
+                in_own |= own <= self._column - reach
+            hidden = torch.cat([in_prompt, in_own], 1)[:, None, None]
+            self._masks[name] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        return self._masks[name]
+
+
+@dataclass(frozen=True)
+class _Seats:
+    """Rows sorted by prompt: every prompt has as many seats as the prompt with the most rows.
+
+    rows [prompts * seats]: the row per seat (any row on an empty seat). seats, prompt_lengths, born [rows].
+    """
+
+    num_prompts: int
+    rows: Tensor
+    seats: Tensor
+    prompt_lengths: Tensor
+    born: Tensor
+
+    @classmethod
+    def of(cls, place_of_row: Ints, prompt_lengths: Ints, born: Ints, device: torch.device) -> _Seats:
+        order = np.argsort(place_of_row, kind="stable")
+        counts = np.bincount(place_of_row, minlength=len(prompt_lengths))
+        first = np.cumsum(counts) - counts
+        seats = np.empty_like(order)
+        seats[order] = np.arange(len(order)) - first[place_of_row[order]] + place_of_row[order] * counts.max()
+        rows = np.zeros(len(prompt_lengths) * counts.max(), dtype=np.int64)
+        rows[seats] = np.arange(len(order))
+        tensors = (torch.from_numpy(each).to(device) for each in (rows, seats, prompt_lengths[place_of_row], born))
+        return cls(len(prompt_lengths), *tensors)
+
+    def to_prompts(self, rows: Tensor) -> Tensor:
+        """[rows, kv heads, g, d] -> [prompts, kv heads, seats * g, d]."""
+        seated = rows[self.rows].unflatten(0, (self.num_prompts, -1)).transpose(1, 2)
+        return seated.reshape(*seated.shape[:2], -1, rows.shape[-1])
+
+    def to_rows(self, seated: Tensor) -> Tensor:
+        """The way back: [prompts, kv heads, seats * g, d] -> [rows, kv heads, g, d]."""
+        num_seats = len(self.rows) // self.num_prompts
+        return seated.unflatten(2, (num_seats, -1)).transpose(1, 2).flatten(0, 1)[self.seats]
+
+
+def _without_holes(alive: NDArray[np.bool_]) -> Ints:
+    """Numbers of the living rows, of which the last have moved into the places of the dead."""
+    count = int(alive.sum())
+    order = np.arange(count)
+    order[~alive[:count]] = count + np.flatnonzero(alive[count:])
+    return order
+
+
+def _move(pairs: Sequence[Pair], order: Ints) -> None:
+    targets = np.flatnonzero(order != np.arange(len(order)))
+    if not len(targets):
+        return
+    for tensor in (tensor for pair in pairs for tensor in pair):
+        to, of = (torch.from_numpy(each).to(tensor.device) for each in (targets, order[targets]))
+        tensor[to] = tensor[of]
+
+
+def _enlarged(pair: Pair, count: int, width: int) -> Pair:
+    """The same content with room for at least ``count`` times ``width``."""
+    have, _, columns, _ = pair.keys.shape
+    if have >= count and columns >= width:
+        return pair
+    # A quarter more, so that adding prompts one by one does not copy everything every time.
+    count = have if have >= count else max(count, have + have // 4)
+    larger = Pair(*(each.new_zeros(count, each.shape[1], max(columns, width), each.shape[3]) for each in pair))
+    for new, old in zip(larger, pair, strict=True):
+        new[:have, :, :columns] = old
+    return larger

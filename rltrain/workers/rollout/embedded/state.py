@@ -1,0 +1,62 @@
+"""What recurrent layers keep of the embedded engine's rows (`models.recurrent`).
+
+A prompt's state is computed once. Unlike keys and values it is changed by the first token of an answer, so every row
+gets a copy when the rows of the prompt enter the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from rltrain.models.attention.recurrent import State
+
+
+class RowStates:
+    """States of all recurrent layers, row by row; of prompts whose rows have not entered yet, place by place."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, State] = {}
+        self._prompts: dict[int, dict[int, State]] = {}
+        self._entering: list[tuple[int, int]] = []
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have kept anything."""
+        return len(self._rows.keys() | self._prompts.keys())
+
+    def add(self, places: Sequence[int], num_rows: Sequence[int]) -> None:
+        """Prompts at these places will be read, and have so many rows."""
+        self._entering += zip(places, num_rows, strict=True)
+
+    def of_prompt(self, layer: int, place: int) -> State:
+        """The state behind what was read of a prompt."""
+        return self._prompts[layer][place]
+
+    def keep_prompts(self, layer: int, places: Iterable[int], state: State) -> None:
+        """Keep the states of prompts, in the order of the places."""
+        parts = zip(*(each.split(1) for each in state), strict=True)
+        self._prompts.setdefault(layer, {}).update(zip(places, map(State._make, parts), strict=True))
+
+    def of_rows(self, layer: int) -> State:
+        """Of all rows."""
+        return self._rows[layer]
+
+    def keep_rows(self, layer: int, state: State) -> None:
+        """Of all rows."""
+        self._rows[layer] = state
+
+    def enter(self) -> None:
+        """Let the rows of the prompts that were read join the others, behind them."""
+        for layer, read in self._prompts.items():
+            new = [[each.expand(count, *each.shape[1:]) for each in read[place]] for place, count in self._entering]
+            old = [self._rows[layer]] if layer in self._rows else []
+            self._rows[layer] = State(*(torch.cat(parts) for parts in zip(*old, *new, strict=True)))
+        self._prompts, self._entering = {}, []
+
+    def keep(self, order: Tensor) -> None:
+        """The rows with these numbers, in this order."""
+        for layer, state in self._rows.items():
+            self._rows[layer] = State(*(each.index_select(0, order.to(each.device)) for each in state))

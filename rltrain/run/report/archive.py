@@ -111,10 +111,10 @@ class Archive(Watcher):
     def close(self, wait: bool = True) -> None:
         """Wait (a minute at most) until everything is written, and say what is not."""
         self._hear(self._writer.close(_LAST_WAIT_S if wait else 0.0))
-        if missing := self.missing():
+        if missing := self.last_words():
             log.warning("%s", missing)
 
-    def missing(self) -> str:
+    def last_words(self) -> str:
         """Which steps lack their answers, in a sentence; empty where none does."""
         found = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
         return f"{self._folder}: the answers of these steps are missing: {', '.join(found)}" if found else ""

@@ -49,6 +49,10 @@ class Watcher:
     def on_failure(self) -> None:
         """An error ends the run, and the workers live still: the last moment to keep something."""
 
+    def last_words(self) -> str:
+        """What is to stand in the last lines of a run that has got to its end, behind the report; "" for nothing."""
+        return ""
+
 
 class Watchers(Watcher):
     """All of a run, asked in their order."""
@@ -102,3 +106,6 @@ class Watchers(Watcher):
     def on_failure(self) -> None:
         for each in self._all:
             each.on_failure()
+
+    def last_words(self) -> str:
+        return "\n".join(filter(None, (each.last_words() for each in self._all)))

@@ -56,7 +56,7 @@ def test_a_run_in_which_nothing_was_earned_ends_with_where_to_look(ends, said, t
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_run))
     last = report(tmp_path).splitlines()[-1]
     assert last.startswith(said or "training reward: ")
-    assert (f"rltrain.run.report.view {tmp_path} --worst (this run has kept none" in last) == bool(said)
+    assert (f"rltrain.view {tmp_path} --worst (this run has kept none" in last) == bool(said)
 
 
 def test_a_report_of_validation_alone_speaks_of_no_steps(tmp_path):

@@ -57,7 +57,6 @@ CASES: dict[str, dict[str, object]] = {
     "grpo, LoRA": OFFLOAD | {"actor_rollout_ref.model.lora_rank": 8},
     "grpo, no recomputation": OFFLOAD | {"actor_rollout_ref.model.enable_gradient_checkpointing": False},
 }
-_STEP = {"rollout": "gen", "log_prob": "old_log_prob", "train_actor": "update_actor", "train_critic": "update_critic"}
 
 
 def arguments(folder: Path, case: str) -> list[str]:
@@ -138,7 +137,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
     enter = Residency.enter
 
     def entered(self: Residency, phase: str, *, whole: bool = False) -> None:
-        found[_STEP.get(phases[-1], phases[-1])] = (module.max_memory_allocated(), ledger.cut())
+        found[phases[-1]] = (module.max_memory_allocated(), ledger.cut())
         module.reset_peak_memory_stats()
         phases.append(phase)
         before = module.memory_allocated()

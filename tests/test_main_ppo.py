@@ -45,7 +45,7 @@ def test_the_published_command_is_planned(capsys):
     for words in (
         "8 x 8 = 64", "data-parallel             16", "at most 128 samples each", "2,048 (16 answers",
         "32 (sglang, each on 2 devices, with about 64 samples)", "4 (mini-batches of 32 prompts", "28,672 tokens",
-        "at most 120,000 tokens per data-parallel rank: update_actor, old_log_prob, ref",
+        "at most 120,000 tokens per data-parallel rank: old_log_prob, ref, update_actor",
     ):  # fmt: skip
         assert words in text
     no_effect, refused = text[text.index("no effect\n") :].split("a run would refuse: ")

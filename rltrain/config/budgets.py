@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rltrain.config.passes import PASSES, BudgetKeys
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
-
-_A = "actor_rollout_ref."
 
 
 @dataclass(frozen=True)
@@ -48,74 +47,45 @@ class PassBudget:
         return replace(self, max_rows=self.num_longest * most_rows) if self.num_longest and most_rows else self
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """The keys of one pass.
-
-    sharing: the section that says how many ranks share a sequence. like: the pass whose sizes are the default.
-    """
-
-    switch: str
-    tokens: str
-    samples: str
-    sharing: str | None
-    like: str | None = None
-
-    def ranks_per_sequence(self, config: Config) -> int:
-        return get(config, f"{self.sharing}.ulysses_sequence_parallel_size") if self.sharing else 1
-
-    def decide(self, config: Config) -> tuple[PassBudget, str]:
-        """The budget and the key that says it ("" where none does)."""
-        by_tokens, one = get(config, self.switch), self
-        while True:
-            samples, tokens = get(config, one.samples), get(config, one.tokens)
-            if samples is not None and by_tokens is not True:
-                by_samples = PassBudget(None, samples)
-                # Per group of ranks that share a sequence, as verl counts samples.
-                packed = PassBudget(samples * longest_sequence(config), None, samples)
-                return packed if by_tokens is None else by_samples, one.samples
-            if tokens is not None and by_tokens is not False:
-                # A group that shares sequences has the room of all its devices.
-                return PassBudget(tokens * self.ranks_per_sequence(config), None), one.tokens
-            if one.like is None:
-                return PassBudget(None, 1), ""
-            one = _PASSES[one.like]
+def decide(config: Config, keys: BudgetKeys) -> tuple[PassBudget, str]:
+    """The budget that ``keys`` say, and the key that says it ("" where none does)."""
+    by_tokens, one = get(config, keys.switch), keys
+    while True:
+        samples, tokens = get(config, one.samples), get(config, one.tokens)
+        if samples is not None and by_tokens is not True:
+            by_samples = PassBudget(None, samples)
+            # Per group of ranks that share a sequence, as verl counts samples.
+            packed = PassBudget(samples * longest_sequence(config), None, samples)
+            return packed if by_tokens is None else by_samples, one.samples
+        if tokens is not None and by_tokens is not False:
+            # A group that shares sequences has the room of all its devices.
+            return PassBudget(tokens * ranks_per_sequence(config, keys), None), one.tokens
+        if one.like is None:
+            return PassBudget(None, 1), ""
+        one = PASSES[one.like].keys
 
 
-def _pass(section: str, forward: str, sharing: str | None, like: str | None = None) -> _Pass:
-    """forward: what the keys of the budget begin with; those of log-prob passes have it in the switch too."""
-    switch = "log_prob_use_dynamic_bsz" if forward == "log_prob_" else "use_dynamic_bsz"
-    tokens = f"{forward or 'forward_'}max_token_len_per_gpu"
-    return _Pass(
-        f"{section}.{switch}", f"{section}.{tokens}", f"{section}.{forward}micro_batch_size_per_gpu", sharing, like
-    )
-
-
-_PASSES = {
-    "update": _pass(_A + "actor", "ppo_", _A + "actor"),
-    "log_prob": _pass(_A + "rollout", "log_prob_", _A + "actor", like="update"),
-    "ref": _pass(_A + "ref", "log_prob_", _A + "ref", like="update"),
-    "critic": _pass("critic", "ppo_", "critic", like="update"),
-    "values": _pass("critic", "forward_", "critic", like="critic"),
-    "reward_model": _pass("reward_model", "", None, like="update"),
-}
+def ranks_per_sequence(config: Config, keys: BudgetKeys) -> int:
+    """How many ranks share a sequence in the pass of ``keys``."""
+    return get(config, f"{keys.sharing}.ulysses_sequence_parallel_size") if keys.sharing else 1
 
 
 def budgets(config: Config) -> dict[str, PassBudget]:
     """The budget of each pass, by the pass's name. One that no key says is refused by `budget_problems`."""
-    return {name: one.decide(config)[0] for name, one in _PASSES.items()}
+    return {name: decide(config, each.keys)[0] for name, each in PASSES.items()}
 
 
 def smaller(config: Config, name: str) -> Iterator[dict[str, int]]:
     """Settings with which the pass ``name`` holds less: half, the least of the key that decides, and then more devices
     for each sequence.
     """
-    one = _PASSES[name]
-    key, group = one.decide(config)[1], one.ranks_per_sequence(config)
+    one = PASSES[name].keys
+    key, group = decide(config, one)[1], ranks_per_sequence(config, one)
     value, by_tokens = get(config, key) if key else 1, key.endswith("max_token_len_per_gpu")
     longest, least = longest_sequence(config), 1
     if by_tokens:
-        sharing = [each.ranks_per_sequence(config) for each in _used(config).values() if each.decide(config)[1] == key]
+        used = _used(config).values()
+        sharing = [ranks_per_sequence(config, each) for each in used if decide(config, each)[1] == key]
         least = -(-longest // min(sharing, default=group))
     yield from ({key: size} for size in dict.fromkeys((max(value // 2, least), least)) if size < value)
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
@@ -135,14 +105,14 @@ def budget_problems(config: Config) -> Iterator[str]:
     """Budgets that the longest sequence exceeds, and sizes that are missing."""
     longest, told = longest_sequence(config), set()
     for name, one in _used(config).items():
-        (budget, key), group = one.decide(config), one.ranks_per_sequence(config)
+        (budget, key), group = decide(config, one), ranks_per_sequence(config, one)
         if not key:
             # Where the pass that gives the default is cut by samples too, its own missing size is the one to mend.
-            if not one.like or get(config, _PASSES[one.like].switch) is not False:
+            if not one.like or get(config, PASSES[one.like].keys.switch) is not False:
                 yield f"{one.switch}=False needs {one.samples} (samples per forward on one device). Try 4."
         # The reward model's own chat template makes sequences of other lengths. A group of 0 is refused elsewhere; here
         # it would only end the list of problems in a division by 0.
-        elif budget.max_tokens is not None and 0 < budget.max_tokens < longest and group > 0 and name != "reward_model":
+        elif budget.max_tokens is not None and 0 < budget.max_tokens < longest and group > 0 and name != "reward":
             over = f" over {group} devices" if group > 1 else ""
             if key not in told:
                 yield (
@@ -155,20 +125,19 @@ def budget_problems(config: Config) -> Iterator[str]:
 def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:
     """Keys of sizes that no pass of the run goes by, each with what its pass goes by."""
     used = _used(config)
-    deciding = {one.decide(config)[1] for one in used.values()}
-    for name, one in _PASSES.items():
-        # The update is always made, and a pass that is not made has its own reason for being without effect.
-        if name in used:
-            switch, (_, key) = get(config, one.switch), one.decide(config)
-            setting = f"{one.switch} is not set" if switch is None else f"{one.switch}={switch}"
-            for size in {one.samples, one.tokens} - deciding:
-                yield size, f"{setting}, so {key}={get(config, key)} decides" if key else setting
+    deciding = {decide(config, one)[1] for one in used.values()}
+    # The update is always made, and a pass that is not made has its own reason for being without effect.
+    for one in used.values():
+        switch, (_, key) = get(config, one.switch), decide(config, one)
+        setting = f"{one.switch} is not set" if switch is None else f"{one.switch}={switch}"
+        for size in {one.samples, one.tokens} - deciding:
+            yield size, f"{setting}, so {key}={get(config, key)} decides" if key else setting
 
 
-def _used(config: Config) -> dict[str, _Pass]:
-    critic, reward_model = config.algorithm.needs_critic, config.reward_model.enable
-    unused = {"critic": not critic, "values": not critic, "reward_model": not reward_model}
-    return {name: one for name, one in _PASSES.items() if not unused.get(name)}
+def _used(config: Config) -> dict[str, BudgetKeys]:
+    """Of the passes whose roles the run has."""
+    there = {"critic": config.algorithm.needs_critic, "reward_model": config.reward_model.enable}
+    return {name: each.keys for name, each in PASSES.items() if there.get(each.role, True)}
 
 
 def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[int, int]:
@@ -176,7 +145,7 @@ def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[in
 
     value: that of a key. Rounded down and at least 1, as in verl: which answers share a forward changes no result.
     """
-    one = next((one for one in _PASSES.values() if one.samples == f"{key}_per_gpu"), None)
+    one = next((each.keys for each in PASSES.values() if each.keys.samples == f"{key}_per_gpu"), None)
     sharing = value(f"{one.sharing}.ulysses_sequence_parallel_size") if one and one.sharing else 1
     ranks = max(1, value("trainer.nnodes") * value("trainer.n_gpus_per_node") // max(1, sharing))
     return max(1, total // ranks), ranks

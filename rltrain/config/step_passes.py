@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rltrain.config.passes import Role, passes_of, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import REINFORCE_LOSS, EstimatorTraits, estimator_traits, loss_traits
 
@@ -81,6 +82,19 @@ class StepPasses:
     def waits_for_update(self, step: int) -> bool:
         """Whether the first mini-batch of ``step`` gets its old log-probs from the update's own forward."""
         return self.old_log_probs == "all but the first mini-batch" and self.updates_actor(step)
+
+    def needs(self, role: Role, adapters: bool = False) -> tuple[str, ...]:
+        """The phases of a step that need the model of ``role`` on the device.
+
+        adapters: the actor is trained through adapters, and without them is the reference too.
+        """
+        found = passes_of(role)
+        # Without its adapters it is the reference; an exact KL needs the policy's own distribution.
+        if role == "actor":
+            found = ("sync", *found, *(("ref",) if self.exact_kl_in_reward or adapters else ()))
+        if role == "ref" and self.exact_kl_in_loss:
+            found += updates_of("actor")
+        return found
 
     def describe(self, num_mini_batches: int) -> str:
         """The phases of a step by the names of their timers."""

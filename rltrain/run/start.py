@@ -18,6 +18,7 @@ from rltrain.base.env import worker_environment
 from rltrain.base.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES
 from rltrain.controller.cluster import free, reserve, share
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
@@ -132,5 +133,5 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
 
 def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:
     rollout = cfg.actor_rollout_ref.rollout
-    graphs = rollout.name != "hf" and not rollout.enforce_eager
+    graphs = not ENGINES[rollout.name].embedded and not rollout.enforce_eager
     return worker_environment(device.kind, threads, rollout.name, graphs=graphs)

@@ -8,28 +8,11 @@ share. Neither counts recomputed activations.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
+from rltrain.config.passes import PASSES
 from rltrain.trainer.balance import LayoutCost
 
 Metrics = dict[str, float]
-
-
-class _Pass(NamedTuple):
-    """name: in metrics. owner: in front of the names of the model's sizes. updates: with gradients."""
-
-    name: str
-    owner: str = ""
-    updates: bool = False
-
-
-_PASSES = {
-    "old_log_prob": _Pass("actor_infer"),
-    "ref": _Pass("ref"),
-    "values": _Pass("critic_infer", "critic_"),
-    "update_critic": _Pass("critic", "critic_", updates=True),
-    "update_actor": _Pass("actor", updates=True),
-}
 
 
 def flops_metrics(
@@ -44,7 +27,7 @@ def flops_metrics(
     """
     metrics: Metrics = {}
     for phase, cost in costs.items():
-        name, owner, updates = _PASSES[phase]
+        name, owner = PASSES[phase].rate, "critic_" if PASSES[phase].role == "critic" else ""
         weights, width = sizes[f"{owner}matmul_parameters"], sizes.get(f"{owner}attention_width", 1)
         # Attention and images, as forward FLOPs per unit of cost that is no token.
         unit = 2 * sizes["matmul_parameters"] * width / max(sizes.get("attention_width", 1), 1)
@@ -53,7 +36,7 @@ def flops_metrics(
             ("_prompts_repeated", cost.repeated_cost, cost.repeated_tokens),
         ):
             flops = 2 * weights * tokens + unit * (total - tokens)
-            if updates:
+            if PASSES[phase].updates:
                 # Gradients of activations and weights take as much again each; those of frozen weights are left out.
                 flops = 3 * flops - 2 * (weights - min(sizes[f"{owner}trained_parameters"], weights)) * tokens
             rate = float(flops / (timing[f"timing_s/{phase}"] * num_devices))

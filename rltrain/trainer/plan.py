@@ -17,6 +17,7 @@ from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import uneven
 from rltrain.config.meanings import compares_nothing
 from rltrain.config.overlap import ranks_with_all_weights
+from rltrain.config.passes import PASSES
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import StepPasses, make_step_passes
@@ -60,7 +61,7 @@ class ImageSizes:
 
     def describe(self, plan: Plan) -> str:
         """In words and numbers."""
-        budget = plan.update_budget
+        budget = plan.budgets["update_actor"]
         most = budget.max_rows or (budget.max_samples or 0) * self.most_rows
         # Of one family, every token stands for as many patches.
         most = most or (budget.max_tokens or 0) * self.most_rows // self.most_tokens
@@ -105,11 +106,7 @@ class Plan:
     num_reward_workers: int
     num_engine_replicas: int
     samples_per_replica: int
-    update_budget: PassBudget
-    log_prob_budget: PassBudget
-    ref_budget: PassBudget
-    values_budget: PassBudget
-    critic_budget: PassBudget
+    budgets: dict[str, PassBudget]
     num_prompts: int | None
     steps_per_epoch: int | None
     total_steps: int
@@ -146,7 +143,7 @@ def make_plan(
     epochs, wanted = (steps_per_epoch or 0) * config.trainer.total_epochs, config.trainer.total_training_steps
     total = min(wanted or epochs, epochs or wanted or 0)
     schedule = wanted or total
-    budget = {name: each.with_images(images.most_rows if images else 0) for name, each in budgets(config).items()}
+    rows = images.most_rows if images else 0
     return Plan(
         passes=make_step_passes(config, images is not None, bool(images and images.most_images)),
         num_nodes=config.trainer.nnodes,
@@ -175,11 +172,8 @@ def make_plan(
         num_engine_replicas=replicas,
         # Engines are given whole prompts, so the prompts are rounded up and not the samples.
         samples_per_replica=-(-started // replicas) * rollout.n,
-        update_budget=budget["update"],
-        log_prob_budget=budget["log_prob"],
-        ref_budget=budget["ref"],
-        values_budget=budget["values"],
-        critic_budget=budget["critic"],
+        # A reward model reads texts alone.
+        budgets={name: each.with_images(rows * (name != "reward")) for name, each in budgets(config).items()},
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
@@ -298,21 +292,17 @@ def _device(config: Config) -> str:
 
 def _micro_batches(plan: Plan, config: Config) -> list[str]:
     """The budgets of the passes that a step makes; passes with the same one stand together."""
-    ranks, critic_ranks = plan.data_parallel_size, plan.critic_data_parallel_size
-    made = {
-        "update_actor": (plan.update_budget, ranks),
-        "old_log_prob": (plan.log_prob_budget, ranks),
-        "ref": (plan.ref_budget, plan.ref_data_parallel_size),
-        "values": (plan.values_budget, critic_ranks),
-        "update_critic": (plan.critic_budget, critic_ranks),
+    ranks = {
+        "actor": plan.data_parallel_size,
+        "ref": plan.ref_data_parallel_size,
+        "critic": plan.critic_data_parallel_size,
+        "reward_model": plan.num_devices,
     }
     phases = plan.passes.describe(plan.num_mini_batches)
-    if config.reward_model.enable:
-        made["reward"] = (budgets(config)["reward_model"], plan.num_devices)
     sharing: dict[tuple[PassBudget, int], list[str]] = {}
-    for name, budget in made.items():
-        if name in phases:
-            sharing.setdefault(budget, []).append(name)
+    for name, each in PASSES.items():
+        if name in phases and (each.role != "reward_model" or config.reward_model.enable):
+            sharing.setdefault((plan.budgets[name], ranks[each.role]), []).append(name)
     return [
         f"at most {budget} per data-parallel rank{_ranks_of_its_own(plan, its_ranks)}: {', '.join(names)}"
         for (budget, its_ranks), names in sharing.items()

@@ -115,18 +115,18 @@ class PPOTrainer:
             if passes.ref:
                 with timer("ref"):  # log pi_ref(y | x)
                     left = np.flatnonzero(samples.without(self.actor.ref_column))
-                    layout = self._lay_out(samples, plan.ref_budget, plan.ref_data_parallel_size, left)
+                    layout = self._lay_out(samples, plan.budgets["ref"], plan.ref_data_parallel_size, left)
                     record.layouts["ref"] = layout
                     self.actor.ref_log_probs(samples, layout).finish()
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
                     ranks = plan.critic_data_parallel_size
-                    record.layouts["values"] = self._lay_out(samples, plan.values_budget, ranks)
+                    record.layouts["values"] = self._lay_out(samples, plan.budgets["values"], ranks)
                     self.critic.values(samples, record.layouts["values"])
             with timer("adv"):  # A(x, y)
                 # Estimators have no micro-batches. The layout says on which rank an answer's tokens are put together,
                 # and the report measures on it how evenly tokens are spread.
-                record.layouts["adv"] = self._lay_out(samples, plan.log_prob_budget)
+                record.layouts["adv"] = self._lay_out(samples, plan.budgets["old_log_prob"])
                 whitening, found = self.advantages.estimate(samples, self.actor, record.layouts["adv"])
                 record.metrics |= found
             if self.critic:
@@ -146,10 +146,10 @@ class PPOTrainer:
         early = []
         if passes.old_log_probs != "none":
             covered, ranks = self._covered(step), plan.data_parallel_size
-            early.append(EarlyPass(self.actor.log_probs, covered, plan.log_prob_budget, ranks))
+            early.append(EarlyPass(self.actor.log_probs, covered, plan.budgets["old_log_prob"], ranks))
         if passes.ref:
             every, ranks = np.ones(plan.samples_per_step, dtype=bool), plan.ref_data_parallel_size
-            early.append(EarlyPass(self.actor.ref_log_probs, every, plan.ref_budget, ranks))
+            early.append(EarlyPass(self.actor.ref_log_probs, every, plan.budgets["ref"], ranks))
         return Overlap(early, plan.ranks_with_all_weights, plan.num_devices, self._workload)
 
     def _covered(self, step: int) -> NDArray[np.bool_]:
@@ -171,7 +171,7 @@ class PPOTrainer:
         if covered.any():
             # What devices without answers to generate have computed already is left out.
             left = np.flatnonzero(covered & samples.without(c.OLD_LOG_PROBS))
-            layout = self._lay_out(samples, self.plan.log_prob_budget, ids=left)
+            layout = self._lay_out(samples, self.plan.budgets["old_log_prob"], ids=left)
             record.layouts["old_log_prob"] = layout
             record.measured = join([record.measured, self.actor.log_probs(samples, layout).finish()])
             if self._alarms.stops_on_gap:  # then the pass is a full one: a gap ends the run before it learns
@@ -185,7 +185,7 @@ class PPOTrainer:
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
         work, ranks = self._workload(samples, updates=True), plan.data_parallel_size
-        layout = lay_out(mini_batches, work, ranks, plan.update_budget, self.actor.nodes(ranks))
+        layout = lay_out(mini_batches, work, ranks, plan.budgets["update_actor"], self.actor.nodes(ranks))
         # As in verl the schedule begins with the first step in which the actor learns. All optimizer steps of a step
         # share one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
         first = max(1, plan.passes.first_actor_step)
@@ -224,7 +224,7 @@ class PPOTrainer:
         # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
         work = self._workload(samples, updates=True)
         ranks = plan.critic_data_parallel_size
-        layout = lay_out(mini_batches, work, ranks, plan.critic_budget, critic.nodes(ranks))
+        layout = lay_out(mini_batches, work, ranks, plan.budgets["update_critic"], critic.nodes(ranks))
         rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")

@@ -24,6 +24,7 @@ from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import resolve_dtype
+from rltrain.config.passes import updates_of
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
@@ -36,7 +37,7 @@ from rltrain.models.weights.lora import adapter_weights, adapters_off, write_ada
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.spec import actor_spec, reference_spec
 from rltrain.models.weights.state import load_training_state
-from rltrain.workers.residency import Phase, Residency
+from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor
 from rltrain.workers.saving import StateWriter, told_as_disk_error
@@ -81,20 +82,17 @@ class ActorRefWorker(Actor):
         self._writer = StateWriter(self.policy, self.updater.optimizer, self._device)
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
-        phases: tuple[Phase, ...] = ("sync", "log_prob", "train_actor")
-        # Under LoRA the policy without its adapters is the reference; an exact KL needs the policy's own distribution.
-        phases += ("ref",) if self._passes.exact_kl_in_reward or model_cfg.uses_lora else ()
+        phases = passes.needs("actor", model_cfg.uses_lora)
         self.residency.add_model(self.policy, *phases, offload=fsdp.param_offload)
         if model_cfg.uses_lora:
             self.reference = self.policy  # with its adapters off
-        elif self._passes.reference:
+        elif passes.reference:
             spec = reference_spec(self._cfg, self._device, passes.images_in_training)
             self.reference = sharded_model(PolicyModel, spec, self._device).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
-            phases = ("ref", "train_actor") if self._passes.exact_kl_in_loss else ("ref",)
-            self.residency.add_model(self.reference, *phases, offload=offload)
+            self.residency.add_model(self.reference, *passes.needs("ref"), offload=offload)
         # Behind all models, whose forwards come first.
-        self.residency.add_optimizer(self.updater.optimizer, "train_actor", offload=fsdp.optimizer_offload)
+        self.residency.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
     def num_updates(self) -> int:
@@ -120,7 +118,7 @@ class ActorRefWorker(Actor):
         Columns: ``old_log_probs``, and where the correction has them ``is_weights`` and ``loss_mask``. Numbers:
         moments, and ``loss_tokens`` [n].
         """
-        self.residency.enter("log_prob")
+        self.residency.enter("old_log_prob")
         self._log_probs_at = self.updater.num_steps
         log_probs, entropy = self._run_pass(self.policy, batch, micro_sizes, with_entropy=True)
         if not len(batch):
@@ -231,7 +229,7 @@ class ActorRefWorker(Actor):
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """One optimizer step per mini-batch (see `Updater.run`)."""
-        self.residency.enter("train_actor")
+        self.residency.enter("update_actor")
         numbers = self.updater.run(
             batch,
             task.mini_batches,
@@ -352,7 +350,7 @@ class ActorRefWorker(Actor):
         # Whole weights are gathered between devices, as hosts exchange bytes many times more slowly. After an update
         # they are there; else they come as for a pass, a little before the next sync would have them come.
         if (task.export or self._model_cfg.uses_lora) and not self.residency.is_here(self.policy):
-            self.residency.enter("log_prob", whole=True)
+            self.residency.enter("old_log_prob", whole=True)
         if self._export and task.export:
             self._export.gather(copies)
         if self._model_cfg.uses_lora:
@@ -379,7 +377,7 @@ class ActorRefWorker(Actor):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
-        self.residency.enter("train_actor", whole=True)
+        self.residency.enter("update_actor", whole=True)
         return load_training_state(self.policy, None if weights_only else self.updater.optimizer, folder)
 
 

@@ -12,6 +12,7 @@ from rltrain.algorithms.losses import LossShare, aggregate, finish
 from rltrain.algorithms.value_loss import value_loss
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
+from rltrain.config.passes import passes_of, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import TOKEN_MEAN
 from rltrain.models.attention.packing import pack, per_policy_token
@@ -38,8 +39,8 @@ class CriticWorker(Critic):
         fsdp = cfg.critic.model.fsdp_config
         self.updater = Updater("critic", self.model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
         self._writer = StateWriter(self.model, self.updater.optimizer, self._device)
-        residency.add_model(self.model, "values", "train_critic", offload=fsdp.param_offload)
-        residency.add_optimizer(self.updater.optimizer, "train_critic", offload=fsdp.optimizer_offload)
+        residency.add_model(self.model, *passes_of("critic"), offload=fsdp.param_offload)
+        residency.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
 
     @torch.no_grad()
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
@@ -52,7 +53,7 @@ class CriticWorker(Critic):
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """One optimizer step per mini-batch."""
-        self.residency.enter("train_critic")
+        self.residency.enter("update_critic")
         return self.updater.run(batch, mini_batches, learning_rate, self._loss)
 
     def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
@@ -88,5 +89,5 @@ class CriticWorker(Critic):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""
-        self.residency.enter("train_critic", whole=True)
+        self.residency.enter("update_critic", whole=True)
         return load_training_state(self.model, None if weights_only else self.updater.optimizer, folder)

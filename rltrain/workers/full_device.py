@@ -15,24 +15,21 @@ from torch.distributed.tensor import DTensor
 from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import WorkerLost
 from rltrain.config.budgets import smaller
+from rltrain.config.passes import PASSES, updates_of
 from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
 from rltrain.workers.residency import Residency
 
 _A, _R, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
 _FSDP = "fsdp_config."
-_STEP = {"rollout": "gen", "log_prob": "old_log_prob", "train_actor": "update_actor", "train_critic": "update_critic"}
-_PASS = {
-    "log_prob": "log_prob", "ref": "ref", "values": "values", "train_actor": "update", "train_critic": "critic",
-    "reward": "reward_model",
-}  # fmt: skip
 # What makes room in a phase, beside its budget and what rests on the device for others.
 _OWN_KEYS = {
     "sync": (_R + "update_weights_bucket_megabytes",),
-    "rollout": (_R + "max_num_seqs",),
-    "train_actor": ("actor_rollout_ref.model.enable_gradient_checkpointing",),
-    "train_critic": ("critic.model.enable_gradient_checkpointing",),
+    "gen": (_R + "max_num_seqs",),
+    "update_actor": ("actor_rollout_ref.model.enable_gradient_checkpointing",),
+    "update_critic": ("critic.model.enable_gradient_checkpointing",),
 }
 
 
@@ -59,9 +56,9 @@ def device_is_full(error: Exception, cfg: Config, residency: Residency) -> Worke
     policy, rollout = residency.models[:1], cfg.actor_rollout_ref.rollout
     elements = sum(each.numel() for model in policy for name, each in model.named_parameters() if ".lora_" not in name)
     engine = elements * resolve_dtype(rollout.dtype, device).itemsize // rollout.tensor_model_parallel_size
-    least = 0.0 if rollout.name == "hf" else least_share(engine, device.total_memory_bytes())
+    least = 0.0 if ENGINES[rollout.name].embedded else least_share(engine, device.total_memory_bytes())
     keys = "\n  ".join(ways_out(cfg, phase, least)) or "more devices"
-    where, size = f"rank {dist.get_rank()}, {_STEP.get(phase, phase)}", _gib(device.total_memory_bytes())
+    where, size = f"rank {dist.get_rank()}, {phase}", _gib(device.total_memory_bytes())
     said = str(error).strip().splitlines()[0]
     return WorkerLost(
         f"{where}: the device ({size}) is out of memory. There were {rest}. ({said})\nMake room with one of\n  {keys}\n"
@@ -89,7 +86,7 @@ def least_share(engine: float, size: float) -> float:
 def ways_out(cfg: Config, phase: str, least: float) -> Iterator[str]:
     """KEY=VALUE, as far as it makes room in ``phase``. least: share of the device with which the engine starts."""
     rollout = cfg.actor_rollout_ref.rollout
-    stays = rollout.name != "hf" and not rollout.free_cache_engine
+    stays = not ENGINES[rollout.name].embedded and not rollout.free_cache_engine
     for key in _OWN_KEYS.get(phase, ()):
         value = get(cfg, key)
         if value is False:
@@ -97,11 +94,11 @@ def ways_out(cfg: Config, phase: str, least: float) -> Iterator[str]:
         elif value is not True and value > 1:
             yield f"{key}={value // 2}"
     share = max(rollout.gpu_memory_utilization / 2, least)
-    if (phase == "rollout" or stays) and share < rollout.gpu_memory_utilization:
+    if (phase == "gen" or stays) and share < rollout.gpu_memory_utilization:
         yield f"{_R}gpu_memory_utilization={share:g}"
-    for settings in islice(smaller(cfg, _PASS[phase]) if phase in _PASS else (), 1):
+    for settings in islice(smaller(cfg, phase) if phase in PASSES else (), 1):
         yield " ".join(f"{key}={value}" for key, value in settings.items())
-    if stays and phase not in ("sync", "rollout"):
+    if stays and phase not in ("sync", "gen"):
         yield f"{_R}free_cache_engine=True"
     yield from (f"{key}=True" for key, there in _offloads(cfg) if phase not in there and get(cfg, key) is False)
 
@@ -110,12 +107,11 @@ def _offloads(cfg: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Keys that send something away, and the phases in which it is there all the same."""
     passes, lora = make_step_passes(cfg), cfg.actor_rollout_ref.model.uses_lora
     if passes.reference and not lora:
-        yield f"{_REF}{_FSDP}param_offload", ("ref", "train_actor") if passes.exact_kl_in_loss else ("ref",)
-    yield f"{_A}{_FSDP}optimizer_offload", ("train_actor",)
-    policy = ("sync", "log_prob", "train_actor")
-    yield f"{_A}{_FSDP}param_offload", policy + (("ref",) if passes.exact_kl_in_reward or lora else ())
+        yield f"{_REF}{_FSDP}param_offload", passes.needs("ref")
+    yield f"{_A}{_FSDP}optimizer_offload", updates_of("actor")
+    yield f"{_A}{_FSDP}param_offload", passes.needs("actor", lora)
     if passes.values:
-        yield f"critic.model.{_FSDP}optimizer_offload", ("train_critic",)
-        yield f"critic.model.{_FSDP}param_offload", ("values", "train_critic")
+        yield f"critic.model.{_FSDP}optimizer_offload", updates_of("critic")
+        yield f"critic.model.{_FSDP}param_offload", passes.needs("critic")
     if cfg.reward_model.enable:
-        yield f"reward_model.model.{_FSDP}param_offload", ("reward",)
+        yield f"reward_model.model.{_FSDP}param_offload", passes.needs("reward_model")

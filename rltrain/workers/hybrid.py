@@ -91,7 +91,7 @@ def check_room(rollout: RolloutConfig, residency: Residency) -> None:
     device = residency.device
     if device.is_cpu or not ENGINES[rollout.name].package:  # the embedded engine takes what it finds
         return
-    residency.enter("rollout")
+    residency.enter("gen")
     free, total = device.free_memory_bytes(), device.total_memory_bytes()
     engine = rollout.gpu_memory_utilization * total if rollout.free_cache_engine else 0.0
     to_come = residency.bytes_to_come()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rltrain.base.device import Device, host_memory
+from rltrain.config.passes import UPDATES
 from rltrain.models.weights.shard import reshard
 
-Phase = Literal["sync", "rollout", "log_prob", "ref", "values", "reward", "train_actor", "train_critic"]
 # In these weights that learn are written to: by the optimizer, and where a checkpoint is loaded.
-_WRITTEN_IN: set[Phase] = {"train_actor", "train_critic"}
+_WRITTEN_IN = {*UPDATES}
 
 
 class Residency:
@@ -46,15 +46,15 @@ class Residency:
 
     def add_engine(self, release: Callable[[], object]) -> None:
         """Register a rollout engine: it takes memory when weights are loaded, and releases it outside generation."""
-        self._engines.append((frozenset({"sync", "rollout"}), release))
+        self._engines.append((frozenset({"sync", "gen"}), release))
 
-    def add_model(self, model: nn.Module, *phases: Phase, offload: bool) -> None:
+    def add_model(self, model: nn.Module, *phases: str, offload: bool) -> None:
         """Register a sharded model that ``phases`` need; with ``offload`` it rests on the host in all others."""
         self.models.append(model)
         if offload and self._queue is not None:
             self._residents.append((frozenset(phases), _Model(model, self.device, self._queue)))
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: Phase, offload: bool) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: str, offload: bool) -> None:
         """Register the state of an optimizer, likewise."""
         self.optimizers.append(optimizer)
         self._staying += [] if offload else [optimizer]
@@ -70,9 +70,10 @@ class Residency:
         """Whether the weights of a model are on the device, or on their way to it."""
         return all(resident.is_here for _, resident in self._residents if resident.owner is model)
 
-    def enter(self, phase: Phase, *, whole: bool = False) -> None:
-        """Make the device ready for ``phase``. whole: weights will be read elsewhere than in a forward, so that kernels
-        wait for all of them.
+    def enter(self, phase: str, *, whole: bool = False) -> None:
+        """Make the device ready for ``phase``, one of `PHASES`.
+
+        whole: weights will be read elsewhere than in a forward, so that kernels wait for all of them.
         """
         self.phase = phase
         leaving = [resident for phases, resident in self._residents if phase not in phases and resident.is_here]
@@ -106,7 +107,7 @@ class _Resident:
     device: Device
     queue: Any
     is_here: bool = True
-    seen: set[Phase] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
     # Where each tensor rests.
     _twins: dict[Any, Tensor] = field(default_factory=dict)
     # By part, what its last copy has recorded.

@@ -47,7 +47,7 @@ class RewardModelWorker(RewardModel):
 
     def __init__(self, cfg: Config, residency: Residency, rows: dict[str, Rows]) -> None:
         self._cfg = cfg.reward_model
-        self._budget = budgets(cfg)["reward_model"]
+        self._budget = budgets(cfg)["reward"]
         self._rows = rows
         self.residency = residency
         spec = reward_model_spec(cfg, residency.device)

@@ -100,7 +100,7 @@ class RolloutWorker(Rollout):
     def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
         model = actor_spec(cfg, self._device, self._images)
         self._vocabulary = model.load_config().get_text_config().vocab_size
-        self.residency.enter("rollout")  # an engine measures the memory that is free now
+        self.residency.enter("gen")  # an engine measures the memory that is free now
         settings = EngineSettings(
             rollout=self._rollout,
             model=model,
@@ -195,9 +195,9 @@ class RolloutWorker(Rollout):
         report = None
         if self.weight_sync.version != version:
             self.residency.enter("sync", whole=True)
-            report = self.weight_sync.run(version, free_training_copy=lambda: self.residency.enter("rollout"))
+            report = self.weight_sync.run(version, free_training_copy=lambda: self.residency.enter("gen"))
         else:
-            self.residency.enter("rollout")
+            self.residency.enter("gen")
         self._device.synchronize()
         return time.perf_counter() - started, report
 

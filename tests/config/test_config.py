@@ -191,7 +191,7 @@ def test_a_key_of_another_backend_says_what_to_use(key, advice):
 
 def test_the_rollout_and_reference_budgets_follow_the_actor():
     config = load_config([f"{A}actor.ppo_max_token_len_per_gpu=999", f"{A}actor.use_dynamic_bsz=True"]).config
-    assert budgets(config)["ref"] == budgets(config)["log_prob"] == PassBudget(999, None)
+    assert budgets(config)["ref"] == budgets(config)["old_log_prob"] == PassBudget(999, None)
     assert config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz
 
 

@@ -83,7 +83,7 @@ def test_offloaded_memory_is_gone_before_other_memory_comes(on_npu, tiny_model):
     """After each move the device holds what the phase needs, and never more than the larger of before and after."""
     shard = sum(each.nbytes for each in load_file(tiny_model / "model.safetensors").values()) // 2
     # In shards: the actor; beside it AdamW's two moments; the reference; the engine, which has all weights.
-    needed = {"sync": 1, "rollout": 2, "log_prob": 1, "ref": 1, "train_actor": 3}
+    needed = {"sync": 1, "gen": 2, "old_log_prob": 1, "ref": 1, "update_actor": 3}
     # Of actor and reference two tables of 16 frequencies each stay, and the attention's mask of 2048 x 2048 bytes.
     tables, mask = 4 * 16 * 4, 2048 * 2048
     _, reports = on_npu

@@ -25,6 +25,7 @@ from rltrain.base.columns.batch import Batch
 from rltrain.base.device import get_device
 from rltrain.base.errors import WorkerLost
 from rltrain.config.load import load_config
+from rltrain.config.passes import PHASES
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
@@ -44,11 +45,6 @@ OFFLOAD = {
     "actor_rollout_ref__ref__fsdp_config__param_offload": True,
 }
 FLOAT32 = {"actor_rollout_ref__actor__fsdp_config__compute_dtype": "float32", "actor_rollout_ref__rollout__name": "hf"}
-# As workers know the phases, and as messages tell them.
-PHASES = {
-    "start": "start", "sync": "sync", "rollout": "gen", "log_prob": "old_log_prob", "ref": "ref", "values": "values",
-    "train_critic": "update_critic", "train_actor": "update_actor",
-}  # fmt: skip
 
 
 @contextmanager
@@ -127,7 +123,7 @@ def offloads(folder: str) -> None:
         assert torch.equal(found, expected)
     assert early[0] == early[1]
     saves_move_nothing(*all_workers, Path(folder))
-    worker.residency.enter("rollout")
+    worker.residency.enter("gen")
     moved = [*worker.policy.parameters(), *worker.reference.parameters(), *states(worker)]
     assert {each.to_local().device.type for each in moved} == {"cpu"}
     assert all(each.to_local().is_pinned() for each in moved)
@@ -136,14 +132,14 @@ def offloads(folder: str) -> None:
         worker.residency.enter("ref")
         assert {each.to_local().device.type for each in worker.reference.parameters()} == {"npu"}
     assert found == [], "weights come back while the host goes on"
-    copies = count_copies_to_host(worker.residency, "rollout")
+    copies = count_copies_to_host(worker.residency, "gen")
     assert copies == 0, "a frozen model is not copied out again"
-    worker.residency.enter("log_prob", whole=True)
+    worker.residency.enter("old_log_prob", whole=True)
     worker.policy.unshard()  # as a forward may leave it
     assert count_copies_to_host(worker.residency, "ref") == 0, "nor are weights that nothing has written to"
-    worker.residency.enter("rollout")
-    worker.residency.enter("train_actor")
-    assert count_copies_to_host(worker.residency, "rollout") > 0
+    worker.residency.enter("gen")
+    worker.residency.enter("update_actor")
+    assert count_copies_to_host(worker.residency, "gen") > 0
     assert [each.to_local().data_ptr() for each in moved] == addresses, "host memory is kept"
     assert all(map(torch.equal, trained(worker), results[-1][1:])), "what a checkpoint reads has arrived"
     dist.destroy_process_group()
@@ -159,7 +155,7 @@ def padded_shards_rest_too() -> None:
     gathered = [each._sharded_param_data for each in model._get_fsdp_state()._fsdp_param_group.fsdp_params]
     before = [each.cpu().clone() for each in [*(weight.to_local() for weight in model.parameters()), *gathered]]
     for _ in range(2):
-        residency.enter("rollout")
+        residency.enter("gen")
         residency.enter("ref")
         model._get_fsdp_state()._fsdp_param_group.lazy_init()
         gathered = [each._sharded_param_data for each in model._get_fsdp_state()._fsdp_param_group.fsdp_params]
@@ -175,7 +171,7 @@ def states(worker: Any) -> list[torch.Tensor]:
 
 def trained(worker: Any) -> list[torch.Tensor]:
     """Weights and moments, on the host."""
-    worker.residency.enter("train_actor", whole=True)
+    worker.residency.enter("update_actor", whole=True)
     return [each.full_tensor().cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
 
 
@@ -205,13 +201,13 @@ def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
     worker.generate(TASK)
     version = worker.rollout.weight_sync.version
     assert version == worker.num_updates
-    for phase in ("rollout", "log_prob", "train_actor"):
+    for phase in ("gen", "old_log_prob", "update_actor"):
         for copies in (True, False):
             residency.enter(phase)  # what comes is still under way
             kept = [*worker.policy.parameters(), *states(worker)]
-            before = [local(each).clone() for each in kept] if copies and phase == "rollout" else []
+            before = [local(each).clone() for each in kept] if copies and phase == "gen" else []
             places = [local(each).data_ptr() for each in kept]
-            if phase == "log_prob":
+            if phase == "old_log_prob":
                 worker.policy.unshard()  # as a forward may leave it
             count, held = standin.num_allocations(0), standin.allocated(0)
 
@@ -229,13 +225,13 @@ def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
                 assert values == ({file: wanted[file] for file in values} if name == "digests" else wanted), name
             for each, values in zip(kept if before else (), before, strict=True):
                 local(each).copy_(values)
-        if phase == "rollout":
+        if phase == "gen":
             assert worker.rollout.weight_sync.version == version, "the engine stays awake"
         places = [local(each).data_ptr() for each in states(worker)]
-        if phase != "log_prob":
+        if phase != "old_log_prob":
             assert save(worker, folder / f"{phase} with export")["digests"] == expected["digests"]
         assert [local(each).data_ptr() for each in states(worker)] == places, "an export needs no moments"
-    assert residency.phase == "train_actor"
+    assert residency.phase == "update_actor"
 
 
 def adapters_and_critics_save(folder: str) -> None:
@@ -272,7 +268,7 @@ def adapters_and_critics_save(folder: str) -> None:
         worker.generate(TASK)
         assert save(worker, Path(folder) / f"lora at rest {len(changes)}") == here
         if changes:  # the adapters are gathered, and what no save gathers stays at rest
-            assert worker.residency.phase == "log_prob"
+            assert worker.residency.phase == "old_log_prob"
             assert {local(each).device.type for each in states(worker)} == {"cpu"}
         found.append(here)
     assert found[0] == found[1]
@@ -326,15 +322,15 @@ def tells_a_full_device(folder: str) -> None:
     prompts = {"train": encode_prompts(read_rows(f"{folder}/train.parquet"), chat_encoder(cfg), bench.PROMPT, True)}
     passes = make_plan(cfg, len(prompts["train"])).passes
     standin, enter, decode = torch_npu.npu.standin, Residency.enter, KeyValues.decode
-    for phase, name in PHASES.items():
+    for phase in ("start", *(name for name in PHASES if name != "reward")):
 
         def entered(self: Residency, entering: str, *, whole: bool = False, phase: str = phase) -> None:
-            if entering == phase != "rollout":
+            if entering == phase != "gen":
                 standin.set_cap(0, standin.allocated(0))
             enter(self, entering, whole=whole)
 
         def decoded(*args: Any, phase: str = phase) -> torch.Tensor:  # the engine has looked what is free
-            if phase == "rollout":
+            if phase == "gen":
                 standin.set_cap(0, standin.allocated(0))
             return decode(*args)
 
@@ -344,12 +340,12 @@ def tells_a_full_device(folder: str) -> None:
             worker.init_models(passes)
             Residency.enter, KeyValues.decode = entered, decoded
             bench.make_step(worker, cfg, 0)
-            worker.actor.stage(SaveTask(f"{folder}/{name}", export=f"{folder}/{name} export"))
+            worker.actor.stage(SaveTask(f"{folder}/{phase}", export=f"{folder}/{phase} export"))
             raise AssertionError(f"{phase} takes no memory of the device")
         except RuntimeError as error:
             told = worker.explain(error)
         assert isinstance(told, WorkerLost)
-        assert re.match(rf"rank 0, {name}: the device \(.*\) is out of memory", str(told)), told
+        assert re.match(rf"rank 0, {phase}: the device \(.*\) is out of memory", str(told)), told
         assert re.search("Make room with one of\n  (.*=|more devices)", str(told)), told
         Residency.enter, KeyValues.decode = enter, decode
         del told, worker

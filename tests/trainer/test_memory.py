@@ -103,7 +103,7 @@ def test_gated_delta_nets_are_foretold(tmp_path):
 def test_short_models_tell_the_memory_of_a_long_one(planned, monkeypatch):
     cfg, plan = planned(data__max_response_length=512, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=4096)
     spec = ModelSpec(cfg.actor_rollout_ref.model.path, gradient_checkpointing=True, compute_dtype=torch.bfloat16)
-    batch = fullest(cfg, plan.update_budget, 8)
+    batch = fullest(cfg, plan.budgets["update_actor"], 8)
 
     def peak():
         work = shadow.update(OptimConfig(), 2, True, False)

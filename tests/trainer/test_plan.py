@@ -31,7 +31,7 @@ def test_the_arithmetic_of_a_64_device_run():
     assert found.num_mini_batches == 4
     assert found.num_engine_replicas == 32
     assert (found.most_samples_per_rank, found.samples_per_replica) == (128, 64)
-    assert found.update_budget == found.log_prob_budget == found.ref_budget == PassBudget(120_000, None)
+    assert {found.budgets[name] for name in ("update_actor", "old_log_prob", "ref")} == {PassBudget(120_000, None)}
     assert (found.steps_per_epoch, found.total_steps) == (7, 21)
 
 
@@ -46,7 +46,7 @@ def test_the_arithmetic_of_a_384_device_run():
     assert (found.samples_per_step, found.optimizer_steps_per_step, found.samples_per_mini_batch) == (8192, 4, 2048)
     # 8192 / 48 and 512 / 96 are no whole numbers.
     assert (found.num_engine_replicas, found.most_samples_per_rank, found.samples_per_replica) == (96, 171, 96)
-    assert found.update_budget == PassBudget(40_000, None)
+    assert found.budgets["update_actor"] == PassBudget(40_000, None)
     assert found.num_reward_workers <= 64
     assert found.steps_per_epoch == 33
 
@@ -134,9 +134,9 @@ def test_models_may_differ_in_sequence_parallel_size():
         f"{A}ref.log_prob_use_dynamic_bsz=False", f"{A}ref.log_prob_micro_batch_size_per_gpu=3",
     )  # fmt: skip
     assert (found.data_parallel_size, found.ref_data_parallel_size, found.critic_data_parallel_size) == (2, 4, 1)
-    assert found.update_budget == found.log_prob_budget == PassBudget(4000, None)
-    assert found.values_budget == found.critic_budget == PassBudget(8000, None)
-    assert found.ref_budget == PassBudget(None, 3)
+    assert found.budgets["update_actor"] == found.budgets["old_log_prob"] == PassBudget(4000, None)
+    assert found.budgets["values"] == found.budgets["update_critic"] == PassBudget(8000, None)
+    assert found.budgets["ref"] == PassBudget(None, 3)
 
 
 @pytest.mark.parametrize(
@@ -181,24 +181,36 @@ GAE = "algorithm.adv_estimator=gae"
     ("keys", "expected"),
     [
         # pass -> tokens (an int) or samples (a text)
-        ([], {"update": 16384, "log_prob": 16384, "ref": 16384, "critic": 16384, "values": 16384}),
-        ([f"{MICRO}=4"], {"update": 1600, "log_prob": 1600, "ref": 1600, "critic": 1600, "values": 1600}),
-        ([f"{MICRO}=4", f"{TOKENS}=999"], {"update": 1600, "log_prob": 1600, "critic": 1600}),
-        ([f"{MICRO}=4", f"{DYNAMIC}=True", f"{TOKENS}=999"], {"update": 999, "log_prob": 999, "values": 999}),
-        ([f"{MICRO}=4", f"{DYNAMIC}=False", f"{TOKENS}=999"], {"update": "4", "log_prob": "4", "values": "4"}),
-        ([f"{A}rollout.log_prob_micro_batch_size_per_gpu=2"], {"update": 16384, "log_prob": 800, "ref": 16384}),
+        ([], {"update_actor": 16384, "old_log_prob": 16384, "ref": 16384, "update_critic": 16384, "values": 16384}),
+        (
+            [f"{MICRO}=4"],
+            {"update_actor": 1600, "old_log_prob": 1600, "ref": 1600, "update_critic": 1600, "values": 1600},
+        ),
+        ([f"{MICRO}=4", f"{TOKENS}=999"], {"update_actor": 1600, "old_log_prob": 1600, "update_critic": 1600}),
+        ([f"{MICRO}=4", f"{DYNAMIC}=True", f"{TOKENS}=999"], {"update_actor": 999, "old_log_prob": 999, "values": 999}),
+        (
+            [f"{MICRO}=4", f"{DYNAMIC}=False", f"{TOKENS}=999"],
+            {"update_actor": "4", "old_log_prob": "4", "values": "4"},
+        ),
+        (
+            [f"{A}rollout.log_prob_micro_batch_size_per_gpu=2"],
+            {"update_actor": 16384, "old_log_prob": 800, "ref": 16384},
+        ),
         (
             [f"{MICRO}=4", f"{A}ref.log_prob_micro_batch_size_per_gpu=8", "critic.ppo_micro_batch_size_per_gpu=2"],
-            {"update": 1600, "log_prob": 1600, "ref": 3200, "critic": 800, "values": 800},
+            {"update_actor": 1600, "old_log_prob": 1600, "ref": 3200, "update_critic": 800, "values": 800},
         ),
-        ([f"{MICRO}=4", f"{A}rollout.log_prob_max_token_len_per_gpu=5000"], {"update": 1600, "log_prob": 5000}),
-        ([f"{MICRO}=4", f"{A}rollout.log_prob_use_dynamic_bsz=True"], {"update": 1600, "log_prob": 16384}),
-        ([f"{MICRO}=4", "critic.use_dynamic_bsz=False"], {"update": 1600, "critic": "4", "values": "4"}),
-        ([f"{MICRO}=4", "reward_model.micro_batch_size_per_gpu=1"], {"update": 1600, "reward_model": 400}),
+        (
+            [f"{MICRO}=4", f"{A}rollout.log_prob_max_token_len_per_gpu=5000"],
+            {"update_actor": 1600, "old_log_prob": 5000},
+        ),
+        ([f"{MICRO}=4", f"{A}rollout.log_prob_use_dynamic_bsz=True"], {"update_actor": 1600, "old_log_prob": 16384}),
+        ([f"{MICRO}=4", "critic.use_dynamic_bsz=False"], {"update_actor": 1600, "update_critic": "4", "values": "4"}),
+        ([f"{MICRO}=4", "reward_model.micro_batch_size_per_gpu=1"], {"update_actor": 1600, "reward": 400}),
         # Of a group that shares sequences a size counts once, as in verl; tokens count on each device.
         (
             [f"{MICRO}=4", f"{A}actor.ulysses_sequence_parallel_size=2", f"{A}ref.log_prob_max_token_len_per_gpu=500"],
-            {"update": 1600, "log_prob": 1600, "ref": 1000},
+            {"update_actor": 1600, "old_log_prob": 1600, "ref": 1000},
         ),
     ],
 )
@@ -211,20 +223,20 @@ def test_a_written_size_never_takes_more_than_it_says(keys, expected):
 def test_the_plan_lists_budgets_of_passes_that_are_made():
     keys = [*LENGTHS, f"{MICRO}=4", "algorithm.adv_estimator=rloo", f"{A}rollout.n=2"]
     for more, rows in (
-        ([], ["at most 1,600 tokens (4 x the longest) per data-parallel rank: update_actor, old_log_prob"]),
+        ([], ["at most 1,600 tokens (4 x the longest) per data-parallel rank: old_log_prob, update_actor"]),
         (["algorithm.rollout_correction.bypass_mode=True"], ["at most 1,600 tokens (4 x the longest) per data-parallel "
                                                              "rank: update_actor"]),
         (
             [GAE, "critic.ppo_micro_batch_size_per_gpu=2", "critic.ulysses_sequence_parallel_size=2",
              "trainer.n_gpus_per_node=4"],
-            ["at most 1,600 tokens (4 x the longest) per data-parallel rank: update_actor, old_log_prob",
+            ["at most 1,600 tokens (4 x the longest) per data-parallel rank: old_log_prob, update_actor",
              "at most 800 tokens (2 x the longest) per data-parallel rank, of which there are 2: values, "
              "update_critic"],
         ),
         (
             ["reward_model.enable=True", "reward_model.model.path=m", "reward_model.micro_batch_size_per_gpu=1"],
-            ["at most 1,600 tokens (4 x the longest) per data-parallel rank: update_actor, old_log_prob",
-             "at most 400 tokens (1 x the longest) per data-parallel rank: reward"],
+            ["at most 400 tokens (1 x the longest) per data-parallel rank: reward",
+             "at most 1,600 tokens (4 x the longest) per data-parallel rank: old_log_prob, update_actor"],
         ),
     ):  # fmt: skip
         config = load_config([*keys, *more]).config
@@ -292,14 +304,14 @@ def test_micro_batches_by_count():
         f"{A}ref.log_prob_micro_batch_size_per_gpu=5",
         "trainer.n_gpus_per_node=4",
     )  # fmt: skip
-    assert found.update_budget == PassBudget(None, 4)
-    assert found.log_prob_budget == PassBudget(None, 4)
-    assert found.ref_budget == PassBudget(None, 5)
+    assert found.budgets["update_actor"] == PassBudget(None, 4)
+    assert found.budgets["old_log_prob"] == PassBudget(None, 4)
+    assert found.budgets["ref"] == PassBudget(None, 5)
 
 
 def test_a_pass_without_a_size_takes_that_of_the_update():
     taking = (f"{A}rollout.log_prob_use_dynamic_bsz=False", "trainer.n_gpus_per_node=4")
-    assert plan(*taking, f"{A}actor.ppo_micro_batch_size_per_gpu=3").log_prob_budget == PassBudget(None, 3)
+    assert plan(*taking, f"{A}actor.ppo_micro_batch_size_per_gpu=3").budgets["old_log_prob"] == PassBudget(None, 3)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +418,7 @@ def test_a_reference_pass_is_listed_where_a_reference_runs():
         ([f"{A}actor.use_kl_loss=True", f"{A}actor.kl_loss_type=full"], False),
     ):
         config = load_config([*keys, *more]).config
-        assert ("old_log_prob, ref\n" in describe(make_plan(config), config)) == listed
+        assert ("old_log_prob, ref, update_actor\n" in describe(make_plan(config), config)) == listed
 
 
 def test_longer_prompts_are_proposed_where_some_were_too_long():

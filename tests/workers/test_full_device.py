@@ -9,18 +9,18 @@ from tests.tiny import small_run
 A, C, R = "actor_rollout_ref.actor.", "critic.", "actor_rollout_ref.rollout."
 GAE = {"algorithm.adv_estimator": "gae"}
 CASES = {
-    "an actor's own optimizer is needed in its update": ({}, "train_actor", (), ("fsdp_config.optimizer_offload",)),
+    "an actor's own optimizer is needed in its update": ({}, "update_actor", (), ("fsdp_config.optimizer_offload",)),
     "samples decide": (
-        {f"{A}ppo_micro_batch_size_per_gpu": 4}, "train_actor", (f"{A}ppo_micro_batch_size_per_gpu=2",),
+        {f"{A}ppo_micro_batch_size_per_gpu": 4}, "update_actor", (f"{A}ppo_micro_batch_size_per_gpu=2",),
         ("ppo_max_token_len_per_gpu",),
     ),
-    "tokens decide": ({}, "log_prob", (f"{A}ppo_max_token_len_per_gpu=32",), ()),
+    "tokens decide": ({}, "old_log_prob", (f"{A}ppo_max_token_len_per_gpu=32",), ()),
     "the least tokens, then more devices": (
-        {f"{A}ppo_max_token_len_per_gpu": 24}, "train_actor",
+        {f"{A}ppo_max_token_len_per_gpu": 24}, "update_actor",
         (f"{A}ulysses_sequence_parallel_size=2 {A}ppo_max_token_len_per_gpu=12",), (),
     ),
     "a critic that has the actor's tokens": (
-        GAE, "train_critic",
+        GAE, "update_critic",
         (f"{A}ppo_max_token_len_per_gpu=32", f"{A}fsdp_config.optimizer_offload=True"), ("critic.model.fsdp",),
     ),
     "a critic's own devices": (
@@ -28,16 +28,16 @@ CASES = {
         (f"{C}ulysses_sequence_parallel_size=2 {C}forward_max_token_len_per_gpu=12",), (f"{A}ulysses",),
     ),
     "a reward model rests on the host": (
-        {"reward_model.enable": True, "reward_model.model.path": "/no"}, "train_actor",
+        {"reward_model.enable": True, "reward_model.model.path": "/no"}, "update_actor",
         ("reward_model.model.fsdp_config.param_offload=True",), (),
     ),
     "an engine that starts": (
-        {f"{R}name": "vllm"}, "rollout", (f"{R}gpu_memory_utilization=0.35",), (f"{R}free_cache_engine",),
+        {f"{R}name": "vllm"}, "gen", (f"{R}gpu_memory_utilization=0.35",), (f"{R}free_cache_engine",),
     ),
     "an engine that is not freed": (
-        {f"{R}name": "vllm", f"{R}free_cache_engine": False}, "train_actor", (f"{R}free_cache_engine=True",), (),
+        {f"{R}name": "vllm", f"{R}free_cache_engine": False}, "update_actor", (f"{R}free_cache_engine=True",), (),
     ),
-    "no reference": ({f"{A}use_kl_loss": False}, "train_actor", (), ("actor_rollout_ref.ref",)),
+    "no reference": ({f"{A}use_kl_loss": False}, "update_actor", (), ("actor_rollout_ref.ref",)),
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def room(free: int, *, offload: bool = False) -> Residency:
     found = Residency(Card())
     found.device.free = free
     weights = torch.nn.Parameter(torch.zeros(1 << 20))
-    found.add_optimizer(torch.optim.AdamW([weights]), "train_actor", offload=offload)
+    found.add_optimizer(torch.optim.AdamW([weights]), "update_actor", offload=offload)
     return found
 
 

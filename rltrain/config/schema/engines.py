@@ -15,37 +15,42 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Engine:
-    """The capabilities of one engine.
-
-    factory: "module:Class" of the adapter, a `RolloutEngine`. package: the package it imports, None where rltrain is
-    enough. install: how a user gets the package. tensor_parallel: an engine may span several devices; over_nodes: also
-    of several nodes. leader_serves: of the processes of a replica the first alone takes prompts and answers them; the
-    others hand over their weights. images: prompts may have images. speculation: it can verify guessed tokens
-    (``rollout.tail=exact``). counted_seeds: the numbers it draws are a function of the sample's seed and the position
-    alone, the same in every such engine. temperatures: the range it samples in, besides 0 (greedy). beyond_positions:
-    it generates past the positions that the model's configuration names. strict_prefill: without chunked prefill it
-    refuses a token budget below the longest sequence. unused_keys: keys under ``actor_rollout_ref.rollout`` that it
-    does not read. arguments: "file:class" in its package; the class has a field
-    per argument. refused_arguments: those that would part the engine from the trainer, each with the reason.
-    outdated_arguments: those of earlier versions that changed no answer.
-    """
+    """The capabilities of one engine."""
 
     factory: str
+    """``module:Class`` of the adapter, a `RolloutEngine`."""
     package: str | None = None
+    """The package it imports; None where rltrain is enough."""
     install: str = ""
+    """How a user gets the package."""
+    embedded: bool = False
+    """It computes with the trained model's own code: no graphs, and no share of the device set aside for it."""
     tensor_parallel: bool = False
+    """It may span several devices."""
     over_nodes: bool = False
+    """It may span several nodes."""
     leader_serves: bool = False
+    """Of the processes of a replica the first alone takes prompts and answers them; the others hand over weights."""
     images: bool = False
+    """Prompts may have images."""
     speculation: bool = False
+    """It can verify guessed tokens (``rollout.tail=exact``)."""
     counted_seeds: bool = False
+    """Its random numbers depend on the sample's seed and the position alone, the same in every such engine."""
     temperatures: tuple[float, float] = (0.0, math.inf)
+    """The range it samples in, besides 0 (greedy)."""
     beyond_positions: bool = True
+    """It generates past the positions that the model's configuration names."""
     strict_prefill: bool = False
+    """Without chunked prefill it refuses a token budget below the longest sequence."""
     unused_keys: tuple[str, ...] = ()
+    """Keys under ``actor_rollout_ref.rollout`` that it does not read."""
     arguments: str = ""
+    """``file:class`` in its package; the class has a field per argument."""
     refused_arguments: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that would part the engine from the trainer, each with the reason."""
     outdated_arguments: tuple[str, ...] = ()
+    """Arguments of earlier versions that changed no answer."""
 
     def handed_on(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a user's arguments that the engine gets. One that is refused can only be off, and switching it off
@@ -59,6 +64,7 @@ _LOG_PROBS = "log-probs are those of the sampling temperature, as the trainer co
 ENGINES = {
     "hf": Engine(
         factory="rltrain.workers.rollout.embedded.engine:HFRollout",
+        embedded=True,
         images=True,
         counted_seeds=True,
         unused_keys=(

@@ -21,8 +21,10 @@ from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import Device, get_device, resolve_dtype
-from rltrain.config.budgets import PassBudget, budgets, longest_sequence
+from rltrain.config.budgets import PassBudget, longest_sequence
+from rltrain.config.passes import PHASES, updates_of
 from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.models.attention.packing import pays_to_share
 from rltrain.models.forward import PolicyModel, ScalarModel
@@ -36,7 +38,6 @@ from rltrain.workers.rollout.embedded.kv import ROOM
 from rltrain.workers.rollout.queue import samples_per_job
 
 OWNERS = ("weights", "gradients", "optimizer", "engine weights", "cache", "gathered", "activations")
-PHASES = ("sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")
 _CANARY_TOKENS = 64
 
 
@@ -99,7 +100,7 @@ def forecast(
     """
     device = get_device(cfg.trainer.device).sized_for(device_bytes)
     roles, rollout = _roles(cfg, plan, device, trains), cfg.actor_rollout_ref.rollout
-    engine = Counter() if rollout.name == "hf" else _engine(cfg, device, roles["actor"], device_bytes)
+    engine = Counter() if ENGINES[rollout.name].embedded else _engine(cfg, device, roles["actor"], device_bytes)
     stays = Counter() if rollout.free_cache_engine else engine
     if cfg.trainer.val_only:
         phases = [phase for phase in ("sync", "gen", "reward") if phase in phases]
@@ -127,25 +128,20 @@ def _roles(cfg: Config, plan: Plan, device: Device, trains: bool) -> dict[str, _
     roles, passes, ranks = cfg.actor_rollout_ref, plan.passes, plan.num_devices
     spec = actor_spec(cfg, device, passes.images, passes.images_in_training)
     fsdp, lora = roles.actor.fsdp_config, roles.model.uses_lora
-    phases: tuple[str, ...] = ("sync", "old_log_prob", "update_actor")
-    phases += ("ref",) if passes.exact_kl_in_reward or lora else ()
-    learns: tuple[str, ...] = ("update_actor",)
-    offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
-    found = {"actor": _Role(PolicyModel, spec, phases, *offloads, roles.actor.optim)}
+    offloads = fsdp.param_offload, ranks, updates_of("actor"), fsdp.optimizer_offload
+    found = {"actor": _Role(PolicyModel, spec, passes.needs("actor", lora), *offloads, roles.actor.optim)}
     if not trains:
         found["actor"] = _Role(PolicyModel, spec, ("sync",), True, ranks)
     if passes.reference and not lora and trains:
         spec = reference_spec(cfg, device, passes.images_in_training)
-        phases = ("ref", "update_actor") if passes.exact_kl_in_loss else ("ref",)
-        found["ref"] = _Role(PolicyModel, spec, phases, roles.ref.fsdp_config.param_offload, ranks)
+        found["ref"] = _Role(PolicyModel, spec, passes.needs("ref"), roles.ref.fsdp_config.param_offload, ranks)
     if passes.values and trains:
         spec, fsdp = critic_spec(cfg, device, passes.images_in_training), cfg.critic.model.fsdp_config
-        learns = ("update_critic",)
-        offloads = fsdp.param_offload, ranks, learns, fsdp.optimizer_offload
-        found["critic"] = _Role(ScalarModel, spec, ("values", *learns), *offloads, cfg.critic.optim)
+        offloads = fsdp.param_offload, ranks, updates_of("critic"), fsdp.optimizer_offload
+        found["critic"] = _Role(ScalarModel, spec, passes.needs("critic"), *offloads, cfg.critic.optim)
     if cfg.reward_model.enable:
         spec = reward_model_spec(cfg, device)
-        found["judge"] = _Role(ScalarModel, spec, ("reward",), spec.fsdp.param_offload, ranks)
+        found["judge"] = _Role(ScalarModel, spec, passes.needs("reward_model"), spec.fsdp.param_offload, ranks)
     return found
 
 
@@ -170,25 +166,25 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
 
     found: dict[str, Callable[[], Owners]] = {}
     if passes.old_log_probs != "none" and (passes.old_log_probs == "all" or plan.num_mini_batches > 1):
-        found["old_log_prob"] = lambda: forward(policy, plan.log_prob_budget, plan.data_parallel_size, True)
+        found["old_log_prob"] = lambda: forward(policy, plan.budgets["old_log_prob"], plan.data_parallel_size, True)
     if passes.ref:
-        found["ref"] = lambda: forward(roles.get("ref", policy), plan.ref_budget, plan.ref_data_parallel_size)
+        found["ref"] = lambda: forward(roles.get("ref", policy), plan.budgets["ref"], plan.ref_data_parallel_size)
     if "judge" in roles:
-        found["reward"] = lambda: forward(roles["judge"], budgets(cfg)["reward_model"], plan.num_devices)
+        found["reward"] = lambda: forward(roles["judge"], plan.budgets["reward"], plan.num_devices)
     if "critic" in roles:
         samples = -(-plan.critic_prompts_per_mini_batch * plan.answers_per_prompt // critic)
-        found["values"] = lambda: forward(roles["critic"], plan.values_budget, critic)
-        found["update_critic"] = lambda: learn(roles["critic"], plan.critic_budget, samples)
+        found["values"] = lambda: forward(roles["critic"], plan.budgets["values"], critic)
+        found["update_critic"] = lambda: learn(roles["critic"], plan.budgets["update_critic"], samples)
 
     def update_actor() -> Owners:
         learns = cfg.actor_rollout_ref.actor.entropy_coeff != 0
         measures = learns or passes.bypass or passes.old_log_probs == "all but the first mini-batch"
         samples = -(-plan.samples_per_mini_batch // plan.data_parallel_size)
-        own = Counter(learn(policy, plan.update_budget, samples, measures, learns))
+        own = Counter(learn(policy, plan.budgets["update_actor"], samples, measures, learns))
         if passes.exact_kl_in_loss:
             # The reference's embedding and head stay gathered beside the update.
             ref = roles.get("ref", policy)
-            own["gathered"] += forward(ref, plan.update_budget, plan.data_parallel_size)["gathered"]
+            own["gathered"] += forward(ref, plan.budgets["update_actor"], plan.data_parallel_size)["gathered"]
         if passes.images_in_training and plan.images:
             own["activations"] += _of_tower(policy.spec, plan)
         return own
@@ -227,7 +223,7 @@ def _of_tower(spec: ModelSpec, plan: Plan) -> int:
     assert plan.images
     width = getattr(config, "embed_dim", None) or config.hidden_size
     layers = getattr(config, "depth", None) or config.num_hidden_layers
-    rows = plan.update_budget.max_rows or plan.prompts_per_mini_batch * plan.images.most_rows
+    rows = plan.budgets["update_actor"].max_rows or plan.prompts_per_mini_batch * plan.images.most_rows
     return int(rows * width * spec.compute_dtype.itemsize * ((layers if spec.tower == "trained" else 1) + 16))
 
 
@@ -242,7 +238,7 @@ def _load(cfg: Config, device: Device, policy: _Role) -> tuple[Owners, int]:
     short = deepcopy(cfg)
     short.data.max_prompt_length = short.data.max_response_length = _CANARY_TOKENS // 2
     canary = policy.peak(device, fullest(short, rows, 4), forward_only(False), "canary")
-    bucket, embedded = rollout.update_weights_bucket_megabytes << 20, rollout.name == "hf"
+    bucket, embedded = rollout.update_weights_bucket_megabytes << 20, ENGINES[rollout.name].embedded
     known = f"load {policy.spec} {device} {policy.ranks} {dtype} {bucket} {embedded}"
     if known not in _PEAKS:
         with shadow(PolicyModel, policy.spec, device, policy.ranks) as (packed, ledger, _):

@@ -11,6 +11,7 @@ from rltrain.base.device import get_device
 from rltrain.base.errors import RltrainError
 from rltrain.config.budgets import budget_problems, smaller
 from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
 from rltrain.run.preflight.memory import OWNERS, forecast, of_longest
 from rltrain.run.preflight.shadow import Owners
@@ -56,9 +57,9 @@ def look_at_memory(cfg: Config, plan: Plan, trains: bool = True) -> tuple[list[s
 def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     """What to say of an engine whose weights leave no room for one longest answer within its share, else ""."""
     rollout, weights = cfg.actor_rollout_ref.rollout, gen["engine weights"]
-    if rollout.name == "hf":
-        said = f"{_R}name=hf: its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
-        return "" if gen["cache"] else said
+    if ENGINES[rollout.name].embedded:
+        said = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
+        return "" if gen["cache"] else f"{_R}name={rollout.name}: {said}"
     longest = of_longest(cfg)
     if gen["cache"] >= longest:
         return ""
@@ -165,7 +166,7 @@ def _changes(cfg: Config) -> Iterator[dict[str, Any]]:
     for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):
         if share < roles.rollout.gpu_memory_utilization:
             yield {f"{_R}gpu_memory_utilization": share}
-    for name in ("update", "critic") if critic else ("update",):
+    for name in ("update_actor", "update_critic") if critic else ("update_actor",):
         yield from smaller(cfg, name)
 
 

@@ -128,7 +128,7 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
     if is_policy:
         total = sum(weight.numel() for weight in packed.model.parameters())
         found.num_parameters, found.num_trained = total - (trained if spec.lora else 0), trained
-    decodes = is_policy and cfg.actor_rollout_ref.rollout.name == "hf"
+    decodes = is_policy and ENGINES[cfg.actor_rollout_ref.rollout.name].embedded
     untried = check_numbers(kind, spec, config, decodes=decodes)
     found.notes += [untried] if untried else []
     if spec.lora:

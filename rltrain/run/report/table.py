@@ -15,12 +15,11 @@ from rich.table import Table
 from rltrain.base.errors import DataError, command
 from rltrain.base.logs import console, count
 from rltrain.base.storage import json_lines
+from rltrain.config.passes import PASSES, UPDATES
 
 METRICS = "metrics.jsonl"
-PHASES = (
-    "generate_sequences", "reshard", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv",
-    "update_critic", "update_actor", "step",
-)  # fmt: skip
+_MEASURED = [name for name in PASSES if name not in UPDATES]
+PHASES = ("generate_sequences", "reshard", "gen", "gen_max", *_MEASURED, "adv", *UPDATES, "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),

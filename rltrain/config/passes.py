@@ -1,0 +1,72 @@
+"""The passes of a step that run on devices: one row each, which everything that speaks of them reads.
+
+Problem: timers, budgets, residency, the memory forecast, metrics and messages each need to know the same passes, and
+under names of their own a new pass would have to be added to all of them. Choice: the name of a pass is that of its
+timer, everywhere. Left out: which of them a run makes, which is `StepPasses`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+_A = "actor_rollout_ref."
+Role = Literal["actor", "ref", "critic", "reward_model"]
+
+
+@dataclass(frozen=True)
+class BudgetKeys:
+    """The keys that say how much one forward of a pass may hold."""
+
+    switch: str
+    tokens: str
+    samples: str
+    sharing: str | None
+    """The section that says how many ranks share a sequence."""
+    like: str | None
+    """The pass whose sizes are the default."""
+
+
+def _keys(section: str, forward: str, sharing: str | None, like: str | None = None) -> BudgetKeys:
+    """forward: what the keys begin with; those of log-prob passes have it in the switch too."""
+    switch = "log_prob_use_dynamic_bsz" if forward == "log_prob_" else "use_dynamic_bsz"
+    tokens = f"{forward or 'forward_'}max_token_len_per_gpu"
+    samples = f"{section}.{forward}micro_batch_size_per_gpu"
+    return BudgetKeys(f"{section}.{switch}", f"{section}.{tokens}", samples, sharing, like)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over the samples of a step."""
+
+    role: Role
+    """Whose model computes it."""
+    keys: BudgetKeys
+    rate: str | None = None
+    """The name of its FLOP/s in ``perf/tflops`` and ``perf/mfu``; None: they are not counted."""
+    updates: bool = False
+    """It learns: gradients, and steps of the role's optimizer."""
+
+
+# In the order of a step.
+PASSES = {
+    "reward": Pass("reward_model", _keys("reward_model", "", None, "update_actor")),
+    "old_log_prob": Pass("actor", _keys(_A + "rollout", "log_prob_", _A + "actor", "update_actor"), "actor_infer"),
+    "ref": Pass("ref", _keys(_A + "ref", "log_prob_", _A + "ref", "update_actor"), "ref"),
+    "values": Pass("critic", _keys("critic", "forward_", "critic", "update_critic"), "critic_infer"),
+    "update_critic": Pass("critic", _keys("critic", "ppo_", "critic", "update_actor"), "critic", updates=True),
+    "update_actor": Pass("actor", _keys(_A + "actor", "ppo_", _A + "actor"), "actor", updates=True),
+}
+UPDATES = tuple(name for name, each in PASSES.items() if each.updates)
+# What the device of a worker does: weights to the engine, answers, and passes.
+PHASES = ("sync", "gen", *PASSES)
+
+
+def passes_of(role: Role) -> tuple[str, ...]:
+    """The passes that the model of ``role`` computes."""
+    return tuple(name for name, each in PASSES.items() if each.role == role)
+
+
+def updates_of(role: Role) -> tuple[str, ...]:
+    """The passes in which it learns."""
+    return tuple(name for name in passes_of(role) if PASSES[name].updates)

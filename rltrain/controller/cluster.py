@@ -39,7 +39,10 @@ _CONNECT_S = 5
 # Of the object store; what Ray makes of less is told nowhere.
 _LEAST_FILE_BYTES = 80 << 20
 _CLIENT_TRIES = 3
-_CLIENT_NOT_SERVED = ("Starting Ray client server failed", "Proxy failed to Connect")
+# The last two: that process has died while Ray looked at it.
+_CLIENT_NOT_SERVED = (
+    "Starting Ray client server failed", "Proxy failed to Connect", "psutil.ZombieProcess", "psutil.NoSuchProcess"
+)  # fmt: skip
 _FIRST_WORD_S, _SAY_EVERY_S = 2, 10
 _KEY = "ray_kwargs.ray_init"
 

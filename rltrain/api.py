@@ -48,12 +48,13 @@ _CODE = {
 class RunResult:
     """The end of a run.
 
-    folder: the run folder. exit_code: 0, or if a signal stopped the run 75 (SIGTERM) or 130 (Ctrl-C).
     The methods read metrics.jsonl. They raise DataError where there is none, StorageError where it cannot be read.
     """
 
     folder: Path
+    """The run folder."""
     exit_code: int
+    """0, or if a signal stopped the run 75 (SIGTERM) or 130 (Ctrl-C)."""
 
     def table(self) -> pd.DataFrame:
         """One row per step, one column per metric; NaN where a step has no such metric."""

@@ -79,7 +79,7 @@ def test_lines_stand_above_what_moves_and_are_not_cut(tmp_path, monkeypatch):
 
 def test_a_worker_has_a_log_with_its_crash(tmp_path):
     code = (
-        "import ctypes, logging, sys, warnings; from rltrain import logs; logs.open_worker_log(sys.argv[1], 17);"
+        "import ctypes, logging, sys, warnings; from rltrain.base import logs; logs.open_worker_log(sys.argv[1], 17);"
         "logging.getLogger('rltrain.x').info('hello'); logging.getLogger('other').info('noise'); warnings.warn('odd');"
         "ctypes.string_at(0)"
     )

@@ -30,32 +30,31 @@ SCORE_ROUNDING = 2.0**-40
 
 @dataclass(frozen=True)
 class OutcomeInputs:
-    """One number per answer, all [n].
-
-    scores: reward of the whole answer. groups: the same number for all answers to a prompt. lengths: tokens of the
-    answer. terms: the parts that a reward is made of, by name. baselines: reward of a greedy answer to the same
-    prompt, where declared. rounding: how far a reward may be off because its parts were computed in fp32, None for
-    not at all.
-    """
+    """One number per answer, all [n]."""
 
     scores: Tensor
+    """Reward of the whole answer."""
     groups: Tensor
+    """The same number for all answers to a prompt."""
     lengths: Tensor
+    """Tokens of the answer."""
     terms: dict[str, Tensor] = field(default_factory=dict)
+    """The parts that a reward is made of, by name."""
     baselines: Tensor | None = None
+    """Reward of a greedy answer to the same prompt, where declared."""
     rounding: Tensor | None = None
+    """How far a reward may be off because its parts were computed in fp32, None for not at all."""
 
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """rewards, values: one number per token. baselines [n]: reward of a greedy answer to the same prompt.
-
-    values and baselines are there where the estimator declares that it needs them.
-    """
+    """What an estimator per token gets; values and baselines where it declares that it needs them."""
 
     rewards: Ragged
     values: Ragged | None = None
+    """Both: one number per token."""
     baselines: Tensor | None = None
+    """[n]: reward of a greedy answer to the same prompt."""
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,15 @@ _LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """One micro-batch of whole answers, laid end to end; all [tokens], only ``log_probs`` carries gradient.
-
-    mask: 1 where a token counts, with the length of every answer. selected: tokens chosen over the whole mini-batch,
-    for losses that ask for a selection.
-    """
+    """One micro-batch of whole answers, laid end to end; all [tokens], only ``log_probs`` carries gradient."""
 
     log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
     mask: Ragged
+    """1 where a token counts, with the length of every answer."""
     selected: Tensor | None = None
+    """Tokens chosen over the whole mini-batch, for losses that ask for a selection."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -48,14 +46,12 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """token_losses [tokens], and per-token statistics [tokens] that are averaged over all tokens of the mini-batch.
-
-    per_answer: every token of an answer carries the answer's loss, which gets one importance weight too.
-    """
+    """token_losses [tokens], and per-token statistics [tokens] that are averaged over all tokens of the mini-batch."""
 
     token_losses: Tensor
     statistics: dict[str, Tensor]
     per_answer: bool = False
+    """Every token of an answer carries the answer's loss, which gets one importance weight too."""
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,13 @@ Ascend910_9362         245.8   1.6
 
 @dataclass(frozen=True)
 class Chip:
-    """One variant. peak_flops: dense bf16 FLOP/s; peak_bandwidth: bytes/s."""
+    """One variant."""
 
     name: str
     peak_flops: float
+    """Dense bf16 FLOP/s."""
     peak_bandwidth: float
+    """Bytes/s."""
 
 
 def _rows() -> dict[frozenset[str], Chip]:

@@ -27,26 +27,28 @@ COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device: a row of `DEVICES`. A worker process sees exactly one of it (Ray sets the visible devices).
+    """One kind of device: a row of `DEVICES`.
 
-    backend: of the process group, with gloo beside it for CPU tensors. logits_elements, sampling_elements: logits that
-    training and sampling work on at a time. Accelerators want many (2^26 are 256 MiB; a pass holds about three such
-    tensors): a launch costs, and the gradient of the head is read and written once per chunk. A CPU wants what its
-    caches hold. cache_columns: columns per block of the embedded engine's key-value cache; few on a CPU, where reading
-    masked columns costs. attention: the kernel for packed sequences (`models.attention`). searches: it finds places in
-    sorted rows by a kernel of its own (on an NPU torch_npu leaves that to its host processor). fused_optimizer: AdamW
-    has a kernel of its own.
+    A worker process sees exactly one of it (Ray sets the visible devices).
     """
 
     kind: str
     backend: str
+    """Of the process group, with gloo beside it for CPU tensors."""
     ray_resource: str
     attention: str
+    """The kernel for packed sequences (`models.attention`)."""
     logits_elements: int = 2**26
     sampling_elements: int = 2**26
+    """Both: logits that training and sampling work on at a time. Accelerators want many (2^26 are 256 MiB; a pass holds
+    about three such tensors): a launch costs, and the gradient of the head is read and written once per chunk. A CPU
+    wants what its caches hold."""
     cache_columns: int = 512
+    """Columns per block of the embedded engine's key-value cache; few on a CPU, where reading masked columns costs."""
     searches: bool = True
+    """It finds places in sorted rows by a kernel of its own (on an NPU torch_npu leaves that to its host processor)."""
     fused_optimizer: bool = False
+    """AdamW has a kernel of its own."""
 
     @property
     def torch_device(self) -> torch.device:

@@ -32,7 +32,7 @@ _NO_ANSWER = {
     errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENXIO, errno.ENODEV,
     *(getattr(errno, name) for name in ("EREMOTEIO", "ECOMM", "ENOLINK") if hasattr(errno, name)),  # not on macOS
 }  # fmt: skip
-# Of these no socket and no process ever speaks; of those below it is a file where they name one.
+# Only files raise these. The next ones concern a file if the error has a file name.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NOT_GIVEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
 # As Ray, the C library, torch, Python, C++, the loader of libraries and Pillow say it.

@@ -29,7 +29,15 @@ from rltrain.base.errors import ConfigError
 
 _MAX_TRACEBACK_CHARS = 4000
 # Packages between a process's own loop and the first frame of the user's code.
-_MACHINERY = ("importlib", "rltrain", "rltrain.base", "rltrain.data", "rltrain.rewards", "rltrain.rewards.processes")
+_MACHINERY = (
+    "importlib",
+    "rltrain",
+    "rltrain.base",
+    "rltrain.data",
+    "rltrain.rewards",
+    "rltrain.rewards.processes",
+    "rltrain.tools",
+)
 _FILE, _PACKAGE = "file://", "pkg://"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _WITHOUT_VERL = (

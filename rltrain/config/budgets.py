@@ -20,16 +20,14 @@ from rltrain.config.schema.keys import get
 
 @dataclass(frozen=True)
 class PassBudget:
-    """What one forward on one data-parallel rank may hold: tokens, or samples.
-
-    num_longest: the tokens are those of this many sequences of the greatest length. max_rows: patches (or tiles) of
-    images, where prompts have some.
-    """
+    """What one forward on one data-parallel rank may hold: tokens, or samples."""
 
     max_tokens: int | None
     max_samples: int | None
     num_longest: int | None = None
+    """The tokens are those of this many sequences of the greatest length."""
     max_rows: int | None = None
+    """Patches (or tiles) of images, where prompts have some."""
 
     def __str__(self) -> str:
         if not self.max_tokens:
@@ -76,8 +74,8 @@ def budgets(config: Config) -> dict[str, PassBudget]:
 
 
 def smaller(config: Config, name: str) -> Iterator[dict[str, int]]:
-    """Settings with which the pass ``name`` holds less: half, the least of the key that decides, and then more devices
-    for each sequence.
+    """Smaller settings of the pass ``name``, cheapest first: half the deciding key, its minimum, then 2, 4 and 8 times
+    the sequence parallelism.
     """
     one = PASSES[name].keys
     key, group = decide(config, one)[1], ranks_per_sequence(config, one)

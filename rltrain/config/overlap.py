@@ -1,4 +1,4 @@
-"""When `trainer.overlap` can be: devices that can do without the others, and a batch that is known as it is made."""
+"""Checks of `trainer.overlap`: each group of devices holds all weights, and no answer is dropped later."""
 
 from __future__ import annotations
 

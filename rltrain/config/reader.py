@@ -1,4 +1,4 @@
-"""Takes settings over one by one: by any of their names, in any of their forms, or with what is to be said of them.
+"""Reads settings under any known spelling; collects notes and errors about the rest.
 
 Known keys go into a tree of types as they come. The others are kept and judged at the end, when all values are known.
 """
@@ -43,20 +43,20 @@ def _defaults() -> DictConfig:
 
 @dataclass
 class Reader:
-    """Takes settings over one by one.
-
-    explicit: the keys that were set, in our spelling. written: their other spelling, where there is one. renamed: what
-    is said of those. wrong: keys whose value did not fit.
-    """
+    """Takes settings over one by one."""
 
     # A copy, because OmegaConf takes several times as long to read the dataclasses.
     tree: DictConfig = field(default_factory=lambda: copy.deepcopy(_defaults()))
     explicit: set[str] = field(default_factory=set)
+    """The keys that were set, in our spelling."""
     wrong: set[str] = field(default_factory=set)
+    """Keys whose value did not fit."""
     renamed: dict[str, str] = field(default_factory=dict)
+    """What is said of those."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
+    """Their other spelling, where there is one."""
     # Keys that the schema lacks, in our spelling -> (as written, value). Judged when all values are known, so that a
     # later setting takes an earlier one back.
     foreign: dict[str, tuple[str, Any]] = field(default_factory=dict)

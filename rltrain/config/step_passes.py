@@ -20,40 +20,41 @@ OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
 
 @dataclass(frozen=True)
 class StepPasses:
-    """The passes of a step and what they yield.
-
-    old_log_probs: the samples that the old_log_prob pass covers. Unless something needs them earlier, it leaves out the
-    first mini-batch: the update's own forward supplies its log-probs, because no optimizer step comes before it. With
-    ``bypass`` the engine's log-probs are the old ones and there is no pass.
-    reference: the reference's weights are loaded, for its own pass (``ref``) or for the exact KL within the update.
-    ref_log_probs: the ref pass yields log-probs; with ``kl_in_reward`` it also yields the KL per token.
-    importance_weights, rejects: the rollout correction weighs or rejects tokens of the loss; with ``bypass`` both
-    follow from the policy as it is updated, otherwise from the old log-probs.
-    policy_loss: the loss that runs. aggregation: how its token losses become one. selects: it treats some tokens of the
-    mini-batch differently. skips_silent: samples without advantage are left out of the update. first_actor_step: until
-    then only the critic learns. images: some prompt of the run has some, so every forward of the policy calls the
-    vision tower. images_in_training: a training prompt has some, so reference and critic call theirs, and towers learn.
-    """
+    """The passes of a step and what they yield."""
 
     estimator: EstimatorTraits
     old_log_probs: OldLogProbs
+    """The samples that the old_log_prob pass covers. Unless something needs them earlier, it leaves out the first
+    mini-batch: the update's own forward supplies its log-probs, because no optimizer step comes before it. With
+    ``bypass`` the engine's log-probs are the old ones and there is no pass."""
     bypass: bool
     reference: bool
+    """The reference's weights are loaded, for its own pass (``ref``) or for the exact KL within the update."""
     ref: bool
     ref_log_probs: bool
+    """The ref pass yields log-probs; with ``kl_in_reward`` it also yields the KL per token."""
     kl_in_reward: bool
     exact_kl_in_reward: bool
     sampled_kl_in_loss: bool
     exact_kl_in_loss: bool
     importance_weights: bool
     rejects: bool
+    """Both: the rollout correction weighs or rejects tokens of the loss; with ``bypass`` both follow from the policy as
+    it is updated, otherwise from the old log-probs."""
     policy_loss: str
+    """The loss that runs."""
     aggregation: str
+    """How its token losses become one."""
     selects: bool
+    """It treats some tokens of the mini-batch differently."""
     skips_silent: bool
+    """Samples without advantage are left out of the update."""
     first_actor_step: int
+    """Until then only the critic learns."""
     images: bool = False
+    """Some prompt of the run has some, so every forward of the policy calls the vision tower."""
     images_in_training: bool = False
+    """A training prompt has some, so reference and critic call theirs, and towers learn."""
 
     @property
     def values(self) -> bool:

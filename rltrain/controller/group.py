@@ -57,7 +57,7 @@ class Handle(Generic[_Result]):
     """A call that runs on every rank, or waits there until earlier calls have ended.
 
     references[i]: what rank first_rank + i makes: objects that stay in the store, and last the result for the driver.
-    since: when it was sent, if its time counts from there: it waits for no other call.
+    since: send time of a call that does not queue; its deadline counts from then.
     """
 
     def __init__(

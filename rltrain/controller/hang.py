@@ -23,14 +23,15 @@ _WRITE_S = 10.0
 class Deadlines:
     """A call may take ``factor`` times as long as the longest of its kind so far, and never less than ``floor_s``.
 
-    The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: there is no limit. fixed_s: the limit
-    of every call instead. incidents: folder of the stacks.
+    The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: there is no limit.
     """
 
     floor_s: float | None = None
     factor: float = 5.0
     incidents: Path | None = None
+    """Folder of the stacks."""
     fixed_s: float | None = None
+    """The limit of every call instead."""
     _shown: dict[str, Callable[[], Mapping[str, str]]] = field(default_factory=dict)
     _longest: dict[str, float] = field(default_factory=dict)
 

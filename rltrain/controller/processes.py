@@ -35,14 +35,16 @@ class Process:
 
 @dataclass(frozen=True)
 class Node:
-    """The processes of Ray on a node. store_bytes: pages that its object store has used; shm_bytes: in /dev/shm, those
-    among them; free_bytes: what processes may still take."""
+    """The processes of Ray on a node."""
 
     name: str
     processes: Sequence[Process] = ()
     store_bytes: int = 0
+    """Pages that its object store has used."""
     shm_bytes: int = 0
+    """In /dev/shm, those among them."""
     free_bytes: int = 0
+    """What processes may still take."""
 
 
 def this_process(kind: str) -> Process | None:

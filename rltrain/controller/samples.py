@@ -25,17 +25,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Columns of one object in the store, behind ``ref``: sample ``ids[i]`` is row ``rows[i]`` of the object.
-
-    node: where the object lies (`WorkerGroup.nodes`). piece: of a list of objects, the number of this one.
-    """
+    """Columns of one object in the store, behind ``ref``: sample ``ids[i]`` is row ``rows[i]`` of the object."""
 
     ref: Any
     columns: tuple[str, ...]
     ids: Array
     rows: Array
     node: int = 0
+    """Where the object lies (`WorkerGroup.nodes`)."""
     piece: int | None = None
+    """Of a list of objects, the number of this one."""
 
 
 def whole(ref: Any, columns: tuple[str, ...], ids: Array, node: int = 0) -> StoredRows:
@@ -45,15 +44,13 @@ def whole(ref: Any, columns: tuple[str, ...], ids: Array, node: int = 0) -> Stor
 
 @dataclass(frozen=True)
 class Request:
-    """A batch to be put together by the worker that receives it; ids in ``parts`` are places in the batch.
-
-    groups [n]: samples of one group share their prompt, whoever generated their answers.
-    """
+    """A batch to be put together by the worker that receives it; ids in ``parts`` are places in the batch."""
 
     num_samples: int
     parts: list[StoredRows]
     numbers: dict[str, Array] = field(default_factory=dict)
     groups: Array | None = None
+    """[n]: samples of one group share their prompt, whoever generated their answers."""
 
     @property
     def as_batch(self) -> Batch:

@@ -37,9 +37,10 @@ _MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models takes images. mrope: its positions have three rows (time, height, width)."""
+    """How a family of models takes images."""
 
     mrope: bool = False
+    """Its positions have three rows (time, height, width)."""
 
 
 # By the model_type of the configuration.
@@ -64,20 +65,20 @@ def family_of(model_type: str, has_tower: bool = True) -> Family:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of one prompt, as its model takes them.
-
-    pixel_values [rows, …] (float32): the patches (or tiles) of all images, one image after the other. grids [images, 3]
-    (int64): patches in time, height and width; None for a family of tiles of one size. num_rows, num_tokens [images]:
-    of ``pixel_values``, and placeholders in the prompt. places [sum of num_tokens]: of the placeholders in the prompt.
-    positions [3, prompt length] (int64) of all its tokens, or None where they count 0, 1, 2, …
-    """
+    """The images of one prompt, as its model takes them."""
 
     pixel_values: np.ndarray
+    """[rows, …] (float32): the patches (or tiles) of all images, one image after the other."""
     grids: np.ndarray | None
+    """[images, 3] (int64): patches in time, height and width; None for a family of tiles of one size."""
     num_rows: np.ndarray
+    """[images]: rows of ``pixel_values``."""
     num_tokens: np.ndarray
+    """[images]: placeholders in the prompt."""
     places: np.ndarray
+    """[sum of num_tokens]: places of the placeholders in the prompt."""
     positions: np.ndarray | None
+    """[3, prompt length] (int64): positions of all its tokens; None where they count 0, 1, 2, …"""
 
     def __len__(self) -> int:
         return len(self.num_tokens)

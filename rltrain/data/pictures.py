@@ -120,13 +120,15 @@ class PictureTable:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of rows. source [rows]: which of the ``sources``; number [rows]: of the row in it; seal [rows]: of
-    what the look before the run has seen."""
+    """The pictures of rows."""
 
     sources: tuple[PictureFile | PictureTable, ...]
     source: np.ndarray
+    """[rows]: which of the ``sources``."""
     number: np.ndarray
+    """[rows]: of the row in it."""
     seal: np.ndarray
+    """[rows]: of what the look before the run has seen."""
 
     def of(self, row: int) -> list[bytes]:
         """The files of the pictures of a row. Raises DataError where they are not those of before the run."""

@@ -33,8 +33,7 @@ class PromptStore:
 
     Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of the rows it was
     made from; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: of images, see the properties. ``pictures``
-    and ``encoder``: what the pixels are made from. placeholder: the token that stands for a piece of an image. All four
-    are None where no prompt has images.
+    and ``encoder``: what the pixels are made from.
     """
 
     values: np.ndarray
@@ -45,6 +44,7 @@ class PromptStore:
     pictures: Pictures | None = None
     encoder: ChatEncoder | None = None
     placeholder: int | None = None
+    """The token that stands for a piece of an image. All four are None where no prompt has images."""
 
     def __len__(self) -> int:
         return len(self.row_index)

@@ -46,9 +46,10 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class _Checks:
-    """What was found of each row. digests [rows, 16]: of the content; image_ends, seals [rows], sizes [images, 2]."""
+    """What was found of each row."""
 
     digests: np.ndarray
+    """[rows, 16]: of the content; image_ends, seals [rows], sizes [images, 2]."""
     image_ends: np.ndarray
     sizes: np.ndarray
     seals: np.ndarray

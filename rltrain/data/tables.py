@@ -27,12 +27,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Table:
-    """A file, the rows of it that are used (without pictures), and their numbers in it. pictures: where these stand."""
+    """A file, the rows of it that are used (without pictures), and their numbers in it."""
 
     path: str
     table: pa.Table
     numbers: np.ndarray
     pictures: PictureFile | PictureTable | None = None
+    """Where these stand."""
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
         """Columns ``names`` of ``number`` rows from ``start`` on."""

@@ -27,13 +27,11 @@ class TokenLogProbs(NamedTuple):
 
 
 class ReferenceStates(NamedTuple):
-    """Last hidden states of the reference at the predictors [answer tokens, hidden], and its head as a function.
-
-    logits: hidden states and a temperature -> fp32 logits.
-    """
+    """Last hidden states of the reference at the predictors [answer tokens, hidden], and its head as a function."""
 
     hidden: Tensor
     logits: Callable[[Tensor, float], Tensor]
+    """Hidden states and a temperature -> fp32 logits."""
 
 
 class Scaling(NamedTuple):

@@ -38,22 +38,24 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens and cost of n samples. owners [n]: samples of one owner share their prompt within a micro-batch.
+    """Tokens and cost of n samples.
 
     A token costs 1 and a (query, key) pair costs ``pair_cost``: the FLOPs of the pair relative to those of a token's
     matrix products. Where prompts have images, samples of one group (groups [n]) share them within a micro-batch:
     image_rows [n] is what the vision tower takes (patches or tiles) for the prompt of each sample, image_cost [n] what
-    it costs in tokens. nodes [n]: where each sample lies (None: on one node).
+    it costs in tokens.
     """
 
     prompts: Ids
     answers: Ids
     owners: Ids
+    """[n]: samples of one owner share their prompt within a micro-batch."""
     pair_cost: float = 0.0
     groups: Ids | None = None
     image_rows: Ids | None = None
     image_cost: NDArray[np.float64] | None = None
     nodes: Ids | None = None
+    """[n]: where each sample lies (None: on one node)."""
 
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
@@ -341,22 +343,22 @@ def rank_tokens(layout: Layout, lengths: NDArray[np.int64]) -> list[int]:
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """What a layout computes and how evenly.
-
-    cost, tokens: of all micro-batches, where a shared prompt counts once. tokens_share: tokens per token of the
-    samples; images_share: patches that are encoded per patch of the samples (of n answers, 1/n: once a prompt), None
-    without images. ranks: work of the busiest rank relative to the mean (1: even). micro_batches: the same with the
-    ranks in step at every micro-batch. repeated_cost, repeated_tokens: were no prompt and no image shared.
-    """
+    """What a layout computes and how evenly."""
 
     cost: float
     tokens: float
+    """Both: of all micro-batches, where a shared prompt counts once."""
     tokens_share: float
+    """Tokens per token of the samples."""
     ranks: float
+    """Work of the busiest rank relative to the mean (1: even)."""
     micro_batches: float
+    """The same with the ranks in step at every micro-batch."""
     images_share: float | None = None
+    """Patches that are encoded per patch of the samples (of n answers, 1/n: once a prompt), None without images."""
     repeated_cost: float = 0.0
     repeated_tokens: float = 0.0
+    """Both: were no prompt and no image shared."""
 
     def metrics(self) -> dict[str, float]:
         """``perf/balance/*``."""

@@ -28,27 +28,29 @@ from rltrain.trainer.roles import Pass
 
 @dataclass(frozen=True)
 class EarlyPass:
-    """A pass of `Policy`. covered [n]: the samples that it is for. num_ranks: data-parallel, of all devices."""
+    """A pass of `Policy`."""
 
     begin: Callable[[Samples, Layout, range], Pass]
     covered: NDArray[np.bool_]
+    """[n]: the samples that it is for."""
     budget: PassBudget
     num_ranks: int
+    """Data-parallel, of all devices."""
 
 
 @dataclass
 class Overlap:
-    """The early passes of one step. block: so many neighbours of ``world`` workers hold all weights among them.
-
-    measured: moments of what was computed, one entry per micro-batch. num_samples: added up over passes.
-    """
+    """The early passes of one step."""
 
     passes: Sequence[EarlyPass]
     block: int
+    """So many neighbours of ``world`` workers hold all weights among them."""
     world: int
     workload: Callable[[Samples], Workload]
     measured: list[dict[str, Moments]] = field(default_factory=list)
+    """Moments of what was computed, one entry per micro-batch."""
     num_samples: int = 0
+    """Added up over passes."""
     _under_way: dict[int, Pass] = field(default_factory=dict)
     _todo: dict[int, Iterator[Pass]] = field(default_factory=dict)
     _busy: dict[int, int] = field(default_factory=dict)

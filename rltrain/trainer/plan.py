@@ -30,17 +30,16 @@ _MOST_REWARD_WORKERS = 64
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Images of the training prompts (none where only prompts of the validation have some).
-
-    share: of the prompts, those that have any. most_images, most_rows, most_tokens: of one prompt; rows are patches or
-    tiles, tokens those that stand for them. mean_bytes: of the pixels of a prompt, over all prompts.
-    """
+    """Images of the training prompts (none where only prompts of the validation have some)."""
 
     share: float = 0.0
+    """Of the prompts, those that have any."""
     most_images: int = 0
     most_rows: int = 0
     most_tokens: int = 0
+    """All: of one prompt; rows are patches or tiles, tokens those that stand for them."""
     mean_bytes: float = 0.0
+    """Of the pixels of a prompt, over all prompts."""
 
     @classmethod
     def of(cls, stores: Mapping[str, PromptStore]) -> ImageSizes | None:
@@ -76,10 +75,7 @@ class ImageSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of one run, and the passes of a step. Prompts are rows of data; samples are answers.
-
-    ranks_with_all_weights: so many neighbouring ranks can compute by themselves (0 without `trainer.overlap`).
-    """
+    """Counts of one run, and the passes of a step. Prompts are rows of data; samples are answers."""
 
     passes: StepPasses
     num_nodes: int
@@ -91,6 +87,7 @@ class Plan:
     ref_data_parallel_size: int
     critic_data_parallel_size: int
     ranks_with_all_weights: int
+    """So many neighbouring ranks can compute by themselves (0 without `trainer.overlap`)."""
     prompts_per_step: int
     answers_per_prompt: int
     samples_per_step: int

@@ -44,17 +44,17 @@ from rltrain.workers.tasks import UpdateTask
 
 @dataclass
 class StepRecord:
-    """What the phases of a step leave behind for its report.
-
-    measured: moments of entropy, mismatch and correction, over the samples whose log-probs the unchanged policy has
-    computed. layouts: by phase. bytes_before: `PPOTrainer._bytes` when the step began.
-    """
+    """What the phases of a step leave behind for its report."""
 
     step: int
     metrics: Metrics
     bytes_before: NDArray[np.int64]
+    """`PPOTrainer._bytes` when the step began."""
     measured: dict[str, Moments] = field(default_factory=dict)
+    """Moments of entropy, mismatch and correction, over the samples whose log-probs the unchanged policy has computed.
+    """
     layouts: dict[str, Layout] = field(default_factory=dict)
+    """By phase."""
 
 
 class PPOTrainer:

@@ -49,17 +49,16 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of some ranks over ``samples``, under way.
-
-    made: the columns that it makes. ranks, nodes: of each data-parallel rank the first worker, and where it is.
-    """
+    """A pass of some ranks over ``samples``, under way."""
 
     handle: Handle[tuple[Any, PassNumbers]]
     samples: Samples
     layout: Layout
     made: Sequence[str]
+    """The columns that it makes."""
     ranks: Sequence[int]
     nodes: Sequence[int]
+    """Both: of each data-parallel rank the first worker, and where it is."""
 
     def finish(self) -> dict[str, Moments]:
         """Wait for it. The samples get its numbers and columns; returns its moments."""

@@ -27,17 +27,16 @@ State = list[list[int]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that was drawn and not yet learnt from.
-
-    row: its place in the data. draw: its draw (from 1), which decides its random numbers in every attempt. age: the
-    number of steps that have ended without it. answers: complete and begun ones, with the numbers of `KEPT`
-    (carry_over).
-    """
+    """A prompt that was drawn and not yet learnt from."""
 
     row: int
+    """Its place in the data."""
     draw: int
+    """Its draw (from 1), which decides its random numbers in every attempt."""
     age: int = 0
+    """The number of steps that have ended without it."""
     answers: Samples | None = None
+    """Complete and begun ones, with the numbers of `KEPT` (carry_over)."""
 
 
 class PromptLine:

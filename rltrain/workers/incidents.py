@@ -38,14 +38,16 @@ WEIGHTS, CONFIG = "weights", "config.yaml"
 
 @dataclass(frozen=True)
 class Incident:
-    """One rank's part. batch: its micro-batches, one after another. terms: further fields of the task, by name."""
+    """One rank's part."""
 
     role: str
     rank: int
     world: int
     batch: Batch
+    """Its micro-batches, one after another."""
     mini: MiniBatch
     terms: dict[str, Any]
+    """Further fields of the task, by name."""
 
 
 def keep(

@@ -35,39 +35,43 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Question:
-    """What a rank shall look at. name: of its node. device: ``trainer.device``. is_first: it speaks for its node.
-
-    proof: the folder in which a file ``driver`` lies, with the folder's name as text. models: (key, path). folders:
-    (key, path) of what else must be there. ray: a folder of Ray's.
-    """
+    """What a rank shall look at."""
 
     rank: int
     name: str
+    """Of its node."""
     device: str
+    """``trainer.device``."""
     is_first: bool
+    """It speaks for its node."""
     proof: Path
+    """The folder in which a file ``driver`` lies, with the folder's name as text."""
     models: Sequence[tuple[str, str]]
+    """(key, path)."""
     folders: Sequence[tuple[str, str]]
+    """(key, path) of what else must be there."""
     ray: str
+    """A folder of Ray's."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Answers; of a rank that is not the first of its node, only those on its device.
-
-    device_error: why the device cannot be used; memory: its free and total bytes. unshared: why the proof is not there,
-    or nothing can be left beside it. port: where the node listens. room: what is left, by a name of `trainer.health`.
-    """
+    """Answers; of a rank that is not the first of its node, only those on its device."""
 
     rank: int
     name: str
     device: str = ""
     device_error: str = ""
+    """Why the device cannot be used."""
     memory: tuple[int, int] = (0, 0)
+    """Its free and total bytes."""
     unshared: str = ""
+    """Why the proof is not there, or nothing can be left beside it."""
     lacking: list[str] = field(default_factory=list)
     port: int = 0
+    """Where the node listens."""
     room: dict[str, float] = field(default_factory=dict)
+    """What is left, by a name of `trainer.health`."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -98,16 +98,15 @@ class Residency:
 
 @dataclass
 class _Resident:
-    """Tensors that are on the device, or rest in host memory of their own.
-
-    queue: the stream of the copies. seen: the phases since they came.
-    """
+    """Tensors that are on the device, or rest in host memory of their own."""
 
     owner: Any
     device: Device
     queue: Any
+    """The stream of the copies."""
     is_here: bool = True
     seen: set[str] = field(default_factory=set)
+    """The phases since they came."""
     # Where each tensor rests.
     _twins: dict[Any, Tensor] = field(default_factory=dict)
     # By part, what its last copy has recorded.

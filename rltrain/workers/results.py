@@ -15,54 +15,57 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class PassNumbers:
-    """Of a pass over samples. per_sample: numbers [n]. moments: per quantity, of tokens or of answers."""
+    """Of a pass over samples."""
 
     per_sample: dict[str, Array] = field(default_factory=dict)
+    """Numbers [n]."""
     moments: dict[str, Moments] = field(default_factory=dict)
+    """Per quantity, of tokens or of answers."""
 
 
 @dataclass(frozen=True)
 class UpdateNumbers:
-    """Of an update; arrays have one entry per optimizer step.
-
-    shares: parts of the loss, which add up over ranks. token_sums: likewise, to be divided by the tokens of the
-    mini-batch. grad_norm, skipped (1 = the numbers were not finite): the same on all ranks. measured: moments of the
-    first mini-batch, before any step. memory_gb: peaks, by metric.
-    """
+    """Of an update; arrays have one entry per optimizer step."""
 
     grad_norm: Array
+    """The same on all ranks."""
     skipped: Array
+    """1: the numbers were not finite. The same on all ranks."""
     shares: dict[str, Array] = field(default_factory=dict)
+    """Parts of the loss, which add up over ranks."""
     token_sums: dict[str, Array] = field(default_factory=dict)
+    """Likewise, to be divided by the tokens of the mini-batch."""
     measured: dict[str, Moments] = field(default_factory=dict)
+    """Moments of the first mini-batch, before any step."""
     memory_gb: dict[str, float] = field(default_factory=dict)
+    """Peaks, by metric."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Of a weight sync. gigabytes: taken over by the engine of this rank.
-
-    canary_gap: mean |log pi_engine - log pi_trainer| over the tokens of a fixed text, both at temperature 1.
-    """
+    """Of a weight sync."""
 
     seconds: float
     gigabytes: float
+    """Taken over by the engine of this rank."""
     canary_gap: float
+    """Mean |log pi_engine - log pi_trainer| over the tokens of a fixed text, both at temperature 1."""
 
 
 @dataclass(frozen=True)
 class GenerationNumbers:
-    """Of a generation. per_sample: numbers of the answers that this rank returns, ``slot`` among them, or nothing.
-
-    seconds: by phase. sync: of the weights, where they had changed. image_bytes: of pixels that the trainer gets.
-    num_damaged: answers that were emptied, because the engine gave them tokens or log-probs that cannot be.
-    """
+    """Of a generation."""
 
     seconds: dict[str, float]
+    """By phase."""
     sync: SyncReport | None = None
+    """Of the weights, where they had changed."""
     per_sample: dict[str, Array] = field(default_factory=dict)
+    """Numbers of the answers that this rank returns, ``slot`` among them, or nothing."""
     image_bytes: int = 0
+    """Of pixels that the trainer gets."""
     num_damaged: int = 0
+    """Answers that were emptied, because the engine gave them tokens or log-probs that cannot be."""
 
 
 def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

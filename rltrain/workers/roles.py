@@ -53,7 +53,10 @@ class Actor(Protocol):
         """Take model and optimizer as they are now. Returns whether training may go on while `write` runs."""
 
     def write(self) -> tuple[list[Any], Written]:
-        """Write what was taken. Runs beside other calls. Where what is, for `seal`, stays in the store."""
+        """Write the staged tensors, in a thread beside other calls.
+
+        Their places, which `seal` needs, stay in the store.
+        """
 
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
         """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""
@@ -101,7 +104,10 @@ class Critic(Protocol):
         """Take model and optimizer as they are now. Returns whether training may go on while `write` runs."""
 
     def write(self) -> tuple[list[Any], Written]:
-        """Write what was taken. Runs beside other calls. Where what is, for `seal`, stays in the store."""
+        """Write the staged tensors, in a thread beside other calls.
+
+        Their places, which `seal` needs, stay in the store.
+        """
 
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
         """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""

@@ -164,7 +164,7 @@ def test_the_limit_of_threads_is_above_what_the_user_runs():
     """The kernel counts all tasks of a user: a limit below them would let no program start, and score each 0."""
     others = [subprocess.Popen(["sleep", "60"]) for _ in range(70)]
     try:
-        script = "from rltrain.rewards.processes import jail; import resource\njail._limit(5, 4096)\n"
+        script = "from rltrain.rewards.jail import jail; import resource\njail._limit(5, 4096)\n"
         script += "print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     finally:

@@ -60,10 +60,12 @@ class FilterGroupsConfig:
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Keep what lies within [low, high]. over: token, seq_sum, seq_mean or seq_max; measure: k1, k2 or k3."""
+    """Keep what lies within [low, high]."""
 
     over: str
+    """Name of what is bounded: token, seq_sum, seq_mean or seq_max."""
     measure: str
+    """Estimate of the KL: k1, k2 or k3."""
     low: float
     high: float
 

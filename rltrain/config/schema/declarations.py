@@ -29,39 +29,40 @@ _ATTRIBUTE = "rltrain_declaration"
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """What an advantage estimator needs and does.
-
-    per_token: it gives one advantage per token, computed where the tokens are; otherwise one per answer, computed on
-    the driver. values: a critic gives it the value of every token. greedy_baseline: it gets the reward of a greedy
-    answer per prompt. compares: it compares the answers of a prompt group. takes_one: an answer without others has its
-    score for an advantage, as in verl; where it does not, one answer per prompt is refused. reward_terms: it takes the
-    numbers named by ``gdpo_reward_keys`` in place of the reward. whitens: its token advantages are whitened over the
-    batch. reads: the keys of ``algorithm`` that it reads (None: unknown).
-    """
+    """What an advantage estimator needs and does."""
 
     per_token: bool = False
+    """It gives one advantage per token, computed where the tokens are; otherwise one per answer, computed on the
+    driver."""
     values: bool = False
+    """A critic gives it the value of every token."""
     greedy_baseline: bool = False
+    """It gets the reward of a greedy answer per prompt."""
     compares: bool = False
+    """It compares the answers of a prompt group."""
     takes_one: bool = False
+    """An answer without others has its score for an advantage, as in verl; where it does not, one answer per prompt is
+    refused."""
     reward_terms: bool = False
+    """It takes the numbers named by ``gdpo_reward_keys`` in place of the reward."""
     whitens: bool = False
+    """Its token advantages are whitened over the batch."""
     reads: tuple[str, ...] | None = None
+    """The keys of ``algorithm`` that it reads (None: unknown)."""
 
 
 @dataclass(frozen=True)
 class LossTraits:
-    """What a policy loss needs and does.
-
-    selects: it treats some tokens of the global mini-batch differently. silent_at_zero: an answer without any advantage
-    has no gradient, so it may be left out of the update. aggregation: the mean that the loss is defined with, taken
-    unless ``loss_agg_mode`` is set. reads: the keys of ``actor`` that it reads (None: unknown).
-    """
+    """What a policy loss needs and does."""
 
     selects: bool = False
+    """It treats some tokens of the global mini-batch differently."""
     silent_at_zero: bool = False
+    """An answer without any advantage has no gradient, so it may be left out of the update."""
     aggregation: str = TOKEN_MEAN
+    """The mean that the loss is defined with, taken unless ``loss_agg_mode`` is set."""
     reads: tuple[str, ...] | None = None
+    """The keys of ``actor`` that it reads (None: unknown)."""
 
 
 _BY_STD = ("norm_adv_by_std_in_grpo",)

@@ -18,20 +18,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one key, or of all keys in a section.
-
-    least, most: the smallest and the largest value. over: every value must be larger than this. among: the allowed
-    names. plugin: FILE.py:NAME is allowed beside them. only_with: conditions as `effects.holds` reads them, which must
-    all hold for the key to count; each with the reason that a user is told where it does not hold ("": the values on
-    which it failed).
-    """
+    """The rules of one key, or of all keys in a section."""
 
     least: float | None = None
     over: float | None = None
+    """Every value must be larger than this."""
     most: float | None = None
+    """Both: the smallest and the largest value."""
     among: tuple[str, ...] = ()
+    """The allowed names."""
     plugin: bool = False
+    """FILE.py:NAME is allowed beside them."""
     only_with: Mapping[str, str] = field(default_factory=dict)
+    """Conditions as `effects.holds` reads them, which must all hold for the key to count; each with the reason that a
+    user is told where it does not hold ("": the values on which it failed)."""
 
     def bounds(self) -> str:
         """The range as words, such as "between 0 and 1"; "" where there is none."""

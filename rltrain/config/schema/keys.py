@@ -25,21 +25,20 @@ from rltrain.config.schema.fields import Rules
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the configuration.
-
-    choices: the values it may have, empty where it may have any. free_form: a dictionary with keys of the user's own.
-    only_with: (section that the condition is written in, condition, reason) of the key and of the sections around it,
-    outermost first.
-    """
+    """One leaf of the configuration."""
 
     name: str
     type_name: str
     default: Any
     help: str
     free_form: bool
+    """A dictionary with keys of the user's own."""
     choices: tuple[Any, ...]
+    """The values it may have, empty where it may have any."""
     rules: Rules
     only_with: tuple[tuple[str, str, str], ...]
+    """(section that the condition is written in, condition, reason) of the key and of the sections around it, outermost
+    first."""
 
 
 def get(config: Config, key: str) -> Any:

@@ -18,21 +18,22 @@ from rltrain.config.verl.renames import answer, rename, shown
 
 @dataclass(frozen=True)
 class Format:
-    """The tables of a trainer's configuration.
-
-    keys: its key -> ours; a key that ends with a star stands for all that begin so, and the first row that fits counts.
-    values: pattern -> what a value of its is here. only: pattern -> (values that need nothing here, why); a star stands
-    for any value. defaults: its key -> the value where the file has none. together: patterns of the keys that ``joint``
-    takes, since they make sense together alone. own: how its keys begin; others are taken as ours."""
+    """The tables of a trainer's configuration."""
 
     name: str
     keys: Mapping[str, str]
+    """Its key -> ours; a key that ends with a star stands for all that begin so, and the first row that fits counts."""
     values: Mapping[str, Mapping[Any, Any]]
+    """Pattern -> what a value of its is here."""
     only: Mapping[str, tuple[tuple[Any, ...], str]]
+    """Pattern -> (values that need nothing here, why); a star stands for any value."""
     defaults: Mapping[str, Any]
+    """Its key -> the value where the file has none."""
     together: tuple[str, ...]
+    """Patterns of the keys that ``joint`` takes, since they make sense together alone."""
     joint: Callable[[Reading], None]
     own: tuple[str, ...]
+    """How its keys begin; others are taken as ours."""
 
     def has(self, key: str) -> bool:
         """Whether a key is of this format, and not one of ours by the same name."""

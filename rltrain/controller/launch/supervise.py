@@ -86,7 +86,7 @@ class Attempt:
         """Whether it got no further than another attempt (in steps or ``checkpoint``), and ended by the same cause."""
         # Pids and times differ between two ends of one cause.
         ours, theirs = (re.sub(r"\d+", "0", each.cause) for each in (self, other))
-        # A node that is not the first of a launch never knows either: it ends as the head does, which judges.
+        # Nodes other than the head know neither; the head decides for them.
         known = bool(self.cause) or self.step is not None
         at, other_at = getattr(self, place), getattr(other, place)
         return known and (at, self.exit_code, ours) == (other_at, other.exit_code, theirs)

@@ -18,18 +18,20 @@ from rltrain.data.images import PromptImages
 
 @dataclass(frozen=True)
 class PackedImages:
-    """All of it on the host. pixel_values [rows, ...] and grids [images, 3] of all images (see `PromptImages`).
-
-    num_rows, num_tokens [images]: rows of pixels, and features, of each. places [n], ascending: the tokens of the row
-    that are placeholders; features [n]: the number of the feature that goes there, counted over all images.
-    """
+    """The images of a row, all of it on the host."""
 
     pixel_values: Tensor
+    """[rows, ...] of all images (see `PromptImages`)."""
     grids: Tensor | None
+    """[images, 3], likewise."""
     num_rows: Tensor
+    """[images]: rows of pixels."""
     num_tokens: Tensor
+    """[images]: features."""
     places: Tensor
+    """[n], ascending: the tokens of the row that are placeholders."""
     features: Tensor
+    """[n]: the number of the feature that goes there, counted over all images."""
 
     @classmethod
     def of(cls, laid: Sequence[tuple[PromptImages, int]]) -> PackedImages | None:

@@ -150,21 +150,20 @@ def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """One micro-batch as the model sees it.
-
-    tokens, positions: [total]; plan: who sees whom (host integers). predictors, labels: [policy tokens], the place of
-    the hidden state that predicts each token of the policy, and that token. host_predictors: the same places on the
-    host, where Ulysses decides by them. images: those of the prompts, if any, on the host; the positions may then be
-    [3, total], in time, height and width.
-    """
+    """One micro-batch as the model sees it."""
 
     tokens: Tensor
     positions: Tensor
+    """[total]."""
     plan: AttentionPlan
+    """Who sees whom (host integers)."""
     predictors: Tensor
     labels: Tensor
+    """[policy tokens], the place of the hidden state that predicts each token of the policy, and that token."""
     host_predictors: Tensor
+    """The same places on the host, where Ulysses decides by them."""
     images: PackedImages | None = None
+    """Those of the prompts, if any, on the host; the positions may then be [3, total], in time, height and width."""
 
 
 # An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.

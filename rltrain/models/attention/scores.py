@@ -17,19 +17,18 @@ _TEMPERED = "rltrain_tempered"
 
 
 class Kind(NamedTuple):
-    """What a layer's attention is, beside causal.
-
-    scaling: of the products, None for 1 / sqrt(d). window: a token sees that many keys, itself among them. chunk: and
-    only those in the same stretch of ``chunk`` places of its sample (Llama 4). softcap: a score s becomes
-    softcap * tanh(s / softcap) (Gemma 2). sinks [heads]: one score more, which takes its part of the softmax and gives
-    no value (gpt-oss).
-    """
+    """What a layer's attention is, beside causal."""
 
     scaling: float | None = None
+    """Of the products, None for 1 / sqrt(d)."""
     window: int | None = None
+    """A token sees that many keys, itself among them."""
     chunk: int | None = None
+    """And only those in the same stretch of ``chunk`` places of its sample (Llama 4)."""
     softcap: float | None = None
+    """A score s becomes softcap * tanh(s / softcap) (Gemma 2)."""
     sinks: Tensor | None = None
+    """[heads]: one score more, which takes its part of the softmax and gives no value (gpt-oss)."""
 
     @classmethod
     def of(cls, module: nn.Module, scaling: float | None, window: int | None, softcap: float | None,

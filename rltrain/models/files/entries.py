@@ -34,13 +34,11 @@ class NoEntries(Exception):
 
 @dataclass
 class Entries:
-    """By name of an entry, as the files have it.
-
-    path, paths: of the checkpoint, and of its files.
-    """
+    """By name of an entry, as the files have it."""
 
     path: str
     paths: list[Path] = field(default_factory=list)
+    """Both: of the checkpoint, and of its files."""
     empty: dict[str, Tensor] = field(default_factory=dict)
     """On the meta device: shape and dtype."""
     files: dict[str, list[Path]] = field(default_factory=dict)

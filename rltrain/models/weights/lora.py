@@ -50,9 +50,10 @@ _PEFT = "base_model.model."
 
 @dataclass(frozen=True)
 class Lora:
-    """Which adapters a model gets. section: its config section, for messages. dtype, seed: of the adapters."""
+    """Which adapters a model gets."""
 
     section: str
+    """Its config section, for messages."""
     rank: int
     alpha: float
     target_modules: Any
@@ -60,6 +61,7 @@ class Lora:
     path: str | None
     dtype: torch.dtype
     seed: int
+    """Both: of the adapters."""
 
 
 def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dtype, seed: int) -> Lora | None:

@@ -40,15 +40,13 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Weight(NamedTuple):
-    """One weight or buffer, whole and on the device.
-
-    values: may be the training weight itself, so nobody may write into them. in_checkpoint: False for a buffer that is
-    computed from the configuration, such as rotary frequencies.
-    """
+    """One weight or buffer, whole and on the device."""
 
     name: str
     values: Tensor
+    """May be the training weight itself, so nobody may write into them."""
     in_checkpoint: bool = True
+    """False for a buffer that is computed from the configuration, such as rotary frequencies."""
 
 
 def huggingface_name(name: str) -> str:

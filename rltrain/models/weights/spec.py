@@ -21,28 +21,31 @@ Tower = Literal["rests", "frozen", "trained"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything that `sharded_model` needs to know of a model.
-
-    role: its config section, for messages. fsdp: how it is sharded. lora: adapters, in their own dtype, over frozen
-    weights in ``master_dtype``. sequence_parallel_size: ranks that hold each sequence together. longest: tokens of a
-    sequence, at most. fused_kernels: see `kernels_of`. compiled: its decoder layers are. tower: what the vision tower
-    does, if there is one: it "rests" (prompts are texts), or its features are used, and it is "frozen" or "trained".
-    """
+    """Everything that `sharded_model` needs to know of a model."""
 
     path: str
     role: str = "actor_rollout_ref.actor"
+    """Its config section, for messages."""
     trust_remote_code: bool = False
     override: dict[str, Any] = field(default_factory=dict)
     fsdp: ShardingConfig = field(default_factory=ShardingConfig)
+    """How it is sharded."""
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
     sequence_parallel_size: int = 1
+    """Ranks that hold each sequence together."""
     lora: Lora | None = None
+    """Adapters, in their own dtype, over frozen weights in ``master_dtype``."""
     longest: int | None = None
+    """Tokens of a sequence, at most."""
     fused_kernels: bool = False
+    """See `kernels_of`."""
     compiled: bool = False
+    """Its decoder layers are compiled."""
     tower: Tower = "rests"
+    """What the vision tower does, if there is one: it "rests" (prompts are texts), or its features are used, and it is
+    "frozen" or "trained"."""
 
     @property
     def section(self) -> str:

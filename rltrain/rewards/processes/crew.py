@@ -29,16 +29,18 @@ _NAMED = 4
 class PoolWatch:
     """What a pool asks while it waits.
 
-    gone(error): what to say of the end of a process, by Ray's error. check: raises what ends the wait. late_s: what a
-    worker may take beyond the time of its answers; trial_s: how long the trial of the scorers may take. hung: writes
-    the stacks of the run, and returns a sentence about them.
+    gone(error): what to say of the end of a process, by Ray's error.
     """
 
     gone: Callable[[Exception], str] = lambda _: f"the process is gone: killed, or memory ran out. {AGAIN}"
     check: Callable[[], None] = lambda: None
+    """Raises what ends the wait."""
     hung: Callable[[], str] = str
+    """Writes the stacks of the run, and returns a sentence about them."""
     late_s: float = 120.0
+    """What a worker may take beyond the time of its answers."""
     trial_s: float = math.inf
+    """How long the trial of the scorers may take."""
 
 
 class Crew:

@@ -55,13 +55,14 @@ FROZEN_KEYS = (
 class Start:
     """The start of a run: after ``step`` steps, with the weights of checkpoint ``folder``.
 
-    ``folder`` None: the run starts with the model's weights. weights_only: nothing else of ``folder`` is taken.
+    ``folder`` None: the run starts with the model's weights.
     """
 
     step: int = 0
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
     weights_only: bool = False
+    """Nothing else of ``folder`` is taken."""
 
     @property
     def size(self) -> int:

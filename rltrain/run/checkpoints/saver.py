@@ -50,8 +50,8 @@ _FREED_S = 60.0
 @dataclass
 class _Pending:
     """The checkpoint of ``step`` while it is written into ``folder``: first the driver opens that, then the workers
-    write the parts, then the answers of its steps have to be there, and then the driver closes it. closing: makes a
-    checkpoint of it, and returns its size in bytes."""
+    write the parts, then the answers of its steps have to be there, and then the driver closes it.
+    """
 
     step: int
     folder: Path
@@ -60,6 +60,7 @@ class _Pending:
     opening: Aside[None]
     written_at: float = math.inf
     closing: Aside[int] | None = None
+    """Makes a checkpoint of it, and returns its size in bytes."""
 
 
 def _over(work: Aside[Any], waits: bool) -> bool:

@@ -50,12 +50,14 @@ _ROOM = {
 
 @dataclass
 class Check:
-    """One row of the table. problems: a run refuses. notes: it starts, but someone may want to know."""
+    """One row of the table."""
 
     name: str
     found: str
     problems: list[str] = field(default_factory=list)
+    """Why a run does not start."""
     notes: list[str] = field(default_factory=list)
+    """It starts all the same, but someone may want to know."""
 
 
 def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path | None = None) -> list[Check]:

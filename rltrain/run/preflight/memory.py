@@ -43,7 +43,7 @@ _CANARY_TOKENS = 64
 
 @dataclass(frozen=True)
 class _Role:
-    """A model on a device and its optimizer, in bytes of one rank. phases, learns: those that need the one or other."""
+    """A model on a device and its optimizer, in bytes of one rank."""
 
     kind: type[Any]
     spec: ModelSpec
@@ -51,6 +51,7 @@ class _Role:
     offload: bool
     ranks: int
     learns: tuple[str, ...] = ()
+    """Both: those that need the one or other."""
     optimizer_offload: bool = False
     optim: OptimConfig | None = None
 
@@ -149,7 +150,7 @@ def _roles(cfg: Config, plan: Plan, device: Device, trains: bool) -> dict[str, _
 
 
 def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role]) -> dict[str, Callable[[], Owners]]:
-    """What tells of each pass of a step what it holds."""
+    """Per pass, a function that computes its peak."""
     passes, critic = plan.passes, plan.critic_data_parallel_size
     policy, of_step = roles["actor"], plan.samples_per_step
 

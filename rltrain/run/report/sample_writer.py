@@ -42,23 +42,23 @@ _WIDE = {"f": np.float64, "u": np.int64}
 
 @dataclass(frozen=True)
 class SampleJob:
-    """Answers to p prompts, ``each`` answers per prompt.
-
-    rows [p]: of the data. texts: lists of texts by reference (in a list, so that Ray does not fetch them), their rows,
-    and places among the answers. numbers: scores, lengths and whatever else is known per answer; one of length 1 is
-    that of all. parquet: the file for the prompts that are ``kept`` [p]. json_lines: the file for all, in verl's
-    format.
-    """
+    """Answers to p prompts, ``each`` answers per prompt."""
 
     split: str
     step: int
     rows: Array
+    """[p]: of the data."""
     each: int
     texts: list[tuple[list[Any], Array, Array]]
+    """Lists of texts by reference (in a list, so that Ray does not fetch them), their rows, and places among the
+    answers."""
     numbers: dict[str, Array]
+    """Scores, lengths and whatever else is known per answer; one of length 1 is that of all."""
     kept: Array
     parquet: Path | None = None
+    """The file for the prompts that are ``kept`` [p]."""
     json_lines: Path | None = None
+    """The file for all, in verl's format."""
 
     def column(self, name: str) -> Array:
         """One number per answer. Where there are no rewards, the scores stand for them."""

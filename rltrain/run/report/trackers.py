@@ -27,7 +27,7 @@ _STEP = "training/global_step"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told of a run. run_id: the tracker's own id of a run to continue (None: a new run)."""
+    """What a tracker is told of a run."""
 
     project: str
     name: str
@@ -35,6 +35,7 @@ class RunInfo:
     folder: Path
     first_step: int = 0
     run_id: str | None = None
+    """The tracker's own id of a run to continue (None: a new run)."""
 
 
 class Sink:

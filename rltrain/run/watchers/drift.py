@@ -54,8 +54,7 @@ class _History:
     def add(self, look: _Look, host: str, free_bytes: int) -> None:
         self.host, self.step, self.free_bytes, self._num = host, look.step, free_bytes, self._num + 1
         for stride, window in zip(_STRIDES, self._windows, strict=True):
-            # The least of them, because a leak gives nothing back: what goes up and down would look like anything if
-            # every so-manieth look were taken.
+            # A leak gives nothing back. Sampling every k-th look would alias; the minimum of k looks does not.
             self._least[stride] = min(self._least.get(stride, look), look, key=lambda each: each.value)
             if self._num % stride == 0:
                 window.append(self._least.pop(stride))

@@ -23,14 +23,14 @@ def parsed(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key.
-
-    target: our key, with {role}, {fsdp} and {model} for the places of the model that the key is about; empty where
-    nothing need be set. turn: from the value as typed to ours, or None where it cannot be carried over."""
+    """What becomes of a key."""
 
     target: str = ""
+    """Our key, with {role}, {fsdp} and {model} for the places of the model that the key is about; empty where nothing
+    need be set."""
     why: str = ""
     turn: Callable[[str], str | None] = str
+    """From the value as typed to ours, or None where it cannot be carried over."""
 
 
 def _only(*allowed: str) -> Callable[[str], str | None]:

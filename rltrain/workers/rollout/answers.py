@@ -20,11 +20,12 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class SampledAnswer:
-    """One answer of an external engine. reason: stop, length, or the engine's word for an answer that was given up."""
+    """One answer of an external engine."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     reason: str = "abort"
+    """Stop, length, or the engine's word for an answer that was given up."""
     seconds: float = 0.0
 
     @property

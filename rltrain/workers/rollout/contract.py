@@ -34,21 +34,21 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Job:
-    """Samples of one prompt that are answered together.
-
-    place: of the prompt in the task. samples [k]: their numbers among the answers to the prompt. prompt: token ids, all
-    placeholders of images among them. seeds [k]: the same seed gives the same answer, whatever else is in the batch and
-    whichever replica serves it. given: per sample the tokens that it already has (None: no sample has any). They follow
-    the prompt and count towards ``max_tokens``, and the random numbers go on after theirs. images: as the trainer sees
-    them, so that no engine scales or cuts a picture in its own way.
-    """
+    """Samples of one prompt that are answered together."""
 
     place: int
+    """Of the prompt in the task."""
     samples: NDArray[np.int64]
+    """[k]: their numbers among the answers to the prompt."""
     prompt: NDArray[np.int32]
+    """Token ids, all placeholders of images among them."""
     seeds: NDArray[np.uint64]
+    """[k]: the same seed gives the same answer, whatever else is in the batch and whichever replica serves it."""
     given: tuple[NDArray[np.int32], ...] | None = None
+    """Per sample the tokens that it already has (None: no sample has any). They follow the prompt and count towards
+    ``max_tokens``, and the random numbers go on after theirs."""
     images: PromptImages | None = None
+    """As the trainer sees them, so that no engine scales or cuts a picture in its own way."""
 
     @property
     def asked(self) -> EncodedPrompt:
@@ -58,19 +58,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Generation:
-    """Answers: all samples of the first job that was taken, then of the second, and so on.
-
-    tokens: new ids (without `Job.given`), with the end token if there is one. log_probs: log softmax(logits /
-    temperature) of each sampled id, before top-k and top-p (greedy: temperature 1); the softmax has the placeholder
-    tokens of images too, although they are never drawn. truncated [n]: ended by ``max_tokens``, not by an end token.
-    aborted [n]: given up while it was running. seconds [n]: when it ended, since the call.
-    """
+    """Answers: all samples of the first job that was taken, then of the second, and so on."""
 
     tokens: Ragged
+    """New ids (without `Job.given`), with the end token if there is one."""
     log_probs: Ragged
+    """Log softmax(logits / temperature) of each sampled id, before top-k and top-p (greedy: temperature 1); the softmax
+    has the placeholder tokens of images too, although they are never drawn."""
     truncated: Tensor
+    """[n]: ended by ``max_tokens``, not by an end token."""
     aborted: Tensor
+    """[n]: given up while it was running."""
     seconds: Tensor
+    """[n]: when it ended, since the call."""
 
 
 class Source(Protocol):

@@ -22,13 +22,15 @@ _GIVEN_UP = "rollout/given_up"
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine: ``size`` neighbouring ranks. member: this rank's place in it; group: its members (None if alone)."""
+    """One engine: ``size`` neighbouring ranks."""
 
     number: int
     count: int
     member: int
+    """This rank's place in it."""
     size: int
     group: Any = None
+    """Its members (None if alone)."""
 
     @property
     def leads(self) -> bool:

@@ -23,12 +23,7 @@ from rltrain.workers.rollout.queue import Replica
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The model, the keys under ``actor_rollout_ref.rollout``, and this process's part of the run.
-
-    eos_token_ids: what ends an answer, whatever the model's files say. max_model_len: tokens of prompt and answer.
-    engines_sharing_memory: engines of this node that share one memory (on a CPU; else 1). images: prompts may have
-    some, each of at most ``max_pixels``.
-    """
+    """The model, the keys under ``actor_rollout_ref.rollout``, and this process's part of the run."""
 
     rollout: RolloutConfig
     model: ModelSpec
@@ -36,9 +31,13 @@ class EngineSettings:
     device: Device
     replica: Replica
     eos_token_ids: Sequence[int]
+    """What ends an answer, whatever the model's files say."""
     max_model_len: int
+    """Tokens of prompt and answer."""
     engines_sharing_memory: int = 1
+    """Engines of this node that share one memory (on a CPU; else 1)."""
     images: bool = True
+    """Prompts may have some, each of at most ``max_pixels``."""
     max_pixels: int | None = None
 
     @property

@@ -28,7 +28,7 @@ from rltrain.models.attention.scores import Kind, capped, masked, weights
 from rltrain.workers.rollout.embedded.state import RowStates
 
 Ints = NDArray[np.int64]
-# A layer, and the how-manieth call of attention this is of it in a forward pass.
+# (layer, call): some layers call attention more than once per forward.
 Call = tuple[int, int]
 # Memory of `KeyValues` relative to its rows at their longest: room to grow, and rows of answers that have ended.
 ROOM = 1.3
@@ -270,13 +270,11 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class _Seats:
-    """Rows sorted by prompt: every prompt has as many seats as the prompt with the most rows.
-
-    rows [prompts * seats]: the row per seat (any row on an empty seat). seats, prompt_lengths, born [rows].
-    """
+    """Rows sorted by prompt: every prompt has as many seats as the prompt with the most rows."""
 
     num_prompts: int
     rows: Tensor
+    """[prompts * seats]: the row per seat (any row on an empty seat). seats, prompt_lengths, born [rows]."""
     seats: Tensor
     prompt_lengths: Tensor
     born: Tensor

@@ -209,6 +209,24 @@ def test_public_functions_and_classes_say_what_they_are():
     assert not missing
 
 
+def test_a_field_of_a_record_has_its_docstring_under_it():
+    """And not in the docstring of the class."""
+    glossed = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):
+                said = " ".join((ast.get_docstring(node) or "").split())
+                fields = [
+                    each.target.id
+                    for each in node.body
+                    if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+                ]
+                glossed += [
+                    f"{file.name}: {node.name}.{name}" for name in fields if re.search(rf"(^|\. ){name}: ", said)
+                ]
+    assert not glossed
+
+
 def test_main_guard_of_the_repo_speaks_of_the_project_alone():
     forbidden = re.compile(r"/work/|issue #?\d+|pypi\.org|this session", re.IGNORECASE)
     tracked = [

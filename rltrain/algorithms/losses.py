@@ -20,17 +20,17 @@ Measured: TypeAlias = tuple[Batch, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class LossShare:
-    """loss: this micro-batch's share of the mini-batch loss (scalar, differentiable).
-
-    shares: parts of the loss that add up over micro-batches and ranks. token_sums: sums over tokens, to be divided by
-    the token count of the mini-batch. measured: samples whose difference between engine and trainer is still to be
-    measured, because no pass has done it; on the device, as whoever looks at them makes the host wait.
-    """
+    """The share of one micro-batch in the loss of its mini-batch."""
 
     loss: Tensor
+    """This micro-batch's share of the mini-batch loss (scalar, differentiable)."""
     shares: dict[str, Tensor] = field(default_factory=dict)
+    """Parts of the loss that add up over micro-batches and ranks."""
     token_sums: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over tokens, to be divided by the token count of the mini-batch."""
     measured: tuple[Measured, ...] = ()
+    """Samples whose difference between engine and trainer is still to be measured, because no pass has done it; on the
+    device, as whoever looks at them makes the host wait."""
 
     def __add__(self, other: LossShare) -> LossShare:
         """Both micro-batches together."""

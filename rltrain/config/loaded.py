@@ -14,13 +14,16 @@ _KEYS = re.compile(r"\b[a-z]\w*(?:\.\w+)+")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """config: resolved. explicit: the keys the user set, in our spelling. warnings: renames, and keys without effect.
-    written: the user's spelling of each key that was set by another name."""
+    """A configuration that was read, and how it was written."""
 
     config: Config
+    """Resolved."""
     explicit: frozenset[str] = frozenset()
+    """The keys the user set, in our spelling."""
     warnings: tuple[str, ...] = ()
+    """Renames, and keys without effect."""
     written: Mapping[str, str] = field(default_factory=dict)
+    """The user's spelling of each key that was set by another name."""
 
     def as_written(self, text: str, *, follow: bool = True) -> str:
         """A message with the keys as the user wrote them: by the user's name, and (``follow``) in place of a key that

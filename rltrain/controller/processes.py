@@ -24,11 +24,13 @@ _ACTORS = {"ray::_Host": ("worker", "engine"), "ray::RewardWorker": ("scorer", "
 
 @dataclass(frozen=True)
 class Process:
-    """kind: driver, worker, engine (what a worker has started), scorer, or ray. num_bytes: of its own."""
+    """A process of the run on a node."""
 
     pid: int
     kind: str
+    """One of driver, worker, engine (what a worker has started), scorer and ray."""
     num_bytes: int
+    """Bytes of memory of its own."""
     num_threads: int
     num_files: int
 

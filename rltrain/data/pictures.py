@@ -226,11 +226,14 @@ def _encoded(text: str, *, is_data: bool) -> bytes | None:
 
 @dataclass(frozen=True)
 class Look:
-    """content: a digest per file, or None. sizes: width and height of each picture. problem: of one, or None."""
+    """Tells what a look at the pictures of a row has found."""
 
     content: list[str] | None = None
+    """A digest per file, or None."""
     sizes: tuple[tuple[int, int], ...] = ()
+    """Width and height of each picture."""
     problem: str | None = None
+    """Of one, or None."""
 
 
 def look_through(source: PictureFile | PictureTable, numbers: np.ndarray, column: str) -> Iterator[Look]:

@@ -39,10 +39,12 @@ _BUSY_ENGINE = 128
 
 @dataclass
 class _Round:
-    """generated: all answers of the round; samples: those the step may learn from, with scores."""
+    """A round of generation."""
 
     samples: Samples
+    """Those the step may learn from, with scores."""
     generated: Samples
+    """All answers of the round."""
     metrics: Metrics
 
 

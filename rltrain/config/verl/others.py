@@ -43,16 +43,19 @@ class Format:
 
 @dataclass
 class Reading:
-    """settings: our key -> value. why: our key -> what is to be said of it. was: our key -> the other trainer's, where
-    it was written. refused, notes: what is to be said of keys that are not carried over."""
+    """A configuration of another trainer, read as ours."""
 
     form: Format
     theirs: Mapping[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
+    """Our key -> value."""
     why: dict[str, str] = field(default_factory=dict)
+    """Our key -> what is to be said of it."""
     was: dict[str, str] = field(default_factory=dict)
+    """Our key -> the other trainer's, where it was written."""
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    """Both: what is to be said of keys that are not carried over."""
 
     def value(self, key: str, default: Any = None) -> Any:
         """What was written, or the other trainer's default."""

@@ -33,12 +33,14 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """row: the row of the tables that fits a key. why: its sentence, "" where nothing need be said. refused: the run
-    would be another one than the user asked for."""
+    """Says what becomes of a key."""
 
     row: str
+    """The row of the tables that fits a key."""
     why: str
+    """Its sentence, "" where nothing need be said."""
     refused: bool = False
+    """The run would be another one than the user asked for."""
 
 
 def rename(key: str) -> str:

@@ -44,14 +44,17 @@ _HELLO = [{"role": "user", "content": "?"}]
 
 @dataclass
 class Findings:
-    """problems: a run refuses. notes: it starts, but someone may want to know. images: known once rows are read."""
+    """Tells what was found before a run starts."""
 
     problems: list[str] = field(default_factory=list)
+    """Why the run does not start."""
     notes: list[str] = field(default_factory=list)
+    """It starts all the same, but someone may want to know."""
     tokenizer_works: bool = False
     num_parameters: int = 0
     num_trained: int = 0
     images: ImageSizes | None = None
+    """Known once rows are read."""
 
 
 def look_at_models(cfg: Config, found: Findings) -> None:

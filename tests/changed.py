@@ -181,7 +181,7 @@ def choose(root: Path, changed: set[str]) -> tuple[list[str], str]:
     touched = {file: _touched(sources, reached, file) for file in sorted(changed)}
     chosen = sorted(set().union(*touched.values()))
     words = [f"{len(chosen)} of {len(sources.tests)} files of tests chosen"]
-    if untested := [file for file, tests in touched.items() if not tests]:
+    if untested := [file for file, tests in touched.items() if not tests and (root / file).exists()]:
         words.append(f"none imports or names {' '.join(untested)}")
     runs = [folder for folder in WHOLE_RUNS if not any(test.startswith(f"{folder}/") for test in chosen)]
     if runs and any(file.startswith("rltrain/") for file in changed):

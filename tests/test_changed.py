@@ -20,6 +20,7 @@ FILES = {
     "rltrain/door.py": "import rltrain.run.build\n",
     "rltrain/settings.py": "ENGINE = 'rltrain.trainer.loaded:Engine'\n",
     "docs/page.md": "",
+    "setup.cfg": "",
     "tests/conftest.py": "import tests.helper\ndef deep(): tests.helper\ndef made(deep): pass\ndef other(): pass\n",
     "tests/helper.py": "import rltrain.base.unused\n",
     "tests/data/rows.jsonl": "",
@@ -64,7 +65,7 @@ def test_a_change_chooses_the_tests_that_it_touches(checkout, file, tests):
     chosen, words = changed.choose(checkout, {file})
     assert chosen == [f"tests/{test}.py" for test in tests.split()]
     assert words.startswith(f"{len(chosen)} of 8 files of tests chosen")
-    assert (f"none imports or names {file}" in words) == (not tests)
+    assert words.endswith(f"; none imports or names {file}") == (file == "setup.cfg")
     assert ("not chosen: tests/e2e tests/faults tests/hosts" in words) == file.startswith("rltrain/")
 
 

@@ -24,7 +24,7 @@ from tests.tiny import small_config
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two_nodes():
+def two_nodes(forked_workers):
     cluster = Cluster()
     for _ in range(2):
         cluster.add_node(num_cpus=4, resources={"NPU": 2}, include_dashboard=False)

@@ -108,7 +108,7 @@ class ToyWorker(Toy):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_ray():
+def local_ray(forked_workers):
     start_ray(small_config())
     yield
     ray.shutdown()

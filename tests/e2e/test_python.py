@@ -37,6 +37,7 @@ def everything(folder):
     return {each.relative_to(folder): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
 
+@pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("saves", [True, False])
 def test_evaluation_in_the_folder_of_a_run_loses_nothing(tiny_model, arithmetic_files, tmp_path, saves):
     steps = {"trainer__total_training_steps": 1, "trainer__save_at_end": saves}

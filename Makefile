@@ -8,7 +8,7 @@ check:  ## format, lint, types, house rules
 	$(PYTHON) -m mypy -p rltrain
 	$(PYTHON) -m pytest -q tests/test_house_rules.py
 
-quick:  ## most of the tests, those that start neither Ray nor runs, in two minutes
+quick:  ## most of the tests, those that start neither Ray nor runs, in three minutes
 	bash scripts/test.sh quick
 
 test:  ## environment and all tests

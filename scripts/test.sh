@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment and runs the tests; arguments go to pytest. `faults` runs all that inject one, `long` all others
-# that the ordinary run leaves out; both write their tables. `quick` runs most of them in two minutes; `--changed [ARGUMENT
+# that the ordinary run leaves out; both write their tables. `quick` runs most of them in three minutes; `--changed [ARGUMENT
 # OF PYTEST...]` those that a change since main touches (tests/changed.py). A run that executes no test fails (pytest's
 # exit code 5). What was skipped or left out stands at the end, with the reason.
 set -euo pipefail

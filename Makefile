@@ -14,7 +14,7 @@ quick:  ## most of the tests, those that start neither Ray nor runs, in three mi
 test:  ## environment and all tests
 	bash scripts/test.sh
 
-test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes its table there
+test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes the table of docs/verified.md
 	bash scripts/test.sh faults
 
 test-long:  ## what the ordinary run leaves out for its time, faults aside; writes its table into docs/verified.md

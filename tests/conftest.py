@@ -24,7 +24,7 @@ from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fault-table", action="store_true", help="write how faults ended into docs/recovery.md")
+    parser.addoption("--fault-table", action="store_true", help="write how faults ended into docs/verified.md")
 
 
 def pytest_configure(config):

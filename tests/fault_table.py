@@ -1,4 +1,4 @@
-"""The table of faults in docs/recovery.md: what is promised, which test injects the fault, and how it ended.
+"""The table of faults in docs/verified.md: what is promised, which test injects the fault, and how it ended.
 
     @pytest.mark.fault("A killed worker is named within seconds, exit 75")
 
@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "recovery.md"
+PAGE = Path(__file__).parent.parent / "docs" / "verified.md"
 _TABLE = re.compile(r"(?<=<!-- faults -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

@@ -1,7 +1,6 @@
 """What verl's names and values become: taken, noted, or refused with the key as it was written."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -584,18 +583,6 @@ def test_mistakes_of_all_kinds_are_told_together():
         assert sum(words in line for line in lines) == 1, words
     # A value that did not fit was not taken, so nothing is said of the default in its place.
     assert not any("1024" in line for line in lines)
-
-
-def test_from_verl_names_tests_that_are_there():
-    root = Path(__file__).parents[2]
-    source = "".join(file.read_text() for file in (root / "tests").rglob("*.py"))
-    page = (root / "docs" / "from-verl.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ") and "held by" not in line]
-    assert rows
-    for row in rows:
-        held = row.rstrip("| ").rpartition("|")[2]
-        names = [part.strip(" `") for part in held.split(",")]
-        assert all(f"def {name}(" in source or (root / name).exists() for name in names), row
 
 
 def test_sections_of_the_schema_are_no_rows():

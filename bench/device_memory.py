@@ -1,6 +1,6 @@
 """Device memory of every phase of a step by owner: foretold, and counted by an allocator.
 
-    python -m bench.device_memory                 prints the table; writes it and a picture to bench/results/
+    python -m bench.device_memory                 prints the table; writes it and a chart to bench/results/
 
 Two processes with real workers make two steps without Ray, with the longest prompts and answers that the budgets allow.
 Where no device is, they have the stand-in of the tests, whose allocator counts every byte. The second step counts:

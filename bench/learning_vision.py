@@ -1,4 +1,4 @@
-"""Do pictures teach? examples/vlm_cpu.sh for each family, with the pictures and with white ones: one table.
+"""Do images teach? examples/vlm_cpu.sh for each family, with the images and with white ones: one table.
 
     python -m bench.learning_vision [--out outputs/learning_vision] [--steps 150] [--seeds 3] [--jobs 1] [--only …]
 
@@ -20,7 +20,7 @@ from rltrain.run.report.table import read_metrics
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen2_vl", "internvl")
-ARMS = {"picture": "", "white": "1"}
+ARMS = {"image": "", "white": "1"}
 KEY = "val-core/rltrain/rectangles/reward/mean@4"
 EVERY = 10
 SHOWN = 30
@@ -82,16 +82,16 @@ def main() -> None:
     seeds = ", ".join(map(str, range(1, options.seeds + 1)))
     command = f"python -m bench.learning_vision --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}"
     lines = [
-        "# Learning from pictures, CPU",
+        "# Learning from images, CPU",
         "",
         f"`{command} --only {options.only}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores.",
         "examples/vlm_cpu.sh: GRPO from random weights, the area of a rectangle on squared paper. Held-out accuracy "
-        "(128 pictures that are not in train, 4 sampled answers each)",
-        f"at each step, of seeds {seeds}. `white`: the same rows with white pictures in train and test. Areas are "
-        f"balanced, so an answer without a picture is right once in six times ({CHANCE:.2f}).",
+        "(128 images that are not in train, 4 sampled answers each)",
+        f"at each step, of seeds {seeds}. `white`: the same rows with white images in train and test. Areas are "
+        f"balanced, so an answer without an image is right once in six times ({CHANCE:.2f}).",
         "Seconds a step with other jobs on the same cores: an upper bound.",
         "",
-        f"| family | pictures | {' | '.join(f'step {step}' for step in shown)} | s/step |",
+        f"| family | images | {' | '.join(f'step {step}' for step in shown)} | s/step |",
         f"|{'---|' * (len(shown) + 3)}",
     ]
     lines += [row(out, family, arm, options.seeds, shown) for family in families for arm in ARMS]

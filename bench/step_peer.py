@@ -25,7 +25,7 @@ def reload(trainer) -> None:
 
 
 def read_rows(file: str):
-    """The prompts as TRL wants them: pictures in a column of their own, which it decodes when a batch is drawn."""
+    """The prompts as TRL wants them: images in a column of their own, which it decodes when a batch is drawn."""
     import pyarrow.parquet as pq
     from datasets import Dataset, Image, List
 
@@ -35,7 +35,7 @@ def read_rows(file: str):
         return Dataset.from_list(rows)
     for row in rows:
         for message in row["prompt"]:
-            # TRL puts the pictures first itself.
+            # TRL puts the images first itself.
             message["content"] = message["content"].removeprefix("<image>")
         row["images"] = [{"bytes": image["bytes"], "path": None} for image in row["images"]]
     return Dataset.from_list(rows).cast_column("images", List(Image()))

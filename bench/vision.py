@@ -1,9 +1,9 @@
-"""Answers to a picture that is encoded once against answers that encode it each: time and peak memory of both passes.
+"""Answers to an image that is encoded once against answers that encode it each: time and peak memory of both passes.
 
     python -m bench.vision                   prints the table and writes it to bench/results/
 
 Three ways, in one process and in turns: transformers' own forward over padded rows, the pixels repeated for every
-answer; packed rows that bring prompt and picture along; packed rows that share both, as a run computes them. Seconds
+answer; packed rows that bring prompt and image along; packed rows that share both, as a run computes them. Seconds
 are CPU seconds of the process, which other work on the machine disturbs less than the wall clock. Memory is that of the
 tensors that live at the peak of a pass, which is the same in every run and is what an accelerator would need.
 """
@@ -44,7 +44,7 @@ from rltrain.models.weights.spec import ModelSpec
 
 CPU = torch.device("cpu")
 REPEATS, ANSWERS = 5, 8
-# Edge of the picture in pixels, tokens of the question around it, and of an answer.
+# Edge of the image in pixels, tokens of the question around it, and of an answer.
 EDGE, QUESTION, LENGTHS = 448, 32, (128, 512)
 WAYS = ("padded", "packed", "shared")
 WORKS = {"log_prob": "log-prob pass", "update": "update (forward + backward)"}
@@ -76,7 +76,7 @@ def make_model(family: str, folder: Path, size: int = 256, layers: int = 4) -> s
 
 
 def make_batch(policy: PolicyModel, length: int, edge: int) -> Batch:
-    """A question with one picture, and its answers."""
+    """A question with one image, and its answers."""
     vision: Any = policy.model.config.vision_config
     generator, side = torch.Generator().manual_seed(0), edge // vision.patch_size
     patches, tokens = side**2, side**2 // _MERGE**2
@@ -98,7 +98,7 @@ def make_batch(policy: PolicyModel, length: int, edge: int) -> Batch:
 
 
 def brought_along(batch: Batch) -> Batch:
-    """The batch with a prompt and a picture per answer."""
+    """The batch with a prompt and an image per answer."""
     (prompt, *_), (images, *_) = batch.dictionary("prompt").values, batch.dictionary("images").values
     each = torch.arange(len(batch))
     copies = DictionaryColumn([replace(images) for _ in each], each)
@@ -219,15 +219,15 @@ def main() -> None:
         f"cores (load {load:.0f} at the start{': others worked beside it' if load > 1 else ''}), one thread, "
         f"torch {torch.__version__}",
         "",
-        f"{ANSWERS} answers to one picture of {EDGE} x {EDGE} pixels. Random models, and what the tower does for a "
+        f"{ANSWERS} answers to one image of {EDGE} x {EDGE} pixels. Random models, and what the tower does for a "
         f"patch in tokens: {', '.join(models)}. fp32, with entropy, tower trained, activations recomputed.",
         "",
         f"The three ways ran in turns. Seconds are CPU seconds, the least of {REPEATS}; times as fast is the median "
         "over the turns. MiB: tensors that a pass makes and that live at its peak, gradients of the weights included. "
         f"The log-probs of the three ways differ by at most {apart:.0e}.",
         "",
-        "`padded`: transformers' forward, the picture encoded per answer. `packed`: rltrain's packed forward, prompt "
-        "and picture per answer. `shared`: what a run computes.",
+        "`padded`: transformers' forward, the image encoded per answer. `packed`: rltrain's packed forward, prompt "
+        "and image per answer. `shared`: what a run computes.",
         "",
         "| model | work on | pass | padded, s | packed, s | shared, s | times as fast as padded | as packed | "
         "padded, MiB | packed, MiB | shared, MiB | padded / shared | packed / shared |",

@@ -8,7 +8,7 @@ second half, end} comes out:
 * ``equal``: the end token is never reached; every answer has the length of the limit.
 * ``long_tail``: most answers end soon (1 in 24 tokens ends), a quarter goes over to the second half and stays there
   (1 in 170 ends): lengths of about 64 on average, with a tail to the limit of 512.
-* ``images``: as ``equal``, by a Qwen2.5-VL, with a picture before every prompt (`bench/pictures.py`).
+* ``images``: as ``equal``, by a Qwen2.5-VL, with an image before every prompt (`bench/pictures.py`).
 """
 
 from __future__ import annotations

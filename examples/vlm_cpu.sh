@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# GRPO on pictures, on a plain CPU: a vision-language model with random weights learns to tell the area of a rectangle on
-# squared paper, which stands in the picture alone. Nothing is downloaded but Python packages; about two minutes on two CPU cores,
+# GRPO on images, on a plain CPU: a vision-language model with random weights learns to tell the area of a rectangle on
+# squared paper, which stands in the image alone. Nothing is downloaded but Python packages; about two minutes on two CPU cores,
 # and at the first call what the environment takes (torchvision).
 # Each call trains in a new folder. Extra key=value arguments are handed to rltrain.main_ppo, e.g.: trainer.total_training_steps=50
 # Environment: FAMILY  qwen2_5_vl (default), qwen3_vl, qwen2_vl or internvl
 #              SEED    of the random weights (default: 1)
-#              BLANK   1: the same with white pictures, from which nothing can be learnt: right once in six times at best
+#              BLANK   1: the same with white images, from which nothing can be learnt: right once in six times at best
 #              OUT     folder for everything (default: outputs/vlm_cpu)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup_env.sh"
@@ -22,8 +22,8 @@ say "data: rectangles on squared paper"
 "$PYTHON" -m rltrain.data_preprocess.rectangles --output "$DATA" --num-train 2048 --num-test 128 --seed 0 ${BLANK:+--blank} >/dev/null
 [ -e "$MODEL/config.json" ] || "$PYTHON" scripts/make_small_vlm.py --family "$FAMILY" --output "$MODEL" --seed "${SEED:-1}"
 
-say "training: GRPO, 32 pictures x 8 answers a step, into $RUN"
-# The bonus for entropy keeps a random model from giving one and the same answer to every picture.
+say "training: GRPO, 32 images x 8 answers a step, into $RUN"
+# The bonus for entropy keeps a random model from giving one and the same answer to every image.
 handing_on_signals "$PYTHON" -m rltrain.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" data.image_key=images \

@@ -1,6 +1,6 @@
 """A small vision-language model to train on a CPU: random weights, 0.3 million of them, with processor and tokenizer.
 
-It has two layers of text and two of vision, and sees a picture of 84 x 84 pixels as 9 tokens. A token is a character,
+It has two layers of text and two of vision, and sees an image of 84 x 84 pixels as 9 tokens. A token is a character,
 and a text of it reads with spaces between them: `3 9`. Nothing is downloaded; the same options give the same folder.
 Its processor needs the packages pillow and torchvision.
 """
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
 )
 HIDDEN, HEAD, PATCH, MERGE, TILE = 64, 32, 14, 2, 84
 # Weights of this size keep the size of what they are multiplied with; those of large models (0.02) would hide the
-# picture from so narrow a model.
+# image from so narrow a model.
 INITIALIZER_RANGE = 0.1
 
 

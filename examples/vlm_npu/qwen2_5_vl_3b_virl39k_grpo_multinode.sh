@@ -4,7 +4,7 @@
 # Data: python -m rltrain.data_preprocess.virl39k --input FOLDER --output data/virl39k    (images.zip unpacked)
 #       python -m rltrain.data_preprocess.geometry3k --output data/geometry3k    (validation, as in the recipe)
 # Nodes: bash scripts/ray_start.sh head on the first, worker on the others (docs/cluster.md), then this on the first.
-# Every node reads the pictures: DATA, VAL and MODEL are on storage that all of them share.
+# Every node reads the images: DATA, VAL and MODEL are on storage that all of them share.
 set -euo pipefail
 DATA="${DATA:-data/virl39k}"
 VAL="${VAL:-data/geometry3k/test.parquet}"

@@ -170,14 +170,12 @@ def _taken_out(messages: Any) -> tuple[Any, list[Any]]:
 
 def _stored(image: Any, folder: Path) -> Any:
     """An image as other processes can read it: the bytes of a file, or its whole path."""
-    if hasattr(image, "save"):  # a picture of Pillow's
+    if hasattr(image, "save"):  # an image of Pillow's
         file = BytesIO()
         open_image(image).save(file, "PNG")
         return {"bytes": file.getvalue(), "path": None}
     if not isinstance(image, str | bytes | Path | Mapping):
-        raise DataError(
-            f"it is a {type(image).__name__}, and neither a picture of Pillow's, a file's bytes nor a path."
-        )
+        raise DataError(f"it is a {type(image).__name__}, and neither an image of Pillow's, a file's bytes nor a path.")
     (entry,) = entries(str(image) if isinstance(image, Path) else image, str(folder / "_"))
     return entry if entry.get("bytes") else {"path": str(entry.get("path"))}
 

@@ -53,7 +53,7 @@ _OTHERS = (
         rb"ORC|Obj\x01|\x89HDF|\x93NUMPY|SQLite format 3",
         f"a file of another program (ORC, Avro, HDF5, …): {_TO_PARQUET}",
     ),
-    (rb"%PDF|\x89PNG|\xff\xd8\xff|GIF8", "a document or a picture, and no table"),
+    (rb"%PDF|\x89PNG|\xff\xd8\xff|GIF8", "a document or an image, and no table"),
 )
 
 

@@ -182,7 +182,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def open_image(image: Any) -> Any:
     """A PIL image in RGB, upright, whatever is see-through in white. image: {"bytes", "path"}, bytes, a path or a PIL
-    image. Raises DataError for what cannot be read or is larger than any picture.
+    image. Raises DataError for what cannot be read or is larger than any image.
     """
     with _reading():
         from PIL import Image, ImageOps
@@ -238,7 +238,7 @@ def measured(image: Any) -> tuple[int, int]:
 
 
 def begins_as_image(data: bytes) -> bool:
-    """Whether the first bytes are those of a picture that is read."""
+    """Whether the first bytes are those of an image that is read."""
     return _MAGIC.match(data) is not None
 
 
@@ -281,7 +281,7 @@ def _refuse_bomb(opened: Any) -> None:
     if opened.width * opened.height > _MOST_PIXELS:
         raise DataError(
             f"it is {opened.width} x {opened.height}, more than {_MOST_PIXELS:,} pixels: a decompression bomb, or "
-            "a picture to be scaled down before training."
+            "an image to be scaled down before training."
         )
 
 
@@ -306,13 +306,13 @@ def _file_bytes(image: Any) -> bytes:
         return path.read_bytes()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and "." not in path.name):
-            raise DataError(f"{short(entry['path'], 60)!r} is neither a file nor a picture as base64.") from error
+            raise DataError(f"{short(entry['path'], 60)!r} is neither a file nor an image as base64.") from error
         error.filename = short(path)  # which is told where a file is opened, and not where it is read
         raise
 
 
 def blank_image() -> Any:
-    """A small picture with nothing in it."""
+    """A small image with nothing in it."""
     from PIL import Image
 
     return Image.new("RGB", (64, 64))

@@ -1,6 +1,6 @@
-"""Pictures of rows: where they stand, a look at all of them before a run, and those of one row when they are asked for.
+"""Images of rows: where they stand, a look at all of them before a run, and those of one row when they are asked for.
 
-Every process that needs a picture opens the parquet file itself, so that no picture passes through the driver or Ray's
+Every process that needs an image opens the parquet file itself, so that no image passes through the driver or Ray's
 object store. Parquet is read by row group. Some groups stay in memory, because a batch takes rows from all over a file.
 The look before a run streams, reads the heads and seeks damage; it decodes only what it cannot judge otherwise.
 """
@@ -33,11 +33,11 @@ from rltrain.data.images import begins_as_image, file_bytes, measured
 
 log = logging.getLogger(__name__)
 
-# Of encoded pictures, in each process.
+# Of encoded images, in each process.
 _CACHE_BYTES = 128 << 20
 # Of a row group: Arrow cannot put more into one array of a nested column.
 _MOST_GROUP_BYTES = (2 << 30) - 1
-# A picture as base64: its letters, those in addresses, and fewer than the smallest file has.
+# An image as base64: its letters, those in addresses, and fewer than the smallest file has.
 _CODE, _URL_SAFE, _LEAST_CODE = re.compile(r"[A-Za-z0-9+/]+"), str.maketrans("-_", "+/"), 40
 # Rows that are looked at together, and threads that do: decoders and disks let others work meanwhile.
 _LOOK_ROWS, _MOST_THREADS = 64, 16
@@ -73,7 +73,7 @@ class PictureFile:
         )
         if largest > _MOST_GROUP_BYTES:
             raise DataError(said % "more than can be read")
-        log.warning(said, "and every process that reads pictures keeps one and takes three times as much to read it")
+        log.warning(said, "and every process that reads images keeps one and takes three times as much to read it")
 
     def _group_bytes(self, group: Any) -> int:
         leaves = map(group.column, range(group.num_columns))
@@ -95,7 +95,7 @@ class PictureFile:
 
 @dataclass(frozen=True)
 class PictureTable:
-    """Pictures that a program has made: pickled fields, and the ascending numbers of their rows."""
+    """Images that a program has made: pickled fields, and the ascending numbers of their rows."""
 
     path: str
     values: pa.ChunkedArray
@@ -120,7 +120,7 @@ class PictureTable:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of rows."""
+    """The images of rows."""
 
     sources: tuple[PictureFile | PictureTable, ...]
     source: np.ndarray
@@ -131,25 +131,25 @@ class Pictures:
     """[rows]: of what the look before the run has seen."""
 
     def of(self, row: int) -> list[bytes]:
-        """The files of the pictures of a row. Raises DataError where they are not those of before the run."""
+        """The files of the images of a row. Raises DataError where they are not those of before the run."""
         source = self.sources[self.source[row]]
         try:
             found = entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
-            raise of_host(error) or DataError(f"its pictures cannot be read any more: {error}") from error
+            raise of_host(error) or DataError(f"its images cannot be read any more: {error}") from error
         files = []
         for number, entry in enumerate(found, 1):
             try:
                 files.append(file_bytes(entry))
             except DataError as error:
                 raise DataError(f"image {number} of {len(found)}: {error}") from error
-        # Other pictures of as many tokens would go unnoticed.
+        # Other images of as many tokens would go unnoticed.
         if seal([_digest(file) for file in files]) != self.seal[row]:
-            raise DataError("its pictures have changed since the run was started.")
+            raise DataError("its images have changed since the run was started.")
         return files
 
     def as_they_stand(self, rows: np.ndarray) -> np.ndarray:
-        """Places of ``rows`` in the order in which their pictures are read fastest, [rows]."""
+        """Places of ``rows`` in the order in which their images are read fastest, [rows]."""
         return np.lexsort((self.number[rows], self.source[rows]))
 
     def check_here(self) -> None:
@@ -157,7 +157,7 @@ class Pictures:
         for source in self.sources:
             if isinstance(source, PictureFile) and not Path(source.path).exists():
                 raise DataError(
-                    f"data file {source.path!r} is not on node {socket.gethostname()}. Every node reads the pictures "
+                    f"data file {source.path!r} is not on node {socket.gethostname()}. Every node reads the images "
                     "of its prompts: put the file into a folder that all nodes share, or under this path on each."
                 )
 
@@ -167,7 +167,7 @@ class Pictures:
 
 
 def entries(value: Any, path: str) -> list[Any]:
-    """The pictures of a field, be it one or a list of them.
+    """The images of a field, be it one or a list of them.
 
     A path without bytes is taken from the folder of the parquet file at ``path``.
     """
@@ -181,7 +181,7 @@ def _beside(path: str, image: Any) -> Any:
         return {**entry, "bytes": _decoded(data)}
     if data and not isinstance(data, str):
         return entry
-    # verl's own files name a picture by "image", and those of conversations by the address of a part.
+    # verl's own files name an image by "image", and those of conversations by the address of a part.
     url = entry.get("image_url")
     name = data or entry.get("path") or entry.get("image") or entry.get("url")
     name = name or (url.get("url") if isinstance(url, Mapping) else url)
@@ -204,8 +204,8 @@ def _decoded(data: bytes) -> bytes:
 def _encoded(text: str, *, is_data: bool) -> bytes | None:
     """The file that stands in a text as base64, bare or as a ``data:`` address; None where the text is a name.
 
-    A bare one must begin as a picture does, unless it can be no name (``is_data``). What cannot be decoded is what it
-    is, and no picture.
+    A bare one must begin as an image does, unless it can be no name (``is_data``). What cannot be decoded is what it
+    is, and no image.
     """
     head, comma, code = text.partition(",")
     is_address = text[:5].lower() == "data:"
@@ -226,18 +226,18 @@ def _encoded(text: str, *, is_data: bool) -> bytes | None:
 
 @dataclass(frozen=True)
 class Look:
-    """Tells what a look at the pictures of a row has found."""
+    """Tells what a look at the images of a row has found."""
 
     content: list[str] | None = None
     """A digest per file, or None."""
     sizes: tuple[tuple[int, int], ...] = ()
-    """Width and height of each picture."""
+    """Width and height of each image."""
     problem: str | None = None
     """Of one, or None."""
 
 
 def look_through(source: PictureFile | PictureTable, numbers: np.ndarray, column: str) -> Iterator[Look]:
-    """A look at the pictures of each row, by their ascending numbers."""
+    """A look at the images of each row, by their ascending numbers."""
     source.check_groups()
     values = source.stream(numbers)
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
@@ -263,7 +263,7 @@ def _digest(file: bytes) -> str:
 
 
 def seal(content: Sequence[str] | None) -> int:
-    """64 bits for the pictures of a row, by their digests."""
+    """64 bits for the images of a row, by their digests."""
     return int.from_bytes(hashlib.blake2b("".join(content or ()).encode(), digest_size=8).digest(), "big")
 
 

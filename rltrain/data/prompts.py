@@ -1,7 +1,7 @@
 """Prompts of a run: tokens of all from the start, pixels of one when it is asked for.
 
 Prompts are encoded once, before a run starts, into a `PromptStore`: flat arrays that every process reads from shared
-memory without a tokenizer. Pixels are hundreds of times larger. So a store knows only where the pictures are, and the
+memory without a tokenizer. Pixels are hundreds of times larger. So a store knows only where the images are, and the
 process that needs a prompt reads and processes them itself.
 """
 
@@ -83,7 +83,7 @@ class PromptStore:
     def encoded(self, i: int) -> EncodedPrompt:
         """Prompt ``i`` with its pixels, which are read and processed now, in this process.
 
-        Raises DataError, naming file and row, for a picture that cannot be read any more or has changed.
+        Raises DataError, naming file and row, for an image that cannot be read any more or has changed.
         """
         tokens = self.prompt(i)
         if self.counts is None or not self.counts[0, i]:

@@ -116,7 +116,7 @@ class Rows:
         return Pictures(sources, source.astype(np.int32), numbers, self._checks.seals[self._index])
 
     def without_pictures(self) -> "Rows":
-        """These rows for who reads their texts alone: the pictures that a program has made are not pickled along."""
+        """These rows for who reads their texts alone: the images that a program has made are not pickled along."""
         return Rows([replace(file, pictures=None) for file in self._files], self._keys, self._index, self._checks)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
@@ -240,7 +240,7 @@ def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
 
 
 def _looks(file: Table, keys: Keys) -> Iterator[Look]:
-    """A look at the pictures of every row of a file."""
+    """A look at the images of every row of a file."""
     try:
         yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look())
     except (OSError, pa.ArrowException) as error:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Table:
-    """A file, the rows of it that are used (without pictures), and their numbers in it."""
+    """A file, the rows of it that are used (without images), and their numbers in it."""
 
     path: str
     table: pa.Table
@@ -50,7 +50,7 @@ class Pickled(Table):
         """The columns of ``keys`` in rows of plain values.
 
         numbers [rows]: ascending; None: 0, 1, …. path, place: for messages, and of the file from whose folder names of
-        pictures count ("": as path). Pictures that stand in the rows stay in memory.
+        images count ("": as path). Images that stand in the rows stay in memory.
         """
         columns: dict[str, list[bytes]] = {
             column: [] for column in (*keys.required(), *keys.optional(), VIDEOS, keys.image)
@@ -110,7 +110,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
             f"data file {path!r} is a table of csv, whose cells hold no messages. Convert it: "
             f"python -m rltrain.data_preprocess.jsonl --input {path} --output FOLDER (see its --help)."
         )
-    # Other processes, which read the pictures, may have another folder for their current one.
+    # Other processes, which read the images, may have another folder for their current one.
     place = str(file.absolute())
     if kind == "json":
         mended: list[int] = []
@@ -170,7 +170,7 @@ def chosen(files: list[Table], max_rows: int, seed: int | None) -> list[Table]:
 
 
 def _taken(file: Table, rows: np.ndarray) -> Table:
-    # Batch by batch: Arrow may join all chunks of a column before it takes rows, which pictures are too large for.
+    # Batch by batch: Arrow may join all chunks of a column before it takes rows, which images are too large for.
     batches = file.table.to_batches()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
     pieces = zip(batches, pairwise(starts), strict=True)

@@ -27,9 +27,9 @@ BOXED = "Reason step by step and put the final answer in \\boxed{}."
 
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-# Arrow cannot nest more than 2 GiB in one array: pictures and tests of programs are written in groups of rows.
+# Arrow cannot nest more than 2 GiB in one array: images and tests of programs are written in groups of rows.
 _GROUP_ROWS = 512
-# A run reads pictures when it needs them, a group at a time.
+# A run reads images when it needs them, a group at a time.
 _PICTURE_GROUP_ROWS = 32
 _SHOWN_CHARS = 2000
 

@@ -25,7 +25,7 @@ _DARKEST, _LIGHTEST = 0, 160
 
 
 def draw(rng: random.Random, area: int) -> np.ndarray:
-    """A picture [84, 84, 3] (uint8) of a rectangle that covers ``area`` squares, anywhere on the paper."""
+    """An image [84, 84, 3] (uint8) of a rectangle that covers ``area`` squares, anywhere on the paper."""
     width, height = rng.choice([(width, height) for width in _EDGES for height in _EDGES if width * height == area])
     left, top = rng.randint(0, NUM_SQUARES - width), rng.randint(0, NUM_SQUARES - height)
     picture = paper()
@@ -53,9 +53,9 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def generate(num_train: int, num_test: int, *, seed: int, blank: bool = False) -> dict[str, list[Row]]:
-    """Train and test rows; no picture comes twice. blank: the same rows with white pictures.
+    """Train and test rows; no image comes twice. blank: the same rows with white images.
 
-    Every area comes equally often, so whoever sees no picture is right once in six times.
+    Every area comes equally often, so whoever sees no image is right once in six times.
     """
     rng, seen, white = random.Random(seed), set[bytes](), png(paper())
     rows: list[Row] = []
@@ -79,10 +79,10 @@ def convert(options: argparse.Namespace) -> Splits:
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = arguments(__doc__ or "", output="~/data/rectangles")
-    parser.add_argument("--num-train", type=at_least(0), default=2048, help="training pictures")
-    parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out pictures")
-    parser.add_argument("--blank", action="store_true", help="white pictures: what can be learnt without seeing")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other pictures")
+    parser.add_argument("--num-train", type=at_least(0), default=2048, help="training images")
+    parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out images")
+    parser.add_argument("--blank", action="store_true", help="white images: what can be learnt without seeing")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives other images")
     return run(convert, parser.parse_args(argv))
 
 

@@ -67,7 +67,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     loaded, plan, data, folder, start = ready.loaded, ready.plan, ready.data, ready.folder, ready.start
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
-    # Rows and prompts go into the object store once, not per process. Pictures that a class has made go with prompts.
+    # Rows and prompts go into the object store once, not per process. Images that a class has made go with prompts.
     splits = {name: share(each.without_pictures()) for name, each in data.rows.items()}
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")

@@ -294,14 +294,14 @@ def test_a_picture_that_changed_since_names_the_row(folders, make, tmp_path):
     before = read_rows(path).fingerprint()
     # Of the same size, so of as many tokens.
     (tmp_path / "a.png").write_bytes(png(60, 60, 1))
-    with pytest.raises(DataError, match=rf"^'{path}' row 0: its pictures have changed since"):
+    with pytest.raises(DataError, match=rf"^'{path}' row 0: its images have changed since"):
         store.encoded(0)
     assert read_rows(path).fingerprint() != before
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match=rf"^'{path}' row 0: image 1 of 1: it cannot be read: .*a.png"):
         store.encoded(0)
     os.unlink(path)
-    with pytest.raises(DataError, match=rf"^'{path}' row 0: its pictures cannot be read any more"):
+    with pytest.raises(DataError, match=rf"^'{path}' row 0: its images cannot be read any more"):
         store.encoded(0)
 
 
@@ -488,5 +488,5 @@ def test_pictures_are_found_from_another_folder(folders, file, tmp_path, monkeyp
     assert len(store.encoded(0).images) == 2
     store.pictures.check_here()
     (tmp_path / "train.parquet").unlink()
-    with pytest.raises(DataError, match=r"train\.parquet' is not on node .*Every node reads the pictures"):
+    with pytest.raises(DataError, match=r"train\.parquet' is not on node .*Every node reads the images"):
         store.pictures.check_here()

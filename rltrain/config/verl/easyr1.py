@@ -143,7 +143,7 @@ def _data(of: Reading) -> None:
             f"{', '.join(hub + written)}: files have verl's columns here, and a template is part of the prompt. Make "
             f"them of FILE, which is {files['data.train_files']} as parquet or jsonl: rltrain data jsonl --input FILE "
             f"--prompt-column {prompt} --answer-column {answer} --data-source math_dapo{words} --output DIR (with "
-            f"pictures: --image-column {images}). Then set data.train_files=DIR/train.parquet "
+            f"images: --image-column {images}). Then set data.train_files=DIR/train.parquet "
             "data.val_files=DIR/test.parquet, and to null what else is named here."
         )
     for key, value in files.items():

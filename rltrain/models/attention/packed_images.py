@@ -1,6 +1,6 @@
 """The images of a packed row: encoded once per prompt, their features laid wherever the prompt's tokens stand.
 
-A prompt with a picture has many answers, and the tower costs more than the prompt's tokens. So the pixels of a prompt
+A prompt with an image has many answers, and the tower costs more than the prompt's tokens. So the pixels of a prompt
 stand here once, and a feature may be laid several times: gradients of all answers then add up in one backward pass.
 """
 

@@ -1,4 +1,4 @@
-"""Geometry with pictures: 0.9 for the answer in the last box, 0.1 for the form ``<think>…</think>…\\boxed{…}``."""
+"""Geometry with images: 0.9 for the answer in the last box, 0.1 for the form ``<think>…</think>…\\boxed{…}``."""
 
 from typing import Any
 

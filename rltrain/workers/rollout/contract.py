@@ -48,7 +48,7 @@ class Job:
     """Per sample the tokens that it already has (None: no sample has any). They follow the prompt and count towards
     ``max_tokens``, and the random numbers go on after theirs."""
     images: PromptImages | None = None
-    """As the trainer sees them, so that no engine scales or cuts a picture in its own way."""
+    """As the trainer sees them, so that no engine scales or cuts an image in its own way."""
 
     @property
     def asked(self) -> EncodedPrompt:

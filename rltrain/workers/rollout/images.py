@@ -1,7 +1,7 @@
-"""The pictures of a task's prompts, read by the process whose engine answers them.
+"""The images of a task's prompts, read by the process whose engine answers them.
 
-Opening and scaling a picture takes tens of milliseconds of a core, and an engine asks for many prompts at once. So
-several are read at the same time; only the replica that takes a job reads its pictures.
+Opening and scaling an image takes tens of milliseconds of a core, and an engine asks for many prompts at once. So
+several are read at the same time; only the replica that takes a job reads its images.
 """
 
 from __future__ import annotations

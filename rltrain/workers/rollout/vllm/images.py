@@ -1,7 +1,7 @@
-"""The images of a prompt as vLLM's model takes them, in place of what vLLM's own processor would make of a picture.
+"""The images of a prompt as vLLM's model takes them, in place of what vLLM's own processor would make of an image.
 
-vLLM would open, scale and cut every picture again, by its own code and once per process. Given the trainer's pixels
-and tokens, engine and trainer cannot differ in them, and a picture is processed once. vLLM takes such an input as one
+vLLM would open, scale and cut every image again, by its own code and once per process. Given the trainer's pixels
+and tokens, engine and trainer cannot differ in them, and an image is processed once. vLLM takes such an input as one
 that has been through its processor (`EngineInput`, since vllm 0.17).
 """
 

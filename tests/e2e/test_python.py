@@ -43,7 +43,13 @@ def test_evaluation_in_the_folder_of_a_run_loses_nothing(tiny_model, arithmetic_
     steps = {"trainer__total_training_steps": 1, "trainer__save_at_end": saves}
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **steps)
     assert rltrain.train(run).exit_code == 0
-    for changed in ([], ["actor_rollout_ref.rollout.val_kwargs.temperature=1.0", "data.max_response_length=10"]):
+    for changed in (
+        [],
+        [
+            "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
+        ],
+    ):
         before = everything(tmp_path / "run")
         assert rltrain.evaluate([*run, *changed])
         after = everything(tmp_path / "run")

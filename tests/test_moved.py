@@ -20,6 +20,7 @@ IMPORTED = [
     "rltrain.aside", "rltrain.batch", "rltrain.chips", "rltrain.columns", "rltrain.device", "rltrain.dry_run",
     "rltrain.env", "rltrain.errors", "rltrain.help", "rltrain.imports", "rltrain.logs", "rltrain.plugin",
     "rltrain.plugins", "rltrain.port.shell", "rltrain.port.translate", "rltrain.ragged", "rltrain.report",
+    "rltrain.rewards.jail.limits", "rltrain.rewards.processes.output",
     "rltrain.rewards.registry", "rltrain.seeds", "rltrain.stacks", "rltrain.stop", "rltrain.storage",
     "rltrain.trainer.build", "rltrain.trainer.run", "rltrain.versions", "rltrain.view",
     "rltrain.workers.rollout.base", "rltrain.workers.rollout.hf",

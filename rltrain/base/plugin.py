@@ -30,12 +30,14 @@ from rltrain.base.errors import ConfigError
 _MAX_TRACEBACK_CHARS = 4000
 # Packages between a process's own loop and the first frame of the user's code.
 _MACHINERY = (
+    "asyncio",
     "importlib",
     "rltrain",
     "rltrain.base",
     "rltrain.data",
     "rltrain.rewards",
     "rltrain.rewards.processes",
+    "rltrain.slots",
     "rltrain.tools",
 )
 _FILE, _PACKAGE = "file://", "pkg://"

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from rltrain.rewards.jail.limits import descendants
+from rltrain.slots.limits import descendants
 
 # The start of a command line -> what the process is; what it starts itself is of the second kind.
 _ACTORS = {"ray::_Host": ("worker", "engine"), "ray::RewardWorker": ("scorer", "scorer")}

@@ -17,7 +17,7 @@ from rltrain.data.rows import PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.grading.truths import solutions, why_unmatchable
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.registry import FORMS, check_sources, find_scorer
 
 Findings = dict[str, list[str]]
@@ -122,7 +122,7 @@ def _check_answers(
     form: dict[str, str] = {}
     unscored: dict[str, int] = defaultdict(int)
     passed: set[str] = set()
-    with Slot(custom) as slot:
+    with ScoringSlot(custom) as slot:
         for rows, position, row in _each(tables):
             source = row.data_source
             if row.reward_style == "model":
@@ -162,7 +162,7 @@ def _is_tests(truth: Any) -> bool:
     return isinstance(truth, str) and truth.lstrip().startswith("{") and '"inputs"' in truth
 
 
-def best_form(slot: Slot, row: PromptRow, form: str | None = None) -> tuple[float, str]:
+def best_form(slot: ScoringSlot, row: PromptRow, form: str | None = None) -> tuple[float, str]:
     """The best score of the reference answer (of several: of the worst), and the form that earns it."""
     forms = [one for one in (form, *FORMS, *(THOUGHT + each for each in FORMS)) if one is not None]
     best = (float("-inf"), forms[0])
@@ -182,12 +182,12 @@ def _truths(row: PromptRow) -> list[list[Any]]:
     return [written] if read == [str(truth) for truth in written] else [written, read]
 
 
-def _score(slot: Slot, row: PromptRow, answer: str) -> float:
+def _score(slot: ScoringSlot, row: PromptRow, answer: str) -> float:
     value = slot.score(row.data_source, answer, row.ground_truth, row.extra_info).value
     return float("-inf") if value is None else value
 
 
-def _unreachable(slot: Slot, row: PromptRow, form: str, encoder: ChatEncoder) -> list[str]:
+def _unreachable(slot: ScoringSlot, row: PromptRow, form: str, encoder: ChatEncoder) -> list[str]:
     """Whether the scorer looks for a tag that it never sees: the chat template opens it, or it is a special token."""
     answer = form.format(_truths(row)[-1][0])
     special = {token.content for token in encoder.tokenizer.added_tokens_decoder.values() if token.special}

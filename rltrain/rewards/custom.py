@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import load_plugin
+from rltrain.slots.child import finished
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 # What verl adds to every extra_info: an answer of one turn has two messages, and no agent has scored it before.
 _TOLD: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}}
 _OF_REWARD_LOOP = ("reward_router_address", "reward_model_tokenizer")
-_BEAT_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,8 @@ def custom_reward(cfg: Config) -> CustomReward | None:
     return CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None
 
 
-class Late(Exception):
-    """An answer has no score in time."""
-
-
 class RewardFunction:
-    """The user's function, to be called with four positional arguments. An ``async`` function is awaited.
+    """The user's function, to be called with four positional arguments.
 
     Raises ConfigError with the traceback where the file cannot be imported or the function cannot be called so.
     """
@@ -65,47 +59,17 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(self._function)
 
     def __call__(self, *values: Any) -> Any:
-        """What the function returns for one answer, or for lists of them (``batch``)."""
-        returned = self._begin(values)
-        return _event_loop().run_until_complete(returned) if inspect.isawaitable(returned) else returned
+        """What the function returns for one answer, or for lists of them (``batch``). An ``async`` one is awaited."""
+        return finished(self.begin(*values))
 
-    def together(self, calls: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
-        """What an ``async`` function returns for several answers that are under way at once; for one that fails the
-        exception, and `Late` after ``timeout_s``."""
-        return _event_loop().run_until_complete(self._gather(calls, timeout_s))
-
-    async def _gather(self, calls: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
-        import asyncio
-
-        tasks = [asyncio.ensure_future(self._begin(call)) for call in calls]
-        late = set(tasks)
-        # Beats and not seconds: an answer that blocks the loop must not use up the time of the others.
-        for _ in range(math.ceil(timeout_s / _BEAT_S)):
-            _, late = await asyncio.wait(late, timeout=_BEAT_S)
-            if not late:
-                break
-        for task in late:
-            task.cancel()
-        returned = await asyncio.gather(*(task for task in tasks if task not in late), return_exceptions=True)
-        in_time = iter(returned)
-        said = f"no score after {timeout_s:g} s (reward.timeout_s)"
-        return [Late(said) if task in late else next(in_time) for task in tasks]
-
-    def _begin(self, values: Sequence[Any]) -> Any:
+    def begin(self, *values: Any) -> Any:
+        """What the function returns, to be awaited where it is ``async``."""
         arguments = dict(zip(self._custom.arguments, values, strict=True))
         *_, name = arguments
-        told = arguments[name]
-        arguments[name] = [each | _TOLD for each in told] if self._custom.batch else told | _TOLD
+        extra = arguments[name]
+        arguments[name] = [info | _TOLD for info in extra] if self._custom.batch else extra | _TOLD
         # By keyword, as verl calls it: the order of a function's arguments is its own. reward_kwargs win, as in verl.
         return self._function(**arguments | self._custom.kwargs)
-
-
-@cache
-def _event_loop() -> Any:
-    """One loop for all answers, so that an ``async`` function can keep its connections from answer to answer."""
-    import asyncio
-
-    return asyncio.new_event_loop()
 
 
 def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None:

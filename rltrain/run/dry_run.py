@@ -25,9 +25,9 @@ from rltrain.data.tables import num_rows
 from rltrain.data_preprocess.lint import best_form, look_at
 from rltrain.data_preprocess.lint import describe as describe_findings
 from rltrain.rewards.custom import custom_reward
-from rltrain.rewards.processes.pool import make_scorer
 from rltrain.rewards.processes.score import Score
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
+from rltrain.rewards.processes.worker import make_scorer
 from rltrain.run.assemble import sampler_of
 from rltrain.run.changes import tell_changes
 from rltrain.run.checkpoints.folder import Checkpoints
@@ -212,14 +212,14 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
                 started = time.perf_counter()
                 answer, how = str(row.ground_truth), "the ground truth as the answer"
                 # A scorer of our own may want a form; a function of the user's is asked once.
-                if isinstance(scorer, Slot) and not custom and row.reward_style == "rule":
+                if isinstance(scorer, ScoringSlot) and not custom and row.reward_style == "rule":
                     answer, how = _in_best_form(scorer, row)
                 score = scorer.check((source, answer, row.ground_truth, row.extra_info))
                 seconds = time.perf_counter() - started
                 scores.append(score)
                 printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
                 lines.append(f"{short(source)!r}, {how}: {_said(score)} ({seconds:.2f} s){printed}")
-            if custom and not firsts and isinstance(scorer, Slot):
+            if custom and not firsts and isinstance(scorer, ScoringSlot):
                 scorer.prepare("")  # an import and a signature need no row
         finally:
             scorer.close()
@@ -233,7 +233,7 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
     return ["\n  ".join(["reward", *lines])] if lines else []
 
 
-def _in_best_form(scorer: Slot, row: PromptRow) -> tuple[str, str]:
+def _in_best_form(scorer: ScoringSlot, row: PromptRow) -> tuple[str, str]:
     """The ground truth, written down as its scorer likes it most, and what is said of that."""
     form = best_form(scorer, row)[1]
     truth = row.ground_truth[0] if isinstance(row.ground_truth, list) and row.ground_truth else row.ground_truth

@@ -12,8 +12,7 @@ from rltrain.config.schema.algorithm import FILTER_METRICS
 from rltrain.controller.failures import death_watch
 from rltrain.controller.group import PlacementGroupSchedulingStrategy
 from rltrain.controller.hang import Deadlines
-from rltrain.rewards.processes.crew import PoolWatch
-from rltrain.rewards.processes.pool import RewardPool
+from rltrain.rewards.processes.pool import PoolWatch, RewardPool
 from rltrain.rewards.processes.score import Score
 
 

@@ -173,7 +173,7 @@ def test_each_of_several_solutions_must_be_accepted(tmp_path):
 
 def test_a_scorer_that_hangs_is_stopped(tmp_path, custom, monkeypatch):
     monkeypatch.setattr(linter, "FORMS", linter.FORMS[:1])
-    monkeypatch.setattr(linter, "Slot", partial(linter.Slot, timeout_s=0.2))
+    monkeypatch.setattr(linter, "ScoringSlot", partial(linter.ScoringSlot, timeout_s=0.2))
     file = write(tmp_path, [sum_row(1, data_source="slow")])
     _, findings = lint([file], custom=custom)
     assert "earns -inf at best" in findings["answers their own scorer refuses"][0]

@@ -32,7 +32,7 @@ def joined(host) -> None:
 
 def of_run(host) -> list[int]:
     """Workers, reward workers and scorers, by the host's own numbers."""
-    names = ("ray::_Host", "ray::RewardWorker", "rltrain.rewards.processes")
+    names = ("ray::_Host", "ray::RewardWorker", "rltrain.slots")
     return [pid for name in names for pid in host.pids(name)]
 
 

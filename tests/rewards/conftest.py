@@ -7,7 +7,7 @@ import pytest
 from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.pool import RewardPool
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def slot(custom):
     def make(body, timeout_s=2.0, **limits):
         lines = textwrap.indent(textwrap.dedent(body).strip(), "    ")
         code = f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{lines}\n"
-        slots.append(Slot(custom(code), timeout_s, **limits))
+        slots.append(ScoringSlot(custom(code), timeout_s, **limits))
         return slots[-1]
 
     yield make

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rltrain.base.errors import RewardError
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 
 CALLS = [("a", "one", "1", {"index": 0}), ("b", "two", "2", {"index": 1}), ("a", "three", "3", {})]
 
@@ -17,7 +17,7 @@ def batch_slot(custom):
     def make(body, timeout_s=1.0):
         code = f"def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0):\n    {body}\n"
         described = dataclasses.replace(custom(code, bonus=10), batch=True)
-        slots.append(Slot(described, timeout_s))
+        slots.append(ScoringSlot(described, timeout_s))
         return slots[-1]
 
     yield make
@@ -42,7 +42,7 @@ def test_an_async_function_scores_all_answers_at_the_same_time(custom):
         async def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
             return await asyncio.gather(*map(judge, solution_strs))
     """
-    with Slot(dataclasses.replace(custom(code), batch=True), timeout_s=0.25) as slot:
+    with ScoringSlot(dataclasses.replace(custom(code), batch=True), timeout_s=0.25) as slot:
         assert [score.value for score in slot.score_all(CALLS)] == [3.0, 3.0, 5.0]
 
 
@@ -74,7 +74,7 @@ def test_a_function_for_single_answers_is_refused(custom):
         custom("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1"), batch=True
     )
     with (
-        Slot(single) as slot,
+        ScoringSlot(single) as slot,
         pytest.raises(RewardError, match="data_sources, solution_strs, ground_truths, extra_infos"),
     ):
         slot.score_all(CALLS)

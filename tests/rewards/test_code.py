@@ -10,9 +10,9 @@ from contextlib import suppress
 import pytest
 
 from rltrain.base.errors import RewardError
-from rltrain.rewards.jail.limits import descendants
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.code import extract_code, same_text
+from rltrain.slots.limits import descendants
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 CALL = {"inputs": [[1, 2], "3\n4"], "outputs": [3, "7"], "fn_name": "add"}
@@ -21,13 +21,13 @@ SUM = "print(sum(map(int, input().split())))"
 
 @pytest.fixture(scope="module")
 def allowed():
-    with Slot(timeout_s=8.0, allow_code_execution=True) as slot:
+    with ScoringSlot(timeout_s=8.0, allow_code_execution=True) as slot:
         yield slot
 
 
 @pytest.fixture(scope="module")
 def brief():
-    with Slot(timeout_s=3.0, allow_code_execution=True) as slot:
+    with ScoringSlot(timeout_s=3.0, allow_code_execution=True) as slot:
         yield slot
 
 
@@ -38,7 +38,7 @@ def run(slot, program, truth=ADD):
 
 
 def test_nothing_runs_unless_it_was_allowed():
-    with Slot() as slot, pytest.raises(RewardError, match=r"reward\.allow_code_execution=True"):
+    with ScoringSlot() as slot, pytest.raises(RewardError, match=r"reward\.allow_code_execution=True"):
         slot.score("apps", SUM, ADD, {})
 
 
@@ -164,7 +164,7 @@ def test_the_limit_of_threads_is_above_what_the_user_runs():
     """The kernel counts all tasks of a user: a limit below them would let no program start, and score each 0."""
     others = [subprocess.Popen(["sleep", "60"]) for _ in range(70)]
     try:
-        script = "from rltrain.rewards.jail import jail; import resource\njail._limit(5, 4096)\n"
+        script = "from rltrain.slots import jail; import resource\njail._limit(5, 4096)\n"
         script += "print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     finally:
@@ -189,7 +189,7 @@ def test_expected_outputs_are_not_in_the_program_s_reach(allowed):
 
 def test_unit_tests_beyond_the_deadline_count_as_failed():
     truth = {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}
-    with Slot(timeout_s=4.0, allow_code_execution=True) as slot:
+    with ScoringSlot(timeout_s=4.0, allow_code_execution=True) as slot:
         score = slot.score("apps", f"```\nimport time; time.sleep(0.3)\n{SUM}\n```", truth, {})
     assert score.status == "ok"
     assert 0.0 < score.value < 0.5

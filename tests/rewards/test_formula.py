@@ -7,7 +7,7 @@ import pytest
 from rltrain.rewards.grading import formula
 from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.truths import solutions, why_unmatchable
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.registry import find_scorer
 
 EQUAL = [
@@ -109,7 +109,7 @@ def test_a_formula_that_explodes_is_unequal_and_costs_milliseconds(bomb):
 
 
 def test_a_bomb_leaves_its_scorer_alive():
-    with Slot(timeout_s=20.0) as slot:
+    with ScoringSlot(timeout_s=20.0) as slot:
         for bomb in BOMBS[:11]:
             assert (slot.score("lighteval/MATH", f"\\boxed{{{bomb}}}", "x+1", {}).status) == "ok"
         assert slot.score("lighteval/MATH", "\\boxed{1+x}", "x+1", {}).value == 1.0
@@ -120,7 +120,7 @@ def test_words_are_not_taken_for_products_of_letters():
 
 
 def test_scorers_of_ours_print_nothing():
-    with Slot() as made:
+    with ScoringSlot() as made:
         assert made.score("lighteval/MATH", "\\boxed{x+1}", "1+x", {}).value == 1.0
         assert made.take_printed() == ""
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from rltrain.rewards.custom import CustomReward
-from rltrain.rewards.processes.output import lost_process
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
+from rltrain.slots.output import lost_process
 
 CALL = ("any/source", " 42", "42", {})
 HEAD = """
@@ -52,7 +52,7 @@ BODIES = {
 def test_processes_started_by_a_reward_function_find_its_functions(custom, tmp_path, method, body):
     (tmp_path / "its_neighbour.py").write_text("def strip(text): return text.strip()\n")
     code = HEAD.replace("{method!r}", repr(method)) + f"    {BODIES[body].strip()}\n"
-    with Slot(custom(code), timeout_s=60) as slot:
+    with ScoringSlot(custom(code), timeout_s=60) as slot:
         score = slot.score(*CALL)
         assert (score.value, score.error) == (1.0, None), slot.take_printed()
 
@@ -70,7 +70,7 @@ print(save_object("reward", compute_score, Path({str(tmp_path)!r})))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     path, _, name = done.stdout.strip().rpartition(":")
-    with Slot(CustomReward(path, name), timeout_s=60) as slot:
+    with ScoringSlot(CustomReward(path, name), timeout_s=60) as slot:
         score = slot.score(*CALL)
     assert score.status == "crashed"
     assert score.error.endswith("write them into a file and give FILE.py:NAME.")
@@ -92,7 +92,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_waiting_for_a_process_that_could_not_start_is_an_error_and_no_timeout(custom, method):
     """So that the trial before training ends the run, and once: no other form of the ground truth is tried."""
     code = LOST.format(method) + "    with context.Pool(1) as pool: return pool.map(Same(), [1])[0]"
-    with Slot(custom(code), timeout_s=1.5) as slot:
+    with ScoringSlot(custom(code), timeout_s=1.5) as slot:
         score = slot.check(CALL)
     assert score.status == "crashed"
     assert score.error.startswith("no score after 1.5 s (reward.timeout_s); a process that it started by multiproc")

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from rltrain.rewards.processes import output
-from rltrain.rewards.processes.output import RewardLog
+from rltrain.rewards.processes import log as reward_log
+from rltrain.rewards.processes.log import RewardLog
 from rltrain.rewards.processes.score import Score
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 
 CALL = ("any/source", "an answer", "42", {})
 
@@ -114,7 +114,7 @@ def test_the_first_failure_of_every_kind_is_told_once(caplog, tmp_path):
 
 
 def test_the_log_is_bounded_and_survives_a_full_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(output, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(reward_log, "MAX_FILE_BYTES", 1000)
     file = tmp_path / "reward.log"
     log = RewardLog(file)
     for number in range(100):
@@ -136,7 +136,7 @@ def test_an_async_function_is_awaited_and_keeps_its_loop(custom):
                 raise ValueError('not this one')
             return {'score': len(solution_str), 'loops': len(loops)}
     """
-    with Slot(custom(code), timeout_s=1.0) as made:
+    with ScoringSlot(custom(code), timeout_s=1.0) as made:
         assert [made.score("s", text, "", {}).value for text in ("a", "bb")] == [1.0, 2.0]
         assert made.score("s", "ccc", "", {}).extras == {"loops": 1.0}
         bad = made.score("s", "bad", "", {})
@@ -156,7 +156,7 @@ def test_a_reward_file_sees_its_neighbours_and_hides_no_package(custom, tmp_path
             from my_rules import rate
             return numpy.float32(rate(solution_str))
     """
-    with Slot(custom(code)) as made:
+    with ScoringSlot(custom(code)) as made:
         assert made.score(*CALL).value == 9.0
 
 

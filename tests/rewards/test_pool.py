@@ -13,7 +13,7 @@ import pytest
 
 from rltrain.base.errors import RewardError, WorkerLost
 from rltrain.data.rows import read_rows
-from rltrain.rewards.processes.pool import columns_of
+from rltrain.rewards.processes.columns import columns_of
 from rltrain.rewards.processes.score import Score
 
 LENGTH = """

@@ -9,7 +9,7 @@ import pytest
 
 from rltrain.base.errors import RewardError
 from rltrain.rewards.custom import CustomReward
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 
 CALL = ("any/source", "an answer", "42", {"index": 7})
 
@@ -210,7 +210,7 @@ def test_the_process_imports_neither_torch_nor_ray_nor_numpy(slot):
 
 def test_a_slow_import_is_not_the_first_answer_s_fault(custom):
     code = "import time\ntime.sleep(0.8)\ndef compute_score(**kwargs): return 1\n"
-    with Slot(custom(code), timeout_s=0.4) as made:
+    with ScoringSlot(custom(code), timeout_s=0.4) as made:
         assert made.score(*CALL).value == 1.0
 
 
@@ -230,9 +230,9 @@ def test_a_killed_owner_takes_even_a_hanging_slot_along(custom, tmp_path, gone):
     reward = custom("def compute_score(**kwargs):\n    while True: pass\n")
     code = f"""
 import sys, threading
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.custom import CustomReward
-slot = Slot(CustomReward({reward.path!r}), timeout_s=60)
+slot = ScoringSlot(CustomReward({reward.path!r}), timeout_s=60)
 slot.prepare("s")
 print(slot.pid, flush=True)
 slot.score("s", "a", "b", {{}})
@@ -258,18 +258,18 @@ slot.score("s", "a", "b", {{}})
     ],
 )
 def test_an_unusable_reward_file_is_an_error_with_its_reason(custom, code, said):
-    with Slot(custom(code)) as made, pytest.raises(RewardError) as caught:
+    with ScoringSlot(custom(code)) as made, pytest.raises(RewardError) as caught:
         made.score(*CALL)
     assert said in str(caught.value)
 
 
 def test_a_missing_file_or_unknown_source_says_what_to_type():
     with (
-        Slot(CustomReward("no/such.py")) as made,
+        ScoringSlot(CustomReward("no/such.py")) as made,
         pytest.raises(RewardError, match=r"custom_reward_function=no/such\.py:compute_score: .*is not a Python file"),
     ):
         made.score(*CALL)
-    with Slot() as made, pytest.raises(RewardError) as caught:
+    with ScoringSlot() as made, pytest.raises(RewardError) as caught:
         made.score(*CALL)
     for part in ("data_source='any/source'", "openai/gsm8k", "reasoning_gym/*", "custom_reward_function.path"):
         assert part in str(caught.value)
@@ -277,7 +277,7 @@ def test_a_missing_file_or_unknown_source_says_what_to_type():
 
 def test_reward_kwargs_and_rows_reach_the_function(custom):
     code = "def f(data_source, ground_truth, scale, **_): return scale * len(data_source + ground_truth)"
-    with Slot(custom(code, name="f", scale=3)) as made:
+    with ScoringSlot(custom(code, name="f", scale=3)) as made:
         assert made.score(*CALL).value == 36.0
 
 
@@ -292,7 +292,7 @@ def test_answers_of_an_async_function_are_under_way_at_once(custom):
             await asyncio.sleep(60 if solution_str == "7" else 0.2)
             return 1 / (int(solution_str) - 3)
     """
-    with Slot(custom(code), timeout_s=1.5) as made:
+    with ScoringSlot(custom(code), timeout_s=1.5) as made:
         made.prepare("any")
         pid, began = made.pid, time.monotonic()
         scores = made.score_all(answers(50))
@@ -313,7 +313,7 @@ def test_an_async_function_that_blocks_takes_no_time_of_others(custom):
             time.sleep(0.1)
             return 1
     """
-    with Slot(custom(code), timeout_s=0.3) as made:
+    with ScoringSlot(custom(code), timeout_s=0.3) as made:
         assert [score.status for score in made.score_all(answers(10))] == ["ok"] * 10
 
 
@@ -323,7 +323,7 @@ def test_an_async_function_that_blocks_takes_no_time_of_others(custom):
 def test_an_async_answer_that_ends_the_process_fails_alone(custom, body):
     code = "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
     code += f"    if solution_str == '1':\n        {body}\n    return 1"
-    with Slot(custom(code), timeout_s=1.0) as made:
+    with ScoringSlot(custom(code), timeout_s=1.0) as made:
         statuses = [score.status for score in made.score_all(answers(3))]
         assert statuses == ["ok", "timeout" if "while" in body else "crashed", "ok"]
 
@@ -335,13 +335,13 @@ def test_a_module_is_named_as_in_verl(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for path in ("pkg://house.rules", "pkg://house/rules", "house.rules", f"file://{tmp_path}/house/rules.py"):
-        with Slot(CustomReward(path, "longer")) as made:
+        with ScoringSlot(CustomReward(path, "longer")) as made:
             assert made.score(*CALL).value == 2.0
 
 
 def test_reward_kwargs_win_over_the_row_as_in_verl(custom):
     code = "def compute_score(data_source, solution_str, ground_truth, extra_info): return float(ground_truth)"
-    with Slot(custom(code, ground_truth="4")) as made:
+    with ScoringSlot(custom(code, ground_truth="4")) as made:
         assert made.score("any", "answer", "7", {}).value == 4.0
 
 
@@ -351,7 +351,10 @@ def test_what_a_served_reward_model_would_give_is_refused(custom):
             data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer=None
         ): return 1
     """
-    with Slot(custom(code)) as made, pytest.raises(RewardError, match="needs reward_router_address, which verl gives"):
+    with (
+        ScoringSlot(custom(code)) as made,
+        pytest.raises(RewardError, match="needs reward_router_address, which verl gives"),
+    ):
         made.prepare("any")
-    with Slot(custom(code, reward_router_address="judge:80")) as made:
+    with ScoringSlot(custom(code, reward_router_address="judge:80")) as made:
         assert made.score(*CALL).value == 1.0

@@ -1,1 +1,1 @@
-"""Where scorers run: killable processes behind Ray actors, a server behind HTTP, and the jail for programs."""
+"""Where answers are scored: in slots (rltrain/slots) behind Ray actors, or by a server behind HTTP."""

@@ -4,38 +4,43 @@ Texts never pass through the driver: it hands out references, rows and positions
 a slot of its own (or a remote scorer), so that an answer that hangs holds up one worker until its deadline, and nobody
 else. A slow answer still delays the others of its call, which is why a batch is dealt out in several small calls per
 worker.
+
+Ray's words for the end of a process are many lines about Ray. A user needs to know which process on which node, what it
+did, and what to type (`RewardPool.errors`, `RewardPool.silent`).
 """
 
-import logging
+from __future__ import annotations
+
+import math
 import os
+import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rltrain.base.columns import names as c
-from rltrain.base.env import adopt, driver_environment
-from rltrain.base.errors import RewardError
-from rltrain.base.stacks import stacks_here
+from rltrain.base.env import driver_environment
+from rltrain.base.errors import AGAIN, RewardError, WorkerError, WorkerLost
 from rltrain.config.schema import Config
-from rltrain.data.rows import Rows
 from rltrain.rewards.custom import custom_reward
-from rltrain.rewards.processes.crew import CONTROL, Crew, PoolWatch
-from rltrain.rewards.processes.output import RewardLog
-from rltrain.rewards.processes.remote import RemoteScorer
-from rltrain.rewards.processes.score import Score, ScorerCall
-from rltrain.rewards.processes.slot import Slot
+from rltrain.rewards.processes.columns import Columns, columns_of
+from rltrain.rewards.processes.log import RewardLog
+from rltrain.rewards.processes.score import Score
+from rltrain.rewards.processes.worker import RewardWorker
 
-logger = logging.getLogger(__name__)
-
-Columns = dict[str, np.ndarray]
-
+# Calls of this group are answered while an answer is scored.
+_CONTROL = "control"
+# How long the workers may take to show what they do.
+_STACKS_S = 5.0
+# A message names this many workers at most.
+_NAMED = 4
 # Small calls let a worker that is done take over from a slow one; each costs a round through Ray.
 _CALLS_PER_WORKER = 4
-_TIMEOUT_ALARM = 0.1
 # Python handles a signal only when a wait for the workers returns, because Ray waits below Python.
 _POLL_S = 0.5
 # What a reward worker may take per answer to replace a killed process.
@@ -43,63 +48,20 @@ _RESTART_S = 5.0
 _PHASE = "scoring answers"
 
 
-def make_scorer(cfg: Config) -> Slot | RemoteScorer:
-    """What scores answers in this process, as the config says."""
-    reward = cfg.reward
-    if reward.url is not None:
-        return RemoteScorer(reward.url, reward.timeout_s, reward.url_concurrency, reward.url_headers)
-    return Slot(custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
+@dataclass(frozen=True)
+class PoolWatch:
+    """What a pool asks while it waits."""
 
-
-class RewardWorker:
-    """One scorer and the rows of every split; runs as a Ray actor."""
-
-    def __init__(self, cfg: Config, name: str, splits: dict[str, Any], environment: dict[str, str]):
-        import ray
-
-        adopt(environment)
-        self._name = name
-        # The tables stay in the node's object store; `Rows` builds a row when it is asked for.
-        self._rows: dict[str, Rows] = {split: ray.get(reference) for split, reference in splits.items()}
-        self._scorer = make_scorer(cfg)
-
-    def score(
-        self, number: int, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
-    ) -> tuple[int, list[Score], float, tuple[str, str]]:
-        """Scores of the texts at ``positions`` of a list, by reference in ``texts``, as answers to ``rows``.
-
-        Returns ``number`` again, the scores, the seconds they took, and who printed what.
-        """
-        import ray
-
-        started = time.perf_counter()
-        answers = ray.get(texts[0])
-        calls = [self._call(split, row, answers[at]) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
-        scores = self._scorer.score_all(calls)
-        return number, scores, time.perf_counter() - started, (self._name, self._scorer.take_printed())
-
-    def check(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
-        """Score rows with their own ground truth as the answer (by default the first row per data source)."""
-        of_split = self._rows[split]
-        chosen = list(of_split.data_sources().values()) if rows is None else rows
-        calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
-        return [self._scorer.check(call) for call in calls], (self._name, self._scorer.take_printed())
-
-    def who(self) -> tuple[int, str]:
-        """Process id and host."""
-        return os.getpid(), socket.gethostname()
-
-    def stacks(self) -> str:
-        """`stacks_here`, also while an answer is scored."""
-        return stacks_here()
-
-    def close(self) -> None:
-        """End the slot's process."""
-        self._scorer.close()
-
-    def _call(self, split: str, number: int, answer: str) -> ScorerCall:
-        row = self._rows[split][number]
-        return row.data_source, answer, row.ground_truth, row.extra_info
+    gone: Callable[[Exception], str] = lambda _: f"the process is gone: killed, or memory ran out. {AGAIN}"
+    """What to say of the end of a process, by Ray's error."""
+    check: Callable[[], None] = lambda: None
+    """Raises what ends the wait."""
+    hung: Callable[[], str] = str
+    """Writes the stacks of the run, and returns a sentence about them."""
+    late_s: float = 120.0
+    """What a worker may take beyond the time of its answers."""
+    trial_s: float = math.inf
+    """How long the trial of the scorers may take."""
 
 
 class RewardPool:
@@ -121,16 +83,21 @@ class RewardPool:
     ):
         import ray
 
-        self._cfg = cfg
-        self._log = RewardLog(log_file)
+        self._cfg, self.reward = cfg, cfg.reward
+        self.log = RewardLog(log_file)
+        self.watch = watch or PoolWatch()
         # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
         # that is gone ends the run with its cause, and the run goes on from a checkpoint.
         options: Any = {"num_cpus": 0, "max_restarts": 0}
         # A thread of its own answers for stacks while an answer is scored.
-        actor = ray.remote(**options | {"concurrency_groups": {CONTROL: 1}})(RewardWorker)
-        made = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
-        workers = [each.remote(cfg, f"worker {at}", splits, driver_environment()) for at, each in enumerate(made)]
-        self._crew = Crew(workers, watch or PoolWatch())
+        actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
+        placed = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
+        self.workers: list[Any] = [
+            place.remote(cfg, f"worker {at}", splits, driver_environment()) for at, place in enumerate(placed)
+        ]
+        self._numbers = {worker._actor_id.hex(): number for number, worker in enumerate(self.workers)}
+        # Asked at once, since who is gone cannot say who it was.
+        self._who = [worker.who.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
 
     def check(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:
         """Score rows with their ground truth as the answer, on every worker, before anything is trained.
@@ -141,10 +108,10 @@ class RewardPool:
         an answer.
         """
         # On every worker, since a package or the reward file may be missing on a single node.
-        calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self._crew.workers]
+        calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self.workers]
         results = self._tried(calls)
         for _, (worker, printed) in results:
-            self._log.printed(worker, printed)
+            self.log.printed(worker, printed)
         # All workers score the same rows; the scores of one are enough.
         scores, custom = results[0][0], custom_reward(self._cfg)
         if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
@@ -153,80 +120,131 @@ class RewardPool:
                 f"truth of each data source, alone and in the usual forms. The first:\n{scores[0].report()}\n"
                 f"Try it by hand: python -m rltrain.rewards.try {custom.path} DATA.parquet"
             )
-        self._log.failures(scores)
+        self.log.failures(scores)
         return scores
 
-    def begin(self, split: str, total: int) -> "Scoring":
+    def begin(self, split: str, total: int) -> Scoring:
         """Score ``total`` answers as they arrive."""
-        reward = self._cfg.reward
-        return Scoring(self._crew, split, total, reward.on_error, reward.timeout_s, self._log)
+        return Scoring(self, split, total)
 
-    def _tried(self, calls: list[Any]) -> list[Any]:
+    @contextmanager
+    def errors(self, phase: str, busy: Sequence[int]) -> Iterator[None]:
+        """Ray's errors as those of rltrain. busy: whose they may be, where Ray does not say."""
+        from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+
+        try:
+            yield
+        except RayTaskError as error:
+            where = self._place(busy if len(busy) == 1 else [], phase)
+            if isinstance(error.cause, RewardError):
+                raise RewardError(str(error.cause)) from None
+            if isinstance(error.cause, ObjectLostError):
+                said = f"{where}: the answers to score are gone with the worker that wrote them. {AGAIN}"
+                raise WorkerLost(said) from error
+            raise WorkerError(f"{where}: {error}") from error
+        except RayError as error:
+            number = self._numbers.get(getattr(error, "actor_id", None) or "")
+            where = self._place(busy if number is None else [number], phase)
+            if isinstance(error, RayActorError) and error._actor_init_failed:
+                raise WorkerError(f"{where}: {error}") from error
+            raise WorkerLost(f"{where}: {self.watch.gone(error)}") from error
+
+    def silent(self, phase: str, late: Sequence[int], seconds: float, limit: str) -> WorkerLost:
+        """Name those that do not even show their stacks, or else all that are late; and end the former."""
         import ray
 
-        watch, late, started = self._crew.watch, list(range(len(calls))), time.monotonic()
-        phase = "the trial on a row of every data source"
-        while late:
-            # Not `ray.get` alone, which would keep a signal from Python until the call ends.
-            ready, _ = ray.wait([calls[late[0]]], timeout=_POLL_S)
-            if ready:
-                with self._crew.errors(phase, late[:1]):
-                    ray.get(ready)
-                late.pop(0)
-                continue
-            watch.check()
-            if (seconds := time.monotonic() - started) > watch.trial_s:
-                raise self._crew.silent(phase, late, seconds, "the deadline of a first call")
-        return ray.get(calls)
+        stacks = self._stacks()
+        silent = [number for number in late if not stacks[number]]
+        place, stacks_file = self._place(silent or late, phase), self.watch.hung()
+        for number in silent:
+            # Ray asks a process to end itself, and one that is stopped does not hear.
+            with suppress(ray.exceptions.RayError, ProcessLookupError, PermissionError):
+                pid, node = ray.get(self._who[number], timeout=0)
+                if node == socket.gethostname():
+                    os.kill(pid, signal.SIGKILL)
+        state = "and not answering: stopped, or its node is gone" if silent else "though answering"
+        return WorkerLost(f"{place}: not done after {seconds:.0f} s ({state}; {limit}).{stacks_file} {AGAIN}")
 
     def stacks(self) -> dict[str, str]:
-        """What the workers and their processes do; "" for those that do not answer."""
+        """What the workers and their processes do."""
         gone = "does not answer: stopped, or its node is gone\n"
-        return {f"reward worker {number}": stack or gone for number, stack in enumerate(self._crew.stacks())}
+        return {f"reward worker {number}": stack or gone for number, stack in enumerate(self._stacks())}
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
         import ray
 
-        closing = [worker.close.remote() for worker in self._crew.workers]
+        closing = [worker.close.remote() for worker in self.workers]
         if closing:
             # Killed at once, a worker could not end what its scorers have started; one that hangs is killed all the
             # same.
             ray.wait(closing, num_returns=len(closing), timeout=5)
-        for worker in self._crew.workers:
+        for worker in self.workers:
             ray.kill(worker)
-        self._crew.workers.clear()
+        self.workers.clear()
+
+    def _tried(self, calls: list[Any]) -> list[Any]:
+        import ray
+
+        watch, late, started = self.watch, list(range(len(calls))), time.monotonic()
+        phase = "the trial on a row of every data source"
+        while late:
+            # Not `ray.get` alone, which would keep a signal from Python until the call ends.
+            ready, _ = ray.wait([calls[late[0]]], timeout=_POLL_S)
+            if ready:
+                with self.errors(phase, late[:1]):
+                    ray.get(ready)
+                late.pop(0)
+                continue
+            watch.check()
+            if (seconds := time.monotonic() - started) > watch.trial_s:
+                raise self.silent(phase, late, seconds, "the deadline of a first call")
+        return ray.get(calls)
+
+    def _place(self, numbers: Sequence[int], phase: str) -> str:
+        """Role, numbers, processes and nodes, and what they do."""
+        import ray
+
+        ready, _ = ray.wait(self._who, num_returns=len(self._who), timeout=0)
+        names = []
+        for number in numbers[:_NAMED]:
+            pid, node = "?", "?"
+            with suppress(ray.exceptions.RayError):
+                pid, node = ray.get(self._who[number]) if self._who[number] in ready else (pid, node)
+            names.append(f"reward worker {number} of {len(self.workers)} (pid {pid} on {node})")
+        more = f" and {len(numbers) - len(names)} more" if len(numbers) > len(names) else ""
+        return f"{', '.join(names) or 'a reward worker'}{more}, in {phase}"
+
+    def _stacks(self) -> list[str]:
+        """What the workers and their processes do; "" for those that do not answer."""
+        import ray
+
+        asked = [worker.stacks.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STACKS_S) if asked else ([], [])
+        stacks = [""] * len(asked)
+        for number, call in enumerate(asked):
+            with suppress(ray.exceptions.RayError):
+                stacks[number] = ray.get(call) if call in answered else ""
+        return stacks
 
 
 class Scoring:
     """Answers on their way through the pool, dealt out to workers as these come free.
 
-    ``on_error`` is the score of an answer that could not be scored. ``seconds`` is what scoring has cost so far, summed
-    over all workers.
+    ``seconds`` is what scoring has cost so far, summed over all workers.
     """
 
-    def __init__(
-        self,
-        crew: Crew,
-        split: str,
-        total: int,
-        on_error: float,
-        timeout_s: float,
-        log: RewardLog,
-    ) -> None:
+    def __init__(self, pool: RewardPool, split: str, total: int) -> None:
         from ray.util import ActorPool
 
         self.seconds = 0.0
-        self._crew = crew
-        self._workers = ActorPool(list(crew.workers))
+        self._pool = pool
+        self._workers = ActorPool(list(pool.workers))
         self._busy: dict[int, int] = {}  # call -> number of the worker that has it
         self._split = split
         self._total = total
-        self._on_error = on_error
-        self._timeout_s = timeout_s
-        self._log = log
         # Small enough that a slow answer holds up few others.
-        self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(crew.workers))))
+        self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(pool.workers))))
         self._scores: list[list[Score]] = []  # per call, in the order of `add`
         self._failures: list[Score] = []
 
@@ -243,7 +261,7 @@ class Scoring:
         self.advance()
 
     def _hand_out(self, worker: Any, call: tuple[Any, ...]) -> Any:
-        self._busy[call[0]] = self._crew.workers.index(worker)
+        self._busy[call[0]] = self._pool.workers.index(worker)
         return worker.score.remote(*call)
 
     def advance(self) -> None:
@@ -261,59 +279,35 @@ class Scoring:
         heard = time.monotonic()
         # A worker that is alive keeps its deadlines, so silence for longer than a whole call may take is not a slow
         # answer.
-        watch, per_call = self._crew.watch, self._answers_per_call
+        watch, per_call, timeout_s = self._pool.watch, self._answers_per_call, self._pool.reward.timeout_s
         more_s = watch.late_s + per_call * _RESTART_S
-        limit = f"reward.timeout_s={self._timeout_s} for each of {per_call} answers, and {more_s:g} s"
+        limit = f"reward.timeout_s={timeout_s} for each of {per_call} answers, and {more_s:g} s"
         while self._workers.has_next():
             watch.check()
             if self._take(_POLL_S):
                 heard = time.monotonic()
-            elif (seconds := time.monotonic() - heard) > more_s + per_call * self._timeout_s:
-                raise self._crew.silent(_PHASE, sorted({*self._busy.values()}), seconds, limit)
-        return columns_of([score for scores in self._scores for score in scores], self._on_error)
+            elif (seconds := time.monotonic() - heard) > more_s + per_call * timeout_s:
+                raise self._pool.silent(_PHASE, sorted({*self._busy.values()}), seconds, limit)
+        return columns_of([score for scores in self._scores for score in scores], self._pool.reward.on_error)
 
     def _take(self, wait_s: float) -> bool:
         if not self._workers.has_next():
             return False
         try:
-            with self._crew.errors(_PHASE, sorted({*self._busy.values()})):
+            with self._pool.errors(_PHASE, sorted({*self._busy.values()})):
                 number, scores, seconds, (worker, printed) = self._workers.get_next_unordered(timeout=wait_s)
         except TimeoutError:
             return False
         self._scores[number] = scores
         self._busy.pop(number)
         self.seconds += seconds
-        self._log.printed(worker, printed)
-        self._log.failures(scores)
+        self._pool.log.printed(worker, printed)
+        self._pool.log.failures(scores)
         self._failures += [score for score in scores if score.status != "ok"]
         # Counted against all answers of the batch, not those scored so far, so that a few early failures stop nothing.
         if 2 * len(self._failures) > self._total:
             raise RewardError(_failure_report(self._failures, self._total))
         return True
-
-
-def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
-    """Scores as columns; see `Scoring.finish`."""
-    columns = {
-        c.SCORE: np.array([on_error if score.value is None else score.value for score in scores], np.float64),
-        c.REWARD_FAILED: np.array([score.status != "ok" for score in scores], np.float64),
-        c.REWARD_TIMEOUT: np.array([score.status == "timeout" for score in scores], np.float64),
-    }
-    for name in sorted({name for score in scores for name in score.extras}):
-        values = [score.extras.get(name) for score in scores]
-        # An extra may be a number for one answer and a text for another; then it is a metric, and texts are missing
-        # values.
-        if any(isinstance(value, float) for value in values):
-            numbers = [value if isinstance(value, float) else np.nan for value in values]
-            columns[c.SCORER + name] = np.array(numbers, np.float64)
-        else:
-            columns[c.SCORER + name] = np.array([value or "" for value in values], dtype=object)
-    if columns[c.REWARD_FAILED].any():
-        columns[c.REWARD_ERROR] = np.array([score.error or "" for score in scores], dtype=object)
-    num_timeouts = columns[c.REWARD_TIMEOUT].sum()
-    if num_timeouts > _TIMEOUT_ALARM * len(scores):
-        logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))
-    return columns
 
 
 def _failure_report(failures: list[Score], total: int) -> str:

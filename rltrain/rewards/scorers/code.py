@@ -1,30 +1,23 @@
 """Programs (APPS, TACO, CodeContests, Codeforces): the share of unit tests that the last code block passes.
 
-Off unless ``reward.allow_code_execution=True``. Every unit test runs in an interpreter of its own (``jail``), so that
-no test can leave anything to the next. The expected output never enters it: a program that finds it could print it.
+Off unless ``reward.allow_code_execution=True``. Every unit test runs in an interpreter of its own (`run_program`), so
+that no test can leave anything to the next. The expected output never enters it: a program that finds it could print
+it.
 """
 
 import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from rltrain.base.env import shipped
 from rltrain.base.errors import RewardError
-from rltrain.rewards.jail.jail import MAX_FILE_BYTES
-from rltrain.rewards.jail.limits import current_limits, kill_tree
 from rltrain.rewards.scorers.registry import scorer
+from rltrain.slots.limits import current_limits
+from rltrain.slots.program import run_program
 
-_JAIL = Path(__file__).parents[1] / "jail" / "jail.py"
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64
-_MEMORY_MB = 1024
 _TEST_S = 4.0
 # The rest of the deadline is for ending processes and replying: at its end the slot is killed, and the tests that
 # passed would not count.
@@ -81,44 +74,9 @@ def same_text(output: str, expected: str) -> bool:
 
 
 def _output(program: str, given: Any, function: str | None, seconds: float) -> str | None:
-    """What the program prints (or its function returns, as JSON), "" if it fails, None if its time is over."""
-    arguments = _arguments(given) if function else []
-    job: dict[str, Any] = {"code": program, "function": function, "arguments": arguments}
-    # RLIMIT_CPU counts whole seconds, so it is set beyond the wall clock, which decides.
-    job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB}
-    # Files and no pipes: a program that prints without end is stopped by the limit on file sizes, and nobody must read
-    # meanwhile.
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as stdin,
-        tempfile.TemporaryFile() as stdout,
-        tempfile.TemporaryFile() as spec,
-    ):
-        for stream, text in ((stdin, "" if function else _text(given)), (spec, json.dumps(job))):
-            stream.write(text.encode(errors="surrogateescape"))
-            stream.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_JAIL), str(spec.fileno())],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder, "PATH": os.defpath},
-            pass_fds=[spec.fileno()],
-            start_new_session=True,
-        )
-        try:
-            failed = process.wait(seconds) != 0
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            orphans = kill_tree(process.pid)
-            process.wait()
-            for orphan in orphans:  # they came to this process, which adopts what its children leave behind
-                with suppress(ChildProcessError):
-                    os.waitpid(orphan, 0)
-        stdout.seek(0)
-        return "" if failed else stdout.read(MAX_FILE_BYTES).decode(errors="replace")
+    if function:
+        return run_program(program, seconds=seconds, function=function, arguments=_arguments(given))
+    return run_program(program, _text(given), seconds=seconds)
 
 
 def _arguments(given: Any) -> list:

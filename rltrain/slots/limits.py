@@ -1,4 +1,4 @@
-"""What scoring one answer may take and do, and how the processes that it starts are ended."""
+"""What one call of a slot may take and do, and how the processes that it starts are ended."""
 
 import os
 import signal
@@ -11,23 +11,26 @@ _MAX_SWEEPS = 20
 
 
 @dataclass(frozen=True)
-class ScoringLimits:
-    """Per answer: seconds, MiB of address space (0: unlimited), and whether it may run as a program."""
+class Limits:
+    """Limits of the calls of a slot."""
 
     timeout_s: float = 5.0
+    """Seconds per call."""
     memory_mb: int = 4096
+    """MiB of address space of the process; 0: unlimited."""
     allow_code_execution: bool = False
+    """Whether a function may run programs that a model wrote; it asks by `current_limits`."""
 
 
-_current = ScoringLimits()
+_current = Limits()
 
 
-def current_limits() -> ScoringLimits:
-    """The limits of this process, for a scorer that starts processes of its own."""
+def current_limits() -> Limits:
+    """The limits of this process, for a function that starts processes of its own."""
     return _current
 
 
-def impose(limits: ScoringLimits) -> None:
+def impose(limits: Limits) -> None:
     """Make these the limits of this process, for good. Address space is bounded where the system can do it."""
     import resource
 
@@ -36,7 +39,7 @@ def impose(limits: ScoringLimits) -> None:
     if limits.memory_mb:
         size = limits.memory_mb << 20
         with suppress(OSError, ValueError):
-            # Address space, because Linux ignores RLIMIT_RSS. Hard as well as soft, so that a scorer cannot raise it
+            # Address space, because Linux ignores RLIMIT_RSS. Hard as well as soft, so that a function cannot raise it
             # again (root can).
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
 

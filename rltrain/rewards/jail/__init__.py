@@ -1,1 +1,0 @@
-"""Where code that nobody trusts is run."""

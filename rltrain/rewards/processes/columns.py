@@ -1,0 +1,39 @@
+"""Scores of a batch as columns of its samples."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from rltrain.base.columns import names as c
+from rltrain.rewards.processes.score import Score
+
+logger = logging.getLogger(__name__)
+
+Columns = dict[str, np.ndarray]
+
+_TIMEOUT_ALARM = 0.1
+
+
+def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
+    """Scores as columns; see `Scoring.finish`."""
+    columns = {
+        c.SCORE: np.array([on_error if score.value is None else score.value for score in scores], np.float64),
+        c.REWARD_FAILED: np.array([score.status != "ok" for score in scores], np.float64),
+        c.REWARD_TIMEOUT: np.array([score.status == "timeout" for score in scores], np.float64),
+    }
+    for name in sorted({name for score in scores for name in score.extras}):
+        values = [score.extras.get(name) for score in scores]
+        # An extra may be a number for one answer and a text for another; then it is a metric, and texts are missing
+        # values.
+        if any(isinstance(value, float) for value in values):
+            numbers = [value if isinstance(value, float) else np.nan for value in values]
+            columns[c.SCORER + name] = np.array(numbers, np.float64)
+        else:
+            columns[c.SCORER + name] = np.array([value or "" for value in values], dtype=object)
+    if columns[c.REWARD_FAILED].any():
+        columns[c.REWARD_ERROR] = np.array([score.error or "" for score in scores], dtype=object)
+    num_timeouts = columns[c.REWARD_TIMEOUT].sum()
+    if num_timeouts > _TIMEOUT_ALARM * len(scores):
+        logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))
+    return columns

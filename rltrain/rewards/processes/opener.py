@@ -1,0 +1,99 @@
+"""Scorers as the process of a slot opens them: what they return is read there, as a score and its extras.
+
+Imports neither torch nor Ray nor NumPy: each process begins with it.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.base.errors import RewardError, RltrainError
+from rltrain.base.plugin import user_traceback
+from rltrain.rewards.custom import CustomReward, RewardFunction
+from rltrain.rewards.processes.score import ScorerCall, read_returned
+from rltrain.rewards.scorers.registry import find_scorer
+from rltrain.slots.child import Rejected, failure
+
+_NAMELESS = (
+    "\nThe reward function was given as an object, so other processes cannot find its functions by their names: write "
+    "them into a file and give FILE.py:NAME."
+)
+
+
+@dataclass(frozen=True)
+class ScorerOpener:
+    """Makes the scorer of a data source: ``custom`` for all of them, or a built-in one."""
+
+    custom: CustomReward | None
+
+    def __call__(self, source: str) -> Callable[..., Any]:
+        try:
+            if self.custom is None:
+                scorer = find_scorer(source)
+                return lambda _, solution, truth, extra: _read(source, scorer(solution, truth, extra))
+            return _Lists(self.custom) if self.custom.batch else _Single(self.custom)
+        except RltrainError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the import of a reward library may raise anything
+            raise RewardError(f"cannot import what scores {source!r}:\n{user_traceback(error)}") from None
+
+
+class _Single:
+    """The user's function, called once per answer."""
+
+    def __init__(self, custom: CustomReward) -> None:
+        self._custom, self._function = custom, RewardFunction(custom)
+        self.is_async = self._function.is_async
+
+    def __call__(self, *call: Any) -> Any:
+        if self.is_async:
+            return self._awaited(call)
+        with _named(self._custom):
+            return _read(call[0], self._function(*call))
+
+    async def _awaited(self, call: Sequence[Any]) -> dict[str, Any]:
+        with _named(self._custom):
+            return _read(call[0], await self._function.begin(*call))
+
+
+class _Lists:
+    """The user's function, called with lists of answers (reward_manager=batch)."""
+
+    def __init__(self, custom: CustomReward) -> None:
+        self._custom, self._function = custom, RewardFunction(custom)
+
+    def __call__(self, *calls: ScorerCall) -> list[dict[str, Any]]:
+        with _named(self._custom):
+            returned = list(self._function(*map(list, zip(*calls, strict=True))))
+        if len(returned) != len(calls):
+            raise Rejected(f"the reward function returned {len(returned)} results for {len(calls)} answers")
+        return [_attempt(call[0], value) for call, value in zip(calls, returned, strict=True)]
+
+
+@contextmanager
+def _named(custom: CustomReward) -> Iterator[None]:
+    try:
+        yield
+    except pickle.PicklingError as error:
+        if custom.path.endswith(".pkl"):
+            error.args = (f"{error}{_NAMELESS}",)
+        raise
+
+
+def _attempt(source: str, returned: Any) -> dict[str, Any]:
+    try:
+        return {"status": "ok", "value": _read(source, returned)}
+    except BaseException as error:  # noqa: BLE001 - one of the list may be an exception, which says why there is no score
+        return failure(error)
+
+
+def _read(source: str, returned: Any) -> dict[str, Any]:
+    if isinstance(returned, BaseException):
+        raise returned
+    try:
+        score, extras = read_returned(returned)
+    except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is looked at
+        raise Rejected(f"data_source={source!r}: {error}") from None
+    return {"score": score, "extras": extras}

@@ -1,0 +1,76 @@
+"""A reward worker: a scorer and the rows of every split, in a process that is a Ray actor."""
+
+import os
+import socket
+import time
+from typing import Any
+
+import numpy as np
+
+from rltrain.base.env import adopt
+from rltrain.base.stacks import stacks_here
+from rltrain.config.schema import Config
+from rltrain.data.rows import Rows
+from rltrain.rewards.custom import custom_reward
+from rltrain.rewards.processes.remote import RemoteScorer
+from rltrain.rewards.processes.score import Score, ScorerCall
+from rltrain.rewards.processes.slot import ScoringSlot
+
+
+def make_scorer(cfg: Config) -> ScoringSlot | RemoteScorer:
+    """What scores answers in this process, as the config says."""
+    reward = cfg.reward
+    if reward.url is not None:
+        return RemoteScorer(reward.url, reward.timeout_s, reward.url_concurrency, reward.url_headers)
+    return ScoringSlot(custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
+
+
+class RewardWorker:
+    """One scorer and the rows of every split; runs as a Ray actor."""
+
+    def __init__(self, cfg: Config, name: str, splits: dict[str, Any], environment: dict[str, str]):
+        import ray
+
+        adopt(environment)
+        self._name = name
+        # The tables stay in the node's object store; `Rows` builds a row when it is asked for.
+        self._rows: dict[str, Rows] = {split: ray.get(reference) for split, reference in splits.items()}
+        self._scorer = make_scorer(cfg)
+
+    def score(
+        self, number: int, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[int, list[Score], float, tuple[str, str]]:
+        """Scores of the texts at ``positions`` of a list, by reference in ``texts``, as answers to ``rows``.
+
+        Returns ``number`` again, the scores, the seconds they took, and who printed what.
+        """
+        import ray
+
+        started = time.perf_counter()
+        answers = ray.get(texts[0])
+        calls = [self._call(split, row, answers[at]) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
+        scores = self._scorer.score_all(calls)
+        return number, scores, time.perf_counter() - started, (self._name, self._scorer.take_printed())
+
+    def check(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
+        """Score rows with their own ground truth as the answer (by default the first row per data source)."""
+        of_split = self._rows[split]
+        chosen = list(of_split.data_sources().values()) if rows is None else rows
+        calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
+        return [self._scorer.check(call) for call in calls], (self._name, self._scorer.take_printed())
+
+    def who(self) -> tuple[int, str]:
+        """Process id and host."""
+        return os.getpid(), socket.gethostname()
+
+    def stacks(self) -> str:
+        """`stacks_here`, also while an answer is scored."""
+        return stacks_here()
+
+    def close(self) -> None:
+        """End the slot's process."""
+        self._scorer.close()
+
+    def _call(self, split: str, number: int, answer: str) -> ScorerCall:
+        row = self._rows[split][number]
+        return row.data_source, answer, row.ground_truth, row.extra_info

@@ -1,0 +1,257 @@
+"""A slot: one process that runs one call at a time, killed and replaced when a call takes too long.
+
+A user's function is code that the trainer cannot trust to end: a regular expression may hold the interpreter lock for
+hours, a library may crash or leak, and what it started may outlive it. A thread or a signal stops none of that, so it
+is called in another process, which is killed with everything it started. The process is an interpreter started
+afresh: a fork would inherit the threads and locks of Ray. `multiprocessing` and pebble were left out because they
+unpickle what the process sends back, and because they leave grandchildren running.
+"""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+from rltrain.base.env import scorer_environment
+from rltrain.base.errors import storable
+from rltrain.slots.limits import Limits, kill_tree
+from rltrain.slots.output import Printed, lost_process
+from rltrain.slots.service import MAX_REPLY_BYTES, Outcome, Service
+
+START_TIMEOUT_S = 120.0
+# The kind of an outcome whose process waited for one of multiprocessing's that has ended.
+ORPHANED = "lost process"
+_CRASH_CHARS = 2000
+# Calls of an ``async`` function that are under way at once in a process.
+_AT_ONCE = 16
+_STATUSES = ("ok", "timeout", "crashed", "rejected")
+# The parent's own sys.path, since it may have been changed by the command or a plugin; -c and not -m, so that it is set
+# before anything of rltrain is imported.
+_COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.slots.child import main; main({fd}, {parent})"
+
+
+class _Expired(Exception):
+    """No reply within the deadline."""
+
+
+class _Died(Exception):
+    """The process ended, or sent something that is no reply."""
+
+
+class Slot:
+    """Calls the functions of a service in a process of its own: at most ``limits.timeout_s`` per call, whatever they
+    do.
+
+    A call for which the process outgrows ``limits.memory_mb`` counts as crashed. The process is in a session of its own
+    and ends with the thread that started it. Not for use from several threads at once.
+    """
+
+    def __init__(self, service: Service, limits: Limits | None = None):
+        self._service = service
+        self._limits = limits or Limits()
+        self._process: subprocess.Popen | None = None
+        self._printed = Printed()
+        self._start()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the process, None once closed."""
+        return None if self._process is None else self._process.pid
+
+    def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Outcome:
+        """Call the function ``name``. timeout_s: of this call, in place of the limits'.
+
+        Raises the service's error only where there is no such function.
+        """
+        return self._ask(name, [arguments], timeout_s or self._limits.timeout_s)[0][0]
+
+    def call_all(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
+        """Call the function ``name`` once per entry (its arguments): one by one; of an ``async`` function some at the
+        same time."""
+        if not calls or not self.prepare(name):
+            return [self.call(name, *arguments) for arguments in calls]
+        groups = [calls[first : first + _AT_ONCE] for first in range(0, len(calls), _AT_ONCE)]
+        return [outcome for group in groups for outcome in self._call_together(name, group)]
+
+    def prepare(self, name: str) -> bool:
+        """Import the function ``name``, outside of any call's deadline; whether it is ``async``.
+
+        Raises the service's error where that fails.
+        """
+        if self._process is None:
+            raise RuntimeError("the slot is closed")
+        if self._process.poll() is not None:  # since the last call, so it must not cost this one
+            self._printed.add(f"{self._obituary()}\nbetween two {self._service.call}s; it was started again\n".encode())
+            self._restart()
+        if name in self._prepared:
+            return self._prepared[name]
+        try:
+            reply = self._exchange((name, None), START_TIMEOUT_S)
+        except _Expired:
+            self._restart()
+            reply = {"error": f"importing {self._service.function} took more than {START_TIMEOUT_S:g} s"}
+        except _Died:
+            reply = {"error": self._obituary()}
+            self._restart()
+        if "error" in reply:
+            raise self._service.error(str(reply["error"]))
+        self._prepared[name] = bool(reply.get("is_async"))
+        return self._prepared[name]
+
+    def take_printed(self) -> str:
+        """What the process, and those it started, have printed since the last call."""
+        return self._printed.take()
+
+    def close(self) -> None:
+        """End the process, and those it started, now."""
+        if self._process is not None:
+            self._stop()
+            self._printed.close()
+
+    def _call_together(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
+        # The process keeps the deadline of each call itself.
+        outcomes, is_lost = self._ask(name, calls, self._limits.timeout_s * len(calls))
+        if is_lost and len(calls) > 1:
+            # One of them holds up or ends the process. Alone, each has its own deadline and takes no other along.
+            return [self.call(name, *arguments) for arguments in calls]
+        return outcomes
+
+    def _ask(
+        self, name: str, calls: Sequence[Sequence[Any]], timeout_s: float, left_s: float = 0.0
+    ) -> tuple[list[Outcome], bool]:
+        """What became of the calls, together within ``timeout_s``, and whether the process was lost with them.
+
+        After a signal such as anybody may send a new process is asked, once: it has what was left of the deadline
+        (``left_s``), as whoever waits for the reply waits no longer.
+        """
+        self.prepare(name)
+        end = time.monotonic() + (left_s or timeout_s)
+        before = self._printed.total
+        try:
+            results = self._exchange((name, list(calls)), left_s or timeout_s)["results"]
+        except _Expired:
+            self._restart()
+            failure = {"status": "timeout", "error": self._service.late(timeout_s)}
+            if lost := lost_process(self._printed.since(before)):
+                # It waits for what never comes, call after call: told as the error that it is.
+                failure["error"] += f"; a process that it started by multiprocessing ended by an error:\n{lost}"
+                failure |= {"status": "crashed", "kind": ORPHANED}
+            return [outcome_of(failure)] * len(calls), True
+        except _Died:
+            failure = {"status": "crashed", "error": self._obituary()}
+            killed = self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+            self._restart()
+            if killed and not left_s and (left := end - time.monotonic()) > 0:
+                return self._ask(name, calls, timeout_s, left)
+            return [outcome_of(failure)] * len(calls), True
+        for result in results:
+            if result.get("exhausted"):
+                result["error"] = f"more memory than {self._service.memory_key} allows:\n{result.get('error')}"
+        is_lost = any(result.get("exhausted") or result.get("broken") for result in results)
+        if is_lost:  # what is left of its memory, or of its event loop, is not enough to trust
+            self._restart()
+        return [outcome_of(result) for result in results], is_lost
+
+    def _start(self) -> None:
+        self._channel, far_end = socket.socketpair()
+        # Gets the interpreter's first words and faulthandler's last ones. The child soon turns its stderr to the pipe,
+        # so that prints do not bury them.
+        self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._prepared: dict[str, bool] = {}  # name of a function -> whether it is ``async``
+        with far_end:
+            code = _COMMAND.format(path=sys.path, fd=far_end.fileno(), parent=os.getpid())
+            # A process group of its own, which `kill_tree` can end as one.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=self._printed.writer,
+                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True, env=scorer_environment(),
+            )  # fmt: skip
+        # A large service (reward_kwargs) may fill the socket, and an interpreter that fails to start never reads it.
+        self._channel.settimeout(START_TIMEOUT_S)
+        self._channel.sendall(pickle.dumps(self._limits) + pickle.dumps(self._service))
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        self._channel.close()
+        # Before `wait`: once it is waited for, its id may belong to another process.
+        kill_tree(self._process.pid)
+        self._process.wait()
+        self._printed.drain()  # its last words
+        self._process = None
+        self._crash_log.close()
+
+    def _restart(self) -> None:
+        self._stop()
+        self._start()
+
+    def _exchange(self, request: tuple[str, list[Sequence[Any]] | None], timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        try:
+            self._channel.settimeout(timeout_s)
+            self._channel.sendall(pickle.dumps(request))
+            # The deadline is over all parts of a reply: one timeout per read would begin anew with every byte.
+            while not line.endswith(b"\n"):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise _Expired
+                ready = wait([self._channel, self._printed.reader], remaining)
+                self._printed.drain()  # a full pipe would block the process
+                if self._channel in ready:
+                    received = self._channel.recv(MAX_REPLY_BYTES)
+                    line += received
+                    if not received or len(line) > MAX_REPLY_BYTES:
+                        raise _Died
+            reply = json.loads(line)
+        except TimeoutError:
+            raise _Expired from None
+        except (OSError, ValueError):
+            raise _Died from None
+        if not _is_reply(reply, request[1]):
+            raise _Died
+        return reply
+
+    def _obituary(self) -> str:
+        """How the process ended, and where in the user's code if it could still say so."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return f"{self._service.function} broke the connection to its process"
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        self._crash_log.seek(0)
+        last_words = self._crash_log.read(_CRASH_CHARS).decode(errors="replace").strip()
+        return f"{self._service.function}'s process {how}" + (f":\n{last_words}" if last_words else "")
+
+
+def _is_reply(reply: Any, calls: Sequence[Any] | None) -> bool:
+    """Whether it is one: a function can write into the connection too, so a reply is checked like any other input."""
+    if not isinstance(reply, dict):
+        return False
+    if calls is None:
+        return "error" in reply or "is_async" in reply
+    results = reply.get("results")
+    if not isinstance(results, list) or len(results) != len(calls):
+        return False
+    return all(isinstance(result, dict) and result.get("status") in _STATUSES for result in results)
+
+
+def outcome_of(result: dict[str, Any]) -> Outcome:
+    """The outcome that a process has written down."""
+    if result["status"] == "ok":
+        return Outcome("ok", result.get("value"))
+    error, kind = storable(str(result.get("error"))), str(result.get("kind", ""))
+    return Outcome(result["status"], None, error, kind[:_CRASH_CHARS])

@@ -252,11 +252,6 @@ class WorkerGroup:
         return Handle[Any](self, phase, [[each] for each in references]).collect()
 
     @property
-    def ranks(self) -> dict[tuple[str, int], int]:
-        """By host and process id."""
-        return {(who["node"], who["pid"]): rank for rank, who in enumerate(self._who)}
-
-    @property
     def hosts(self) -> list[str]:
         """The machines of the workers, by name."""
         return list(dict.fromkeys(who["node"] for who in self._who))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ _ACTORS = {"ray::_Host": ("worker", "engine"), "ray::RewardWorker": ("scorer", "
 class Process:
     """A process of the run on a node."""
 
-    pid: int
     kind: str
     """One of driver, worker, engine (what a worker has started), scorer and ray."""
     num_bytes: int
@@ -39,14 +37,11 @@ class Process:
 class Node:
     """The processes of Ray on a node."""
 
-    name: str
     processes: Sequence[Process] = ()
     store_bytes: int = 0
     """Pages that its object store has used."""
     shm_bytes: int = 0
     """In /dev/shm, those among them."""
-    free_bytes: int = 0
-    """What processes may still take."""
 
 
 def this_process(kind: str) -> Process | None:
@@ -59,21 +54,19 @@ def this_node() -> Node:
     raylet = os.getppid()
     kinds = {raylet: "ray", **dict.fromkeys(_heads(raylet), "ray")}
     for pid in descendants(raylet):
-        own, below = next((each for start, each in _ACTORS.items() if _command(pid).startswith(start)), ("ray", ""))
+        own, below = next((kind for start, kind in _ACTORS.items() if _command(pid).startswith(start)), ("ray", ""))
         kinds.setdefault(pid, own)
         if below:
             kinds |= dict.fromkeys(descendants(pid), below)
-    found = [_process(pid, kind) for pid, kind in kinds.items()]
+    processes = [_process(pid, kind) for pid, kind in kinds.items()]
     numbers = _status(raylet)
     shm = None
     with suppress(OSError):
         shm = os.statvfs("/dev/shm")
     return Node(
-        socket.gethostname(),
-        [each for each in found if each],
+        [process for process in processes if process],
         (numbers.get("RssShmem", 0) + numbers.get("RssFile", 0)) << 10,
         (shm.f_blocks - shm.f_bfree) * shm.f_frsize if shm else 0,
-        _numbers("/proc/meminfo").get("MemAvailable", 0) << 10,
     )
 
 
@@ -102,7 +95,7 @@ def _process(pid: int, kind: str) -> Process | None:
         num_files = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
-    return Process(pid, kind, numbers.get("RssAnon", 0) << 10, numbers.get("Threads", 0), num_files)
+    return Process(kind, numbers.get("RssAnon", 0) << 10, numbers.get("Threads", 0), num_files)
 
 
 def _status(pid: int) -> dict[str, int]:

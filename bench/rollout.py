@@ -35,9 +35,9 @@ from rltrain.base.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.weights.names import Weight
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.workers.rollout.answers import RunningAnswers
-from rltrain.workers.rollout.contract import Generation, Job, RolloutEngine, Sampling
+from rltrain.workers.rollout.contract import Job, RolloutEngine, Sampling, Turn
 from rltrain.workers.rollout.embedded import engine as hf
+from rltrain.workers.rollout.embedded.running import RunningTurns
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.vllm.engine import VLLMRollout
@@ -88,6 +88,7 @@ class AllAtOnce:
     may_stop = False
 
     def __init__(self, jobs: list[Job]) -> None:
+        self.turns: list[Turn] = []
         self._jobs = jobs
 
     def take(self, most: int) -> list[Job]:
@@ -97,6 +98,12 @@ class AllAtOnce:
             most -= len(jobs[-1].samples)
         return jobs
 
+    def ended(self, turn: Turn) -> None:
+        self.turns.append(turn)
+
+    def wait(self) -> bool:
+        return False
+
     def stopped(self) -> bool:
         return False
 
@@ -104,15 +111,15 @@ class AllAtOnce:
 def embedded(engine: hf.HFRollout, work: Workload) -> None:
     """rollout.name=hf. The lengths are put in place of the limits."""
 
-    class Forced(RunningAnswers):
+    class Forced(RunningTurns):
         def add(self, jobs):
             numbers = super().add(jobs)
             self._limits[numbers] = np.concatenate([work.lengths[job.place].numpy() for job in jobs])
             return numbers
 
-    hf.RunningAnswers = Forced
+    hf.RunningTurns = Forced
     serve(engine, work)
-    hf.RunningAnswers = RunningAnswers
+    hf.RunningTurns = RunningTurns
 
 
 def through_vllm(engine: VLLMRollout, work: Workload) -> None:
@@ -125,16 +132,16 @@ def through_vllm(engine: VLLMRollout, work: Workload) -> None:
     engine._ask = ask
 
 
-def serve(engine: RolloutEngine, work: Workload) -> Generation:
+def serve(engine: RolloutEngine, work: Workload) -> None:
     num_prompts, num_samples = work.lengths.shape
     seeds = sample_seeds(0, 0, range(num_prompts), num_samples).reshape(num_prompts, num_samples)
     jobs = [
         Job(place, np.arange(num_samples), prompt.numpy().astype(np.int32), seeds[place])
         for place, prompt in enumerate(work.prompts)
     ]
-    found = engine.generate(AllAtOnce(jobs), Sampling(work.longest, ignore_eos=True))
-    assert torch.equal(found.tokens.lengths, work.lengths.flatten())
-    return found
+    source = AllAtOnce(jobs)
+    engine.generate(source, Sampling(work.longest, ignore_eos=True))
+    assert all(len(turn.tokens) == int(work.lengths[turn.place, turn.sample]) for turn in source.turns)
 
 
 class Floor:

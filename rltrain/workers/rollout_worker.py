@@ -1,25 +1,23 @@
 """The rollout role of a worker process: brings the current weights to its engine replica, and generates.
 
 What it returns per answer stays in the object store; prompts stand there once per prompt. `response_mask` marks the
-tokens that the policy chose, today all of them: an agent that mixes in a tool's text will only make another mask.
+tokens that the policy chose: today all of them, as no conversation has a second turn (`rollout/conversations.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import NonFiniteError
 from rltrain.base.seeds import sample_seeds
@@ -35,7 +33,8 @@ from rltrain.models.weights.spec import actor_spec
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array, GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
-from rltrain.workers.rollout.contract import Generation, Job, RolloutEngine
+from rltrain.workers.rollout.contract import Job, RolloutEngine
+from rltrain.workers.rollout.conversations import Conversation, Conversations, begun_conversations, payload_of
 from rltrain.workers.rollout.images import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
@@ -48,6 +47,8 @@ _CANARY_TOKENS = 64
 # An engine that damages more than this share of the answers of a call is not to be trusted with the others.
 _MOST_DAMAGED = 0.01
 _NOTHING = np.zeros(0, dtype=np.int32)
+# Answers that have some tokens already, by place and sample.
+Open = dict[tuple[int, int], Conversation]
 
 
 class RolloutWorker(Rollout):
@@ -134,59 +135,54 @@ class RolloutWorker(Rollout):
         started = time.perf_counter()
         keep = task.is_learnt_from and self._replica.leads
         pictures = PicturesOfTask(self._prompts[task.split], task.rows, keep=keep) if self._images else None
-        queue = self._queue(task, _rows(begun, c.RESPONSE), pictures)
+        open_answers = {} if begun is None else self._open(task, begun)
+        queue = self._queue(task, open_answers, pictures)
         tell = self._hand_out if task.stream and self._replica.leads else None
 
-        def finished(job: Job, answers: list[list[int]]) -> None:
-            queue.ended(job)
+        def finished(job: Job, conversations: list[Conversation]) -> None:
             if pictures:
                 pictures.ended(job)
             if tell:
-                tell(job, answers)
+                tell(job, conversations)
 
-        generation = self.engine.generate(queue, task.sampling, finished)
+        source = Conversations(queue, self._vocabulary, open_answers, finished)
+        self.engine.generate(source, task.sampling)
         # Also on ranks that hand nothing out: the driver polls every rank until it says that it is done.
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
         # Without a stop every answer is wanted, so one that was given up is a fault of the engine.
-        if generation.aborted.any() and not queue.stopped():
-            raise RuntimeError(
-                f"the rollout engine '{self._rollout.name}' gave up {int(generation.aborted.sum())} wanted answers"
-            )
+        num_aborted = sum(answer.aborted for answer in source.all)
+        if num_aborted and not queue.stopped():
+            raise RuntimeError(f"the rollout engine '{self._rollout.name}' gave up {num_aborted} wanted answers")
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
         seconds |= {"read_images": pictures.seconds} if pictures else {}
         numbers = GenerationNumbers(seconds, sync)
-        if not queue.taken or not self._replica.leads:
+        if not source.all or not self._replica.leads:
             return Batch(), [], numbers
-        generation, num_damaged = self._without_damaged(generation)
-        slots = np.concatenate([job.place * task.num_samples + job.samples for job in queue.taken])
-        # Which replica took a job, and when, depends on time; the order of slots does not.
-        order = np.argsort(slots)
-        payload = _payload(queue.taken, slots, generation, begun)
+        self._refuse_damaged(source)
+        # Which replica took a job, and when, depends on time; this order does not.
+        answers = sorted(source.all, key=lambda answer: (answer.place, answer.sample))
+        payload = payload_of(answers)
         # Nothing learns from other answers, so their pixels end here.
         if pictures and task.is_learnt_from:
             index = payload.dictionary(c.PROMPT).index
-            images = [pictures.of(place) for place in sorted({job.place for job in queue.taken})]
+            images = [pictures.of(place) for place in dict.fromkeys(answer.place for answer in answers)]
             payload.update({c.IMAGES: DictionaryColumn(images, index)})
-            numbers = replace(numbers, image_bytes=sum(each.nbytes for each in images if each))
-        payload = payload.select(order)
-        answers = payload.ragged(c.RESPONSE)
-        prompts = payload.dictionary(c.PROMPT)
-        assert isinstance(prompts.values, Ragged)
-        texts = self.encoder.decode_batch([row.tolist() for row in answers.rows()])
-        policy_tokens = payload.ragged(c.RESPONSE_MASK).sum().numpy()
+            numbers = replace(numbers, image_bytes=sum(image.nbytes for image in images if image))
+        texts = self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
+        policy_tokens = np.array([len(answer.log_probs) for answer in answers], dtype=np.int64)
         per_sample = {
-            c.SLOT: slots[order],
-            c.PROMPT_LENGTH: prompts.values.lengths[prompts.index].numpy(),
-            c.RESPONSE_LENGTH: answers.lengths.numpy(),
+            c.SLOT: np.array([answer.place * task.num_samples + answer.sample for answer in answers]),
+            c.PROMPT_LENGTH: np.array([len(answer.prompt) for answer in answers]),
+            c.RESPONSE_LENGTH: np.array([len(answer.tokens) for answer in answers]),
             c.POLICY_TOKENS: policy_tokens,
             c.LOSS_TOKENS: policy_tokens,
-            c.TRUNCATED: generation.truncated.numpy()[order],
-            c.ABORTED: generation.aborted.numpy()[order],
-            c.ENDED_S: generation.seconds.numpy()[order],
+            c.TRUNCATED: np.array([answer.truncated for answer in answers]),
+            c.ABORTED: np.array([answer.aborted for answer in answers]),
+            c.ENDED_S: np.array([answer.seconds for answer in answers], dtype=np.float32),
         }
-        return payload, texts, replace(numbers, per_sample=per_sample, num_damaged=num_damaged)
+        return payload, texts, replace(numbers, per_sample=per_sample, num_damaged=source.num_damaged)
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:
         """Sync once per policy version. Returns seconds, and what the sync says of itself."""
@@ -201,7 +197,12 @@ class RolloutWorker(Rollout):
         self._device.synchronize()
         return time.perf_counter() - started, report
 
-    def _queue(self, task: GenerateTask, begun: dict[int, Tensor], pictures: PicturesOfTask | None) -> JobQueue:
+    def _open(self, task: GenerateTask, begun: Batch) -> Open:
+        prompts = [self._prompts[task.split].prompt(row) for row in task.rows.tolist()]
+        known = begun_conversations(begun, prompts, task.num_samples)
+        return {(answer.place, answer.sample): answer for answer in known}
+
+    def _queue(self, task: GenerateTask, open_answers: Open, pictures: PicturesOfTask | None) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
         seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples, task.split)
         seeds = seeds.reshape(-1, task.num_samples)
@@ -212,9 +213,8 @@ class RolloutWorker(Rollout):
             todo = np.arange(task.num_samples) if task.todo is None else np.flatnonzero(task.todo[place])
             for first in range(0, len(todo), size):
                 samples = todo[first : first + size]
-                slots = (place * task.num_samples + samples).tolist()
-                some = any(slot in begun for slot in slots)
-                given = tuple(begun[slot].numpy() if slot in begun else _NOTHING for slot in slots) if some else None
+                known = [open_answers.get((place, sample)) for sample in samples.tolist()]
+                given = tuple(answer.tokens if answer else _NOTHING for answer in known) if any(known) else None
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
         # Where one member takes all jobs, it agrees with nobody.
@@ -225,12 +225,8 @@ class RolloutWorker(Rollout):
         ends = self._can_be_given_up
         return JobQueue(jobs, num_dealt, replica, self._store, key, task.enough, task.must, prepare, can_end=ends)
 
-    def _hand_out(self, job: Job, answers: list[list[int]]) -> None:
-        # Those that `_without_damaged` will empty cannot all be decoded.
-        answers = [answer if self._known(answer) else [] for answer in answers]
-        if job.given:
-            answers = [[*part.tolist(), *answer] for part, answer in zip(job.given, answers, strict=True)]
-        self._finished.put((job, self.encoder.decode_batch(answers)))
+    def _hand_out(self, job: Job, answers: list[Conversation]) -> None:
+        self._finished.put((job, self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])))
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """Texts of jobs that have ended since the last call. Waits for the first.
@@ -266,31 +262,16 @@ class RolloutWorker(Rollout):
     def give_up(self) -> None:
         give_up(self._store)
 
-    def _known(self, answer: list[int]) -> bool:
-        return not answer or (min(answer) >= 0 and max(answer) < self._vocabulary)
-
-    def _without_damaged(self, generation: Generation) -> tuple[Generation, int]:
-        """Empty every answer with a token that the model does not have, or a log-prob that is not finite; their number.
-
-        An empty answer has no loss. Raises NonFiniteError where they are more than a few.
-        """
-        tokens, log_probs = generation.tokens, generation.log_probs
-        outside = (tokens.values < 0) | (tokens.values >= self._vocabulary)
-        damaged = tokens.like(outside | ~log_probs.values.isfinite()).sum() > 0
-        number, count = int(damaged.sum()), len(damaged)
-        if not number:
-            return generation, 0
-        if number > _MOST_DAMAGED * count:
+    def _refuse_damaged(self, source: Conversations) -> None:
+        """Raise NonFiniteError where more than a few answers are damaged: an empty answer has no loss."""
+        if source.num_damaged > _MOST_DAMAGED * len(source.all):
             raise NonFiniteError(
-                f"{number} of {count} answers of the rollout engine '{self._rollout.name}' have token ids outside the "
-                f"vocabulary of {self._vocabulary} ({int(outside.sum())} tokens) or log-probs that are not finite: its "
-                "weights are damaged, or the engine is. At the first step look at the files of "
-                "actor_rollout_ref.model.path; later, resume from an older checkpoint with "
+                f"{source.num_damaged} of {len(source.all)} answers of the rollout engine '{self._rollout.name}' have "
+                f"token ids outside the vocabulary of {self._vocabulary} ({source.num_unknown} tokens) or log-probs "
+                "that are not finite: its weights are damaged, or the engine is. At the first step look at the files "
+                "of actor_rollout_ref.model.path; later, resume from an older checkpoint with "
                 "trainer.resume_mode=resume_path."
             )
-        lengths, kept = tokens.lengths * ~damaged, tokens.broadcast(~damaged).values
-        sound = [Ragged(each.values[kept], lengths) for each in (tokens, log_probs)]
-        return replace(generation, tokens=sound[0], log_probs=sound[1]), number
 
 
 def log_prob_gap_limit(cfg: Config, device: Device) -> float:
@@ -315,25 +296,3 @@ def _canary(prompts: dict[str, PromptStore], images: bool) -> EncodedPrompt:
     first = next((store.prompt(0) for store in prompts.values() if len(store)), np.zeros(1, dtype=np.int32))
     # The first token of a text has no log-prob, so a single one would leave nothing to compare.
     return EncodedPrompt((first if len(first) > 1 else first.repeat(2))[:_CANARY_TOKENS])
-
-
-def _rows(begun: Batch | None, name: str) -> dict[int, Tensor]:
-    """The rows of a column of answers that have some tokens already, by slot."""
-    return {} if begun is None else dict(zip(begun.dense(c.SLOT).tolist(), begun.ragged(name).rows(), strict=True))
-
-
-def _payload(jobs: Sequence[Job], slots: NDArray[np.int64], generation: Generation, begun: Batch | None) -> Batch:
-    """The columns of the answers to ``jobs``, those of earlier steps in front of the new tokens."""
-    tokens = generation.tokens
-    mask = tokens.like(torch.ones_like(tokens.values, dtype=torch.bool))
-    made = {c.RESPONSE: tokens, c.RESPONSE_MASK: mask, c.ROLLOUT_LOG_PROBS: generation.log_probs}
-    for name, new in made.items() if begun else ():
-        earlier, nothing = _rows(begun, name), new.values[:0]
-        rows = zip(slots.tolist(), new.rows(), strict=True)
-        made[name] = Ragged.from_rows([torch.cat([earlier.get(slot, nothing), row]) for slot, row in rows])
-    asked = {job.place: job for job in sorted(jobs, key=lambda job: job.place)}
-    places = np.repeat([job.place for job in jobs], [len(job.samples) for job in jobs])
-    # Values stand in the order of their places, so a search in the sorted places gives each answer's prompt.
-    index = torch.from_numpy(np.searchsorted(list(asked), places))
-    prompts = Ragged.from_rows([torch.from_numpy(np.array(job.prompt, dtype=np.int32)) for job in asked.values()])
-    return Batch({c.PROMPT: DictionaryColumn(prompts, index), **made})

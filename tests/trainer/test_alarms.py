@@ -1,7 +1,6 @@
 """What ends a run instead of spoiling it: an engine that writes what cannot be, rewards that never differ."""
 
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,20 +15,22 @@ from tests.tiny import SPECIALS, small_config
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def damage(trainer, token=None, log_prob=None, answer=3):
+def damage(trainer, token=None, log_prob=None, place=0, sample=3):
     """The engine writes ``token``, or says ``log_prob``, at the first place of one answer of every generation."""
     engine = trainer.worker.rollout.engine
     generate = engine.generate
 
-    def damaged(source, sampling, finished=None):
-        made = generate(source, sampling, finished)
-        found = {"tokens": made.tokens, "log_probs": made.log_probs}
-        for name, value in (("tokens", token), ("log_probs", log_prob)):
-            if value is not None:
-                changed = found[name].values.clone()
-                changed[int(made.tokens.offsets[answer])] = value
-                found[name] = found[name].like(changed)
-        return replace(made, **found)
+    def damaged(source, sampling):
+        ended = source.ended
+
+        def damage_one(turn):
+            if (turn.place, turn.sample) == (place, sample):
+                turn.tokens[:1] = [turn.tokens[0] if token is None else token]
+                turn.log_probs[:1] = [turn.log_probs[0] if log_prob is None else log_prob]
+            ended(turn)
+
+        source.ended = damage_one
+        generate(source, sampling)
 
     engine.generate = damaged
 

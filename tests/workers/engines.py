@@ -2,17 +2,20 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import get_device
 from rltrain.base.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.workers.rollout.contract import Generation, Job, RolloutEngine, Sampling
+from rltrain.workers.rollout.contract import Job, RolloutEngine, Sampling
+from rltrain.workers.rollout.conversations import Conversation, Conversations
 from rltrain.workers.rollout.queue import JobQueue, Replica
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 
@@ -76,7 +79,42 @@ def queue_of(jobs: Sequence[Job], num_dealt: int = 0, enough: int | None = None,
     return JobQueue(jobs, num_dealt, ALONE, _STORE, f"test/{next(_CALLS)}", enough, must)
 
 
-def generate(engine, sampling: Sampling, prompts: Sequence[np.ndarray], num_samples: int, step: int = 1) -> Generation:
+@dataclass(frozen=True)
+class Answers:
+    """What an engine sampled, in the order in which it took the jobs."""
+
+    tokens: Ragged
+    log_probs: Ragged
+    truncated: torch.Tensor
+    aborted: torch.Tensor
+    seconds: torch.Tensor
+
+    @classmethod
+    def of(cls, made: Sequence[Conversation]) -> "Answers":
+        lengths = torch.tensor([len(answer.tokens) for answer in made], dtype=torch.long)
+        tokens = [token for answer in made for token in answer.tokens.tolist()]
+        log_probs = [number for answer in made for number in answer.log_probs.tolist()]
+        return cls(
+            Ragged(torch.tensor(tokens, dtype=torch.int32), lengths),
+            Ragged(torch.tensor(log_probs), lengths),
+            torch.tensor([answer.truncated for answer in made], dtype=torch.bool),
+            torch.tensor([answer.aborted for answer in made], dtype=torch.bool),
+            torch.tensor([answer.seconds for answer in made]),
+        )
+
+
+def serve(engine: RolloutEngine, queue: JobQueue, sampling: Sampling, finished=None) -> Answers:
+    """What ``engine`` makes of the jobs of a queue, without the tokens that they were given. finished(job, tokens)."""
+
+    def tell(job: Job, answers: list[Conversation]) -> None:
+        if finished:
+            finished(job, [answer.tokens.tolist() for answer in answers])
+
+    source = Conversations(queue, 1 << 30, finished=tell)
+    engine.generate(source, sampling)
+    return Answers.of(source.all)
+
+
+def generate(engine, sampling: Sampling, prompts: Sequence[np.ndarray], num_samples: int, step: int = 1) -> Answers:
     """Answers prompt by prompt, whatever the order in which they were served."""
-    queue = queue_of(jobs_of(prompts, num_samples, step))
-    return engine.generate(queue, sampling)
+    return serve(engine, queue_of(jobs_of(prompts, num_samples, step)), sampling)

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import itertools
 import sys
+import time
 import warnings
 from dataclasses import replace
 
@@ -19,9 +20,9 @@ from rltrain.config.schema import engines
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.weights.names import Weight
-from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.rollout.contract import Job, Sampling
 from tests.distance import distance
-from tests.workers.engines import EOS, engine_of, generate, jobs_of, queue_of, rollout_of
+from tests.workers.engines import EOS, engine_of, generate, jobs_of, queue_of, rollout_of, serve
 from tests.workers.sglang_double import sglang_engine
 
 LONGEST = 64
@@ -229,7 +230,7 @@ def test_samples_differ_and_repeat_however_they_are_spread(seeded, ready):
     # As two replicas would be served: other neighbours, another order.
     jobs = jobs_of(PROMPTS, 4)
     for share in ([3, 1], [2, 0]):
-        found = answers(ready.generate(queue_of([jobs[place] for place in share]), Sampling(16)))
+        found = answers(serve(ready, queue_of([jobs[place] for place in share]), Sampling(16)))
         assert found == [together[4 * place + number] for place in share for number in range(4)]
 
 
@@ -268,7 +269,7 @@ def test_drafts_are_accepted_where_they_are_right(ready, request):
 def test_a_job_is_handed_out_as_soon_as_it_has_ended(ready):
     jobs = jobs_of(PROMPTS, 4)
     told = []
-    found = ready.generate(queue_of(jobs), Sampling(12), lambda job, texts: told.append((job.place, texts)))
+    found = serve(ready, queue_of(jobs), Sampling(12), lambda job, texts: told.append((job.place, texts)))
     assert sorted(place for place, _ in told) == [0, 1, 2, 3]
     for place, texts in told:
         assert texts == answers(found)[4 * place : 4 * place + 4]
@@ -280,7 +281,7 @@ def test_ids_are_within_the_vocabulary(ready):
 
 
 def test_no_prompts_and_the_longest_prompt(ready, plain):
-    nothing = ready.generate(queue_of([]), Sampling(8))
+    nothing = serve(ready, queue_of([]), Sampling(8))
     assert len(nothing.tokens.lengths) == len(nothing.truncated) == len(nothing.seconds) == 0
     longest = np.array([2 + number % 17 for number in range(LONGEST - 8)], dtype=np.int32)
     found = generate(ready, Sampling(8, greedy=True), [longest], 1)
@@ -291,7 +292,7 @@ def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
     """One of four jobs is enough: the others come back as far as they are, and the engine goes on afterwards."""
     jobs = jobs_of(PROMPTS, 2)
     queue = queue_of(jobs, enough=1)
-    found = ready.generate(queue, Sampling(40), lambda job, texts: queue.ended(job))
+    found = serve(ready, queue, Sampling(40))
     whole = answers(generate(ready, Sampling(40), PROMPTS, 2))
     assert bool(found.aborted.any())
     for answer, expected, aborted in zip(answers(found), whole, found.aborted.tolist(), strict=True):
@@ -303,7 +304,7 @@ def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
 @pytest.mark.parametrize("sampling", [Sampling(14, temperature=0.8), Sampling(14, greedy=True)])
 def test_a_begun_answer_continues_as_if_never_stopped(ready, sampling):
     jobs = jobs_of(PROMPTS, 3)
-    whole = ready.generate(queue_of(jobs), sampling)
+    whole = serve(ready, queue_of(jobs), sampling)
     all_of_it, log_probs = whole.tokens.rows(), whole.log_probs.rows()
     begun = [max(0, min(number, len(answer) - 1)) for number, answer in enumerate(all_of_it)]
     begun[3] = 0  # a sample that has no token yet, beside others of its prompt that have some
@@ -311,7 +312,7 @@ def test_a_begun_answer_continues_as_if_never_stopped(ready, sampling):
     told = {}
     parts = [tuple(given[3 * place : 3 * place + 3]) for place in range(3)]
     queue = queue_of([replace(job, given=part) for job, part in zip(jobs, parts, strict=False)] + jobs[3:])
-    rest = ready.generate(queue, sampling, lambda job, found: told.update({job.place: found}))
+    rest = serve(ready, queue, sampling, lambda job, found: told.update({job.place: found}))
     begun[9:] = [0, 0, 0]
     assert [row.tolist() for row in rest.tokens.rows()] == [
         answer[count:].tolist() for answer, count in zip(all_of_it, begun, strict=True)
@@ -323,9 +324,65 @@ def test_a_begun_answer_continues_as_if_never_stopped(ready, sampling):
     assert told[1] == [row.tolist() for row in rest.tokens.rows()[3:6]]
 
 
+CONTEXT = [7, 3, 11]
+LONGEST_ANSWER = 30
+
+
+class TwoTurns:
+    """Every answer that an end token ended in time is told something a little later, and goes on.
+
+    turns: by whether it was the second, and with the tokens that it was given.
+    """
+
+    may_stop = False
+
+    def __init__(self, jobs):
+        self.turns = {False: [], True: []}
+        self._jobs = {job.place: job for job in jobs}
+        self._given = {}
+        self._ready, self._later = list(jobs), []
+
+    def take(self, most):
+        taken = []
+        while self._ready and len(self._ready[0].samples) <= most:
+            taken.append(self._ready.pop(0))
+            most -= len(taken[-1].samples)
+        return taken
+
+    def ended(self, turn):
+        key = (turn.place, turn.sample)
+        self.turns[key in self._given].append((self._given.get(key, []), turn))
+        if key not in self._given and turn.reason == "stop" and len(turn.tokens) + len(CONTEXT) < LONGEST_ANSWER:
+            self._given[key] = [*turn.tokens, *CONTEXT]
+            self._later.append((time.monotonic() + 0.03 * (1 + turn.place), key))
+
+    def wait(self):
+        if not self._later:
+            return False
+        at, (place, sample) = self._later.pop(0)
+        time.sleep(max(0.0, at - time.monotonic()))
+        job, given = self._jobs[place], np.array(self._given[place, sample], dtype=np.int32)
+        self._ready.append(Job(place, np.array([sample]), job.prompt, job.seeds[sample : sample + 1], (given,)))
+        return True
+
+    def stopped(self):
+        return False
+
+
+def test_a_turn_that_comes_later_sees_all_that_was_said(ready, plain):
+    """The engine waits while nothing runs, and a second turn is what the model says behind the whole text."""
+    source = TwoTurns(jobs_of(PROMPTS, 4))
+    ready.generate(source, Sampling(LONGEST_ANSWER))
+    assert len(source.turns[False]) == 16
+    assert len(source.turns[True]) > 4
+    for given, turn in source.turns[False] + source.turns[True]:
+        text = np.array([*PROMPTS[turn.place].tolist(), *given], dtype=np.int32)
+        assert distance(torch.tensor(turn.log_probs), log_probs_of(plain, text, turn.tokens)) < 1e-5
+
+
 def test_after_the_stop_no_further_job_is_begun(ready):
     queue = queue_of(jobs_of(PROMPTS, 8), enough=1)
-    ready.generate(queue, Sampling(40), lambda job, texts: queue.ended(job))
+    serve(ready, queue, Sampling(40))
     assert [job.place for job in queue.taken] == [0]
 
 

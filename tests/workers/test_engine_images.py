@@ -33,7 +33,7 @@ from rltrain.workers.rollout.vllm.images import image_arguments  # noqa: E402
 from tests.distance import distance  # noqa: E402
 from tests.models.test_vision_packed import PROMPTS, make, make_folder  # noqa: E402
 from tests.tiny_vision import END, IMAGE, START, VIDEO, picture, save_tiny_vision_model  # noqa: E402
-from tests.workers.engines import engine_of, queue_of, rollout_of, settings_of  # noqa: E402
+from tests.workers.engines import engine_of, queue_of, rollout_of, serve, settings_of  # noqa: E402
 from tests.workers.test_engine_contract import answers, load  # noqa: E402
 
 LONGEST = 128
@@ -112,7 +112,7 @@ def longer(asked, tokens):
 
 
 def run(engine, asked, sampling, num_samples=1):
-    return engine.generate(queue_of(jobs_of(asked, num_samples)), sampling)
+    return serve(engine, queue_of(jobs_of(asked, num_samples)), sampling)
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ def test_answers_are_those_of_the_embedded_engine_however_spread(ready):
     # As two replicas would serve them: other neighbours, another order; half the answers to a prompt in each of two.
     jobs = jobs_of(asked, 4)
     halves = [replace(jobs[0], samples=np.arange(k, k + 2), seeds=jobs[0].seeds[k : k + 2]) for k in (0, 2)]
-    found = answers(engine.generate(queue_of([jobs[2], *halves]), Sampling(12)))
+    found = answers(serve(engine, queue_of([jobs[2], *halves]), Sampling(12)))
     assert found == [*together[8:], *together[:4]]
 
 
@@ -165,7 +165,7 @@ def test_answers_go_on_where_they_were_left(ready):
     sampling = Sampling(12, ignore_eos=True)
     whole = answers(run(engine, asked, sampling, 2))
     given = [tuple(np.array(whole[2 * place + k][:5], dtype=np.int32) for k in (0, 1)) for place in range(len(asked))]
-    rest = answers(engine.generate(queue_of(jobs_of(asked, 2, given)), sampling))
+    rest = answers(serve(engine, queue_of(jobs_of(asked, 2, given)), sampling))
     assert [[*part, *more] for part, more in zip([one for pair in given for one in pair], rest, strict=True)] == whole
 
 

@@ -15,8 +15,8 @@ from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues
 from tests.distance import distance
 from tests.models.kinds import KINDS
 from tests.models.kinds import plain_model as plain_kind
-from tests.workers.engines import EOS, jobs_of, queue_of, rollout_of, settings_of
-from tests.workers.engines import generate as serve
+from tests.workers.engines import EOS, jobs_of, queue_of, rollout_of, serve, settings_of
+from tests.workers.engines import generate as generate_with
 
 VOCABULARY = 40
 SIZES = {
@@ -74,7 +74,7 @@ def make_engine(plain, max_num_seqs=64, block=None, dtype=torch.float32, **keys)
 
 def generate(engine, num_samples, sampling, prompts=PROMPTS, step=1):
     """Answers in the order of the prompts."""
-    return serve(engine, sampling, prompts, num_samples, step)
+    return generate_with(engine, sampling, prompts, num_samples, step)
 
 
 def answers(generation):
@@ -142,16 +142,16 @@ def test_an_answer_depends_on_neither_order_nor_neighbours(plain):
     engine = make_engine(plain, max_num_seqs=8)
     expected = answers(generate(engine, 4, Sampling(40)))
     jobs = jobs_of(PROMPTS, 4)
-    backwards = answers(engine.generate(queue_of(jobs[::-1]), Sampling(40)))
+    backwards = answers(serve(engine, queue_of(jobs[::-1]), Sampling(40)))
     assert [row for start in range(20, -1, -4) for row in backwards[start : start + 4]] == expected
-    assert answers(engine.generate(queue_of(jobs[2:3]), Sampling(40))) == expected[8:12]
+    assert answers(serve(engine, queue_of(jobs[2:3]), Sampling(40))) == expected[8:12]
 
 
 def test_rows_of_very_different_age_share_the_batch(plain):
     """Blocks of columns are dropped, holes are filled, prompts leave and longer ones come."""
     jobs = jobs_of(PROMPTS * 4, 3, seed=5)  # no draw comes within 1e-5 of the border between two tokens
-    expected = make_engine(plain).generate(queue_of(jobs), Sampling(90))
-    found = make_engine(plain, max_num_seqs=6, block=4).generate(queue_of(jobs), Sampling(90))
+    expected = serve(make_engine(plain), queue_of(jobs), Sampling(90))
+    found = serve(make_engine(plain, max_num_seqs=6, block=4), queue_of(jobs), Sampling(90))
     assert found.tokens == expected.tokens
     assert expected.tokens.lengths.max() > 30 > 5 > expected.tokens.lengths.min()
 
@@ -213,7 +213,7 @@ def test_a_waiting_job_enters_as_soon_as_another_has_left(plain):
     jobs = jobs_of(PROMPTS * 4, 1)
     engine = make_engine(plain, max_num_seqs=2)
     sizes = count_tokens(engine)
-    found = engine.generate(queue_of(jobs), Sampling(60, temperature=1.2))
+    found = serve(engine, queue_of(jobs), Sampling(60, temperature=1.2))
     lengths = found.tokens.lengths.tolist()
     steps = sum((rows == 1 and tokens == 1) or rows == 2 for rows, tokens in sizes)
     assert steps < sum(max(lengths[first : first + 2]) for first in range(0, 24, 2)) - 5
@@ -223,9 +223,7 @@ def test_a_waiting_job_enters_as_soon_as_another_has_left(plain):
 def test_a_job_is_told_of_when_its_last_answer_ends(plain):
     told = []
     jobs = jobs_of(PROMPTS, 3)
-    found = make_engine(plain).generate(
-        queue_of(jobs), Sampling(50), lambda job, texts: told.append((job.place, texts))
-    )
+    found = serve(make_engine(plain), queue_of(jobs), Sampling(50), lambda job, texts: told.append((job.place, texts)))
     lengths = found.tokens.lengths.view(-1, 3).amax(1)
     assert sorted(place for place, _ in told) == list(range(6))
     assert all(lengths[a] <= lengths[b] for (a, _), (b, _) in itertools.pairwise(told))
@@ -244,6 +242,9 @@ class Stopping:
     def take(self, most):
         return self._queue.take(most) if self._tokens else []
 
+    def ended(self, job):
+        self._queue.ended(job)
+
     def stopped(self):
         self._tokens -= 1
         return not self._tokens
@@ -253,7 +254,7 @@ def test_what_is_running_when_the_source_stops_is_given_up(plain):
     expected = generate(make_engine(plain), 4, Sampling(40))
     told = []
     stopping = Stopping(jobs_of(PROMPTS, 4), 12)
-    found = make_engine(plain).generate(stopping, Sampling(40), lambda job, texts: told.append(job.place))
+    found = serve(make_engine(plain), stopping, Sampling(40), lambda job, texts: told.append(job.place))
     assert found.tokens.lengths.tolist() == expected.tokens.lengths.clamp(max=12).tolist()
     assert found.aborted.tolist() == (expected.tokens.lengths > 12).tolist()
     assert 0 < found.aborted.sum() < len(found.aborted)
@@ -264,7 +265,7 @@ def test_what_is_running_when_the_source_stops_is_given_up(plain):
 
 
 def test_no_work_gives_no_answers(plain):
-    found = make_engine(plain).generate(queue_of([]), Sampling(4))
+    found = serve(make_engine(plain), queue_of([]), Sampling(4))
     assert len(found.tokens) == len(found.seconds) == 0
 
 

@@ -4,11 +4,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
 from rltrain.data.images import EncodedPrompt
-from rltrain.workers.rollout.answers import RunningJob
-from rltrain.workers.rollout.contract import Job
+from rltrain.workers.rollout.contract import Job, Turn
+from rltrain.workers.rollout.conversations import Conversations, begun_conversations, payload_of
 from rltrain.workers.rollout.images import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, Replica, give_up
 from tests.workers.engines import ALONE, queue_of
@@ -37,12 +41,86 @@ def test_pixels_end_with_their_last_job_unless_they_are_kept(keep):
     assert found == ["of 2", *(["of 2"] * 2 if keep else [None] * 2)]
 
 
-def test_a_job_is_reported_without_its_pixels():
+def turn_of(place, sample, tokens, reason="stop"):
+    return Turn(place, sample, tokens, [-0.5] * len(tokens), reason, 2.0)
+
+
+class SeeingQueue:
+    """One job, with pixels."""
+
+    def __init__(self, asked):
+        self.jobs, self.ended_jobs = [asked], []
+
+    def take(self, most):
+        jobs, self.jobs = self.jobs, []
+        return jobs
+
+    def ended(self, asked):
+        self.ended_jobs.append(asked)
+
+
+def test_a_job_is_over_with_its_last_conversation_and_reported_without_its_pixels():
     reported = []
-    running = RunningJob(replace(job(0, 0), images="pixels"), lambda job, answers: reported.append(job))
-    running.answers[0].reason = "stop"
-    running.end()
-    assert [each.images for each in reported] == [None]
+    queue = SeeingQueue(replace(job(0, 1, 2), images="pixels"))
+    source = Conversations(queue, 20, finished=lambda asked, answers: reported.append((asked, answers)))
+    (taken,) = source.take(9)
+    assert taken.images == "pixels"
+    source.ended(turn_of(0, 2, [5, 1]))
+    assert not reported
+    source.ended(turn_of(0, 1, [7], "length"))
+    ((asked, answers),) = reported
+    assert asked.images is None
+    assert queue.ended_jobs == [asked]
+    assert [(answer.sample, answer.tokens.tolist(), answer.truncated) for answer in answers] == [
+        (1, [7], True), (2, [5, 1], False),
+    ]  # fmt: skip
+    assert source.all == answers
+    assert not source.wait()
+
+
+def test_a_job_with_a_turn_that_was_given_up_is_not_reported():
+    reported = []
+    queue = SeeingQueue(job(0, 1, 2))
+    source = Conversations(queue, 20, finished=lambda asked, answers: reported.append(asked))
+    source.take(9)
+    source.ended(turn_of(0, 1, [7]))
+    source.ended(turn_of(0, 2, [7], "abort"))
+    assert (reported, queue.ended_jobs) == ([], [])
+    assert [(answer.aborted, answer.tokens.tolist()) for answer in source.all] == [(False, [7]), (True, [7])]
+
+
+def test_a_conversation_goes_on_behind_the_tokens_that_it_has():
+    """Context that the policy did not sample is among them, so log-probs are fewer than tokens."""
+    begun = Batch(
+        {
+            c.RESPONSE: Ragged.from_rows([torch.tensor([4, 9, 6], dtype=torch.int32)]),
+            c.RESPONSE_MASK: Ragged.from_rows([torch.tensor([True, False, True])]),
+            c.ROLLOUT_LOG_PROBS: Ragged.from_rows([torch.tensor([-1.0, -2.0])]),
+            c.SLOT: torch.tensor([5]),
+        }
+    )
+    (known,) = begun_conversations(begun, [PROMPT] * 3, 2)
+    assert (known.place, known.sample) == (2, 1)
+    source = Conversations(SeeingQueue(job(2, 0, 1)), 20, {(2, 1): known})
+    source.take(9)
+    source.ended(turn_of(2, 1, [3, 1]))
+    source.ended(turn_of(2, 0, [8]))
+    payload = payload_of(source.all)
+    assert [row.tolist() for row in payload.ragged(c.RESPONSE).rows()] == [[8], [4, 9, 6, 3, 1]]
+    assert [row.tolist() for row in payload.ragged(c.RESPONSE_MASK).rows()] == [[True], [True, False, True, True, True]]
+    assert [row.tolist() for row in payload.ragged(c.ROLLOUT_LOG_PROBS).rows()] == [[-0.5], [-1.0, -2.0, -0.5, -0.5]]
+    prompts = payload.dictionary(c.PROMPT)
+    assert ([row.tolist() for row in prompts.values.rows()], prompts.index.tolist()) == ([PROMPT.tolist()], [0, 0])
+
+
+@pytest.mark.parametrize("damage", [{"tokens": [4, 20]}, {"tokens": [-1, 4]}, {"log_probs": [-1.0, float("nan")]}])
+def test_a_damaged_turn_is_left_out_and_counted(damage):
+    source = Conversations(SeeingQueue(job(0, 0, 1)), 20)
+    source.take(9)
+    source.ended(replace(turn_of(0, 0, [4, 4]), **damage))
+    source.ended(turn_of(0, 1, [4, 4]))
+    assert [answer.tokens.tolist() for answer in source.all] == [[], [4, 4]]
+    assert (source.num_damaged, source.num_unknown) == (1, int("tokens" in damage))
 
 
 def test_a_prompt_counts_when_all_its_jobs_have_ended():

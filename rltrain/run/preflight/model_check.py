@@ -30,7 +30,7 @@ from rltrain.models.weights.names import Weight
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.small import random_model, small_copy
-from rltrain.workers.rollout.contract import Job, Sampling
+from rltrain.workers.rollout.contract import Job, Sampling, Turn
 from rltrain.workers.rollout.embedded.engine import HFRollout
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
@@ -252,11 +252,18 @@ class _Jobs:
     may_stop = False
 
     def __init__(self, jobs: list[Job]) -> None:
+        self.turns: list[Turn] = []
         self._jobs = jobs
 
     def take(self, most: int) -> list[Job]:
         jobs, self._jobs = self._jobs, []
         return jobs
+
+    def ended(self, turn: Turn) -> None:
+        self.turns.append(turn)
+
+    def wait(self) -> bool:
+        return False
 
     def stopped(self) -> bool:
         return False
@@ -288,10 +295,11 @@ def _decoded(small: Any, spec: ModelSpec, plain: Any) -> float:
         Job(place, samples, prompt, np.uint64(7 * place) + samples.astype(np.uint64))
         for place, prompt in enumerate(prompts)
     ]
-    found = engine.generate(_Jobs(jobs), Sampling(_NEW_TOKENS))
+    source = _Jobs(jobs)
+    engine.generate(source, Sampling(_NEW_TOKENS))
     with torch.no_grad():
         expected = [
-            plain_tail(plain, torch.cat([torch.from_numpy(prompts[number // 2]), answer]).long(), len(answer))
-            for number, answer in enumerate(found.tokens.rows())
+            plain_tail(plain, torch.tensor([*prompts[turn.place].tolist(), *turn.tokens]), len(turn.tokens))
+            for turn in source.turns
         ]
-    return distance(found.log_probs.values, torch.cat(expected))
+    return distance(torch.tensor([number for turn in source.turns for number in turn.log_probs]), torch.cat(expected))

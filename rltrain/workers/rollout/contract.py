@@ -7,15 +7,14 @@ worker and the trainer know nothing more. Text is left out: nothing is decoded a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.base.columns.ragged import Ragged
 from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.models.weights.names import Weight
 
@@ -56,30 +55,50 @@ class Job:
         return EncodedPrompt(self.prompt, self.images)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Answers: all samples of the first job that was taken, then of the second, and so on."""
+@dataclass
+class Turn:
+    """What an engine samples of one answer without a break: from the prompt, or the given tokens, to its end."""
 
-    tokens: Ragged
+    place: int
+    """Of the prompt in the task."""
+    sample: int
+    """Its number among the answers to the prompt."""
+    tokens: list[int] = field(default_factory=list)
     """New ids (without `Job.given`), with the end token if there is one."""
-    log_probs: Ragged
+    log_probs: list[float] = field(default_factory=list)
     """Log softmax(logits / temperature) of each sampled id, before top-k and top-p (greedy: temperature 1); the softmax
     has the placeholder tokens of images too, although they are never drawn."""
-    truncated: Tensor
-    """[n]: ended by ``max_tokens``, not by an end token."""
-    aborted: Tensor
-    """[n]: given up while it was running."""
-    seconds: Tensor
-    """[n]: when it ended, since the call."""
+    reason: str = "abort"
+    """Stop (an end token), length (``max_tokens``), or the engine's word for a turn that was given up."""
+    seconds: float = 0.0
+    """When it ended, since the call."""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it was given up while it was running."""
+        return self.reason not in ("stop", "length")
+
+
+def turns_of(job: Job) -> list[Turn]:
+    """The turns that a job asks for, before their first token."""
+    return [Turn(job.place, sample) for sample in job.samples.tolist()]
 
 
 class Source(Protocol):
     """The work of an engine. The processes of a replica call every method at the same point of their work."""
 
     def take(self, most: int) -> list[Job]:
-        """Jobs of at most ``most`` samples together. None when no work is left or wanted, or the next job is larger.
+        """Jobs of at most ``most`` samples together. None when no work is there or wanted, or the next job is larger.
 
         No job has more samples than the engine's ``max_num_seqs``.
+        """
+
+    def ended(self, turn: Turn) -> None:
+        """A turn has ended, or was given up. The engine says so at once, because the next turn may follow from it."""
+
+    def wait(self) -> bool:
+        """Whether more work may come. Asked when nothing is running and nothing was to be taken; may wait a little for
+        it first.
         """
 
     @property
@@ -87,11 +106,7 @@ class Source(Protocol):
         """Whether `stopped` can ever be true."""
 
     def stopped(self) -> bool:
-        """Whether the answers that are running are no longer wanted. An engine asks every few tokens."""
-
-
-# Called when a job has ended, with the new token ids of its answers.
-Finished = Callable[[Job, list[list[int]]], None]
+        """Whether the turns that are running are no longer wanted. An engine asks every few tokens."""
 
 
 class RolloutEngine(Protocol):
@@ -114,8 +129,8 @@ class RolloutEngine(Protocol):
     def wake_cache(self) -> None:
         """Take the device memory of the key-value cache, and forget everything computed with earlier weights."""
 
-    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
-        """Answer jobs until the source has no more. ``finished`` is called as soon as the last answer of a job ends."""
+    def generate(self, source: Source, sampling: Sampling) -> None:
+        """Answer jobs until the source has no more, and tell it of every turn that has ended."""
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
         """log softmax(logits) of each of ``text.tokens[1:]`` given what stands before it: [tokens - 1] in fp32."""

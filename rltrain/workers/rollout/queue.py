@@ -85,7 +85,7 @@ def give_up(store: dist.Store) -> None:
 
 
 class JobQueue:
-    """`Source` of one replica: first its dealt jobs, then jobs from the common rest, one by one.
+    """The jobs of one replica: first its dealt jobs, then jobs from the common rest, one by one.
 
     jobs: those of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas back and
     forth; if that is all of them, the assignment of jobs to replicas is deterministic. enough: stop when this many

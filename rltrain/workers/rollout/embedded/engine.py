@@ -28,9 +28,9 @@ from rltrain.models.forward import final_logits, trunk
 from rltrain.models.load import empty_model
 from rltrain.models.vision import placeholder_ids, read_with_images
 from rltrain.models.weights.names import Weight
-from rltrain.workers.rollout.answers import RunningAnswers
-from rltrain.workers.rollout.contract import Finished, Generation, Job, Sampling, Source
+from rltrain.workers.rollout.contract import Job, Sampling, Source
 from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues, PromptChunk
+from rltrain.workers.rollout.embedded.running import RunningTurns
 from rltrain.workers.rollout.sampling import choose, random_numbers
 from rltrain.workers.rollout.settings import EngineSettings
 
@@ -104,41 +104,45 @@ class HFRollout:
         return torch.log_softmax(final_logits(self._model, hidden), -1).gather(-1, ids[1:, None])[:, 0].cpu()
 
     @torch.inference_mode()
-    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+    def generate(self, source: Source, sampling: Sampling) -> None:
         kv = KeyValues(self._device.torch_device, self._block)
-        answers = RunningAnswers(sampling.max_tokens, self._max_model_len, finished)
+        turns = RunningTurns(sampling.max_tokens, self._max_model_len, source)
         rows = np.zeros(0, dtype=np.int64)
         hidden = torch.empty(0, self._model.config.get_text_config().hidden_size, dtype=self._dtype)
         hidden = hidden.to(self._device.torch_device)
         while True:
-            if jobs := self._take(source, answers.num_running):
-                rows = np.concatenate([rows, answers.add(jobs)])
+            if jobs := self._take(source, turns.num_running):
+                rows = np.concatenate([rows, turns.add(jobs)])
                 hidden = torch.cat([hidden, self._prefill(jobs, kv)])
             if not len(rows):
-                return answers.result()
-            tokens = self._sample(hidden, rows, answers, sampling)
-            if answers.num_running and source.stopped():
-                return answers.result()
-            running = ~answers.ended[rows]
+                if source.wait():
+                    continue
+                return self._refuse_what_is_too_large(source)
+            tokens = self._sample(hidden, rows, turns, sampling)
+            if turns.num_running and source.stopped():
+                return turns.give_up()
+            running = ~turns.ended[rows]
             if not running.any() or running.mean() < 1 - _DEAD:
                 order = kv.keep(running)
                 rows, tokens = rows[order], tokens[torch.from_numpy(order).to(tokens.device)]
             if len(rows):
                 kv.begin_step()
                 # Minus one, because the token that was just drawn is counted already and is the one to be computed.
-                places = answers.prompt_lengths + answers.shifts + answers.lengths
+                places = turns.prompt_lengths + turns.shifts + turns.lengths
                 positions = torch.from_numpy(places[rows] - 1)
                 hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
             else:
                 hidden = hidden[:0]
 
     def _take(self, source: Source, num_running: int) -> list[Job]:
+        room = self._most_rows - num_running
+        return source.take(room) if room > 0 else []
+
+    def _refuse_what_is_too_large(self, source: Source) -> None:
+        """Raise ConfigError where the source has no more work that fits, but has some."""
         most = self._most_rows
-        if jobs := source.take(most - num_running) if num_running < most else []:
-            return jobs
-        # Nothing runs and nothing was given: either there is no more work, or the next job does not fit. Asking with
-        # the limit of the settings tells which.
-        if not num_running and most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
+        # Asking with the limit of the settings tells whether there is any.
+        if most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
             key = "actor_rollout_ref.rollout."
             raise ConfigError(
                 f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, "
@@ -147,16 +151,15 @@ class HFRollout:
                 f"{key}max_model_len"
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )
-        return []
 
-    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], answers: RunningAnswers, sampling: Sampling) -> Tensor:
+    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], turns: RunningTurns, sampling: Sampling) -> Tensor:
         """One more token of each row [rows], written down."""
-        noise = torch.from_numpy(random_numbers(answers.seeds[rows], (answers.given + answers.lengths)[rows])).to(
+        noise = torch.from_numpy(random_numbers(turns.seeds[rows], (turns.given + turns.lengths)[rows])).to(
             hidden.device
         )
         tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never)
-        found = tokens.cpu().numpy()
-        answers.write(rows, found, log_probs.cpu().numpy(), self._is_end[found] & (not sampling.ignore_eos))
+        drawn = tokens.cpu().numpy()
+        turns.write(rows, drawn, log_probs.cpu().numpy(), self._is_end[drawn] & (not sampling.ignore_eos))
         return tokens
 
     def _prefill(self, jobs: Sequence[Job], kv: KeyValues) -> Tensor:

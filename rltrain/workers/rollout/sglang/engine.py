@@ -30,8 +30,7 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.vision import placeholder_ids
 from rltrain.models.weights.names import Weight
-from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
-from rltrain.workers.rollout.contract import Finished, Generation, Job, Sampling, Source
+from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_of
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.sglang.weights import load_weights, report_refused
 
@@ -196,36 +195,33 @@ class SGLangRollout:
         )
         return [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]]
 
-    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
-        answers: list[SampledAnswer] = []
+    def generate(self, source: Source, sampling: Sampling) -> None:
         if self._engine:
-            answers = self._engine.loop.run_until_complete(self._serve(source, sampling, finished))
+            self._engine.loop.run_until_complete(self._serve(source, sampling))
         self._replica.agree(None)  # the engine computes on the devices of all
-        return generation_of(answers)
 
-    async def _serve(self, source: Source, sampling: Sampling, finished: Finished | None) -> list[SampledAnswer]:
-        """Keep the engine full until the source has no more, and report every job that has ended."""
+    async def _serve(self, source: Source, sampling: Sampling) -> None:
+        """Keep the engine full until the source has no more."""
         started = time.perf_counter()
-        answers: list[SampledAnswer] = []
-        running: dict[asyncio.Future[None], RunningJob] = {}
+        running: dict[asyncio.Future[None], Turn] = {}
         stopped = False
         while True:
             stopped = stopped or (bool(running) and source.stopped())
             if stopped:
                 self._engine.tokenizer_manager.abort_request(abort_all=True)
             for job in [] if stopped else source.take(self._max_num_seqs - len(running)):
-                taken = RunningJob(job, finished)
-                answers += taken.answers
-                for number, answer in enumerate(taken.answers):
-                    running[asyncio.ensure_future(self._answer(job, number, sampling, answer, started))] = taken
+                for number, turn in enumerate(turns_of(job)):
+                    running[asyncio.ensure_future(self._answer(job, number, sampling, turn, started))] = turn
             if not running:
-                return answers
+                if not stopped and source.wait():
+                    continue
+                return
             done, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises what the engine raised
-                running.pop(task).end()
+                source.ended(running.pop(task))
 
-    async def _answer(self, job: Job, number: int, sampling: Sampling, answer: SampledAnswer, started: float) -> None:
+    async def _answer(self, job: Job, number: int, sampling: Sampling, turn: Turn, started: float) -> None:
         seed = int(job.seeds[number])
         given = job.given[number].tolist() if job.given else []
         prompt = [*job.prompt.tolist(), *given]
@@ -242,11 +238,11 @@ class SGLangRollout:
                 "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
             }
         output = await self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
-        found = output["meta_info"].get("output_token_logprobs") or []
-        answer.tokens = [entry[1] for entry in found]
-        answer.log_probs = [entry[0] for entry in found]
-        answer.reason = output["meta_info"]["finish_reason"]["type"]
-        answer.seconds = time.perf_counter() - started
+        sampled = output["meta_info"].get("output_token_logprobs") or []
+        turn.tokens = [entry[1] for entry in sampled]
+        turn.log_probs = [entry[0] for entry in sampled]
+        turn.reason = output["meta_info"]["finish_reason"]["type"]
+        turn.seconds = time.perf_counter() - started
 
 
 def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -31,8 +31,7 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.models.load import by_owner
 from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.models.weights.names import Weight
-from rltrain.workers.rollout.answers import RunningJob, SampledAnswer, generation_of
-from rltrain.workers.rollout.contract import Finished, Generation, Job, Sampling, Source
+from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_of
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.vllm.images import ImageInput, image_arguments
@@ -142,11 +141,10 @@ class VLLMRollout:
             outputs = self._llm.llm_engine.step()
         return torch.tensor(list(outputs[0].prompt_logprobs.logprobs))
 
-    def generate(self, source: Source, sampling: Sampling, finished: Finished | None = None) -> Generation:
+    def generate(self, source: Source, sampling: Sampling) -> None:
         started = time.perf_counter()
         engine = self._llm.llm_engine
-        answers: list[SampledAnswer] = []
-        running: dict[str, tuple[SampledAnswer, RunningJob]] = {}
+        running: dict[str, Turn] = {}
         self._sampler.begin(sampling)
         self._num_calls += 1
         step = 0
@@ -154,28 +152,28 @@ class VLLMRollout:
             for job in source.take(self._max_num_seqs - len(running)):
                 # A place means another prompt in the next call.
                 images = self._images_of(job.asked, f"{self._num_calls}/{job.place}")
-                taken = RunningJob(job, finished)
-                answers += taken.answers
-                for number, answer in enumerate(taken.answers):
-                    name = self._ask(job, number, images, sampling, deltas=source.may_stop)
-                    running[name] = (answer, taken)
+                for number, turn in enumerate(turns_of(job)):
+                    running[self._ask(job, number, images, sampling, deltas=source.may_stop)] = turn
             if not running:
-                return generation_of(answers)
+                if source.wait():
+                    continue
+                return
             step += 1
             for output in engine.step():
-                answer, taken = running[output.request_id]
-                answer.tokens += output.outputs[0].token_ids
-                answer.log_probs += output.outputs[0].logprobs.logprobs
+                turn = running[output.request_id]
+                turn.tokens += output.outputs[0].token_ids
+                turn.log_probs += output.outputs[0].logprobs.logprobs
                 if output.finished:
                     del running[output.request_id]
-                    answer.reason, answer.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
-                    taken.end()
+                    turn.reason, turn.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
+                    source.ended(turn)
             # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.
             if running and source.may_stop and step % _ASK_EVERY == 0 and source.stopped():
                 engine.abort_request(list(running))
-                for answer, _ in running.values():
-                    answer.seconds = time.perf_counter() - started
-                return generation_of(answers)
+                for turn in running.values():
+                    turn.seconds = time.perf_counter() - started
+                    source.ended(turn)
+                return
 
     def _images_of(self, prompt: EncodedPrompt, name: str) -> dict[str, Any]:
         if prompt.images is None:

@@ -1,0 +1,168 @@
+"""Conversations: what stands between the jobs of a task and the engine that works on them.
+
+An answer is a conversation of the policy with whatever answers back: tokens that are only ever appended, of which some
+were sampled and the others were not. An engine knows jobs and turns alone; here a turn that has ended becomes part of
+its conversation, and here it is decided what follows. Today nothing does: every conversation is over with its first
+turn. Where tools answer, `Conversations.ended` starts them, `take` hands out the next turn of a conversation in front
+of the queue's jobs (a `Job` of one sample, ``given`` all its tokens so far), and `wait` waits for one.
+
+An answer that an earlier step has begun (``carry_over``) is a conversation that is already some tokens long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.workers.rollout.contract import Job, Turn
+from rltrain.workers.rollout.queue import JobQueue
+
+
+@dataclass
+class Conversation:
+    """One answer to a prompt, as far as it is."""
+
+    place: int
+    """Of the prompt in the task."""
+    sample: int
+    """Its number among the answers to the prompt."""
+    prompt: NDArray[np.int32]
+    """Token ids [p]."""
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """[t]: what follows the prompt."""
+    mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """[t]: the policy sampled it."""
+    log_probs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """[mask.sum()]: of the sampled tokens (`Turn.log_probs`)."""
+    truncated: bool = False
+    """Its last turn ended for want of room, not by an end token."""
+    aborted: bool = True
+    """Its last turn has not ended by itself."""
+    seconds: float = 0.0
+    """When its last turn ended, since the call of the engine."""
+
+    def add_sampled(self, tokens: NDArray[np.int32], log_probs: NDArray[np.float32]) -> None:
+        """Append what the policy sampled."""
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.mask = np.concatenate([self.mask, np.ones(len(tokens), dtype=np.bool_)])
+        self.log_probs = np.concatenate([self.log_probs, log_probs])
+
+
+@dataclass
+class _Started:
+    """A job that an engine has taken."""
+
+    job: Job
+    """Without its images: it is known until the call ends, and pixels are large."""
+    conversations: list[Conversation]
+    num_running: int
+
+
+class Conversations:
+    """The `Source` of an engine: jobs of ``queue``, whose answers are kept.
+
+    begun: conversations that go on, by place and sample. vocabulary: the number of token ids. finished: called when
+    the last conversation of a job is over, if none of them was given up: those that were are begun anew or go on in a
+    later step. A turn with a token outside the vocabulary or a log-prob that is not finite is left out of its
+    conversation and counted.
+    """
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        vocabulary: int,
+        begun: Mapping[tuple[int, int], Conversation] | None = None,
+        finished: Callable[[Job, list[Conversation]], None] | None = None,
+    ) -> None:
+        self.num_damaged = 0
+        """Turns that were left out."""
+        self.num_unknown = 0
+        """Tokens outside the vocabulary."""
+        self.all: list[Conversation] = []
+        """In the order in which the engine took them."""
+        self._queue = queue
+        self._vocabulary = vocabulary
+        self._begun = begun or {}
+        self._finished = finished
+        self._running: dict[tuple[int, int], tuple[_Started, Conversation]] = {}
+
+    def take(self, most: int) -> list[Job]:
+        """See `JobQueue.take`."""
+        jobs = self._queue.take(most)
+        for job in jobs:
+            keys = [(job.place, sample) for sample in job.samples.tolist()]
+            conversations = [self._begun.get(key) or Conversation(*key, job.prompt) for key in keys]
+            self.all += conversations
+            started = _Started(replace(job, images=None), conversations, len(keys))
+            self._running.update((key, (started, known)) for key, known in zip(keys, conversations, strict=True))
+        return jobs
+
+    def ended(self, turn: Turn) -> None:
+        """Append the turn to its conversation."""
+        started, conversation = self._running.pop((turn.place, turn.sample))
+        tokens, log_probs = np.array(turn.tokens, dtype=np.int32), np.array(turn.log_probs, dtype=np.float32)
+        unknown = (tokens < 0) | (tokens >= self._vocabulary)
+        if unknown.any() or not np.isfinite(log_probs).all():
+            self.num_damaged += 1
+            self.num_unknown += int(unknown.sum())
+        else:
+            conversation.add_sampled(tokens, log_probs)
+        conversation.truncated, conversation.aborted = turn.reason == "length", turn.aborted
+        conversation.seconds = turn.seconds
+        started.num_running -= 1
+        if not started.num_running and not any(known.aborted for known in started.conversations):
+            self._queue.ended(started.job)
+            if self._finished:
+                self._finished(started.job, started.conversations)
+
+    def wait(self) -> bool:
+        """Never: no conversation waits for anything."""
+        return False
+
+    @property
+    def may_stop(self) -> bool:
+        """See `JobQueue.may_stop`."""
+        return self._queue.may_stop
+
+    def stopped(self) -> bool:
+        """See `JobQueue.stopped`."""
+        return self._queue.stopped()
+
+
+def begun_conversations(batch: Batch, prompts: Sequence[NDArray[np.int32]], num_samples: int) -> list[Conversation]:
+    """Those of answers that have some tokens already. batch: `columns.ANSWER`, and ``slot`` (place * n + sample).
+
+    prompts: by place.
+    """
+    columns = [batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK, c.ROLLOUT_LOG_PROBS)]
+    conversations = []
+    for slot, *parts in zip(batch.dense(c.SLOT).tolist(), *columns, strict=True):
+        place, sample = divmod(slot, num_samples)
+        conversations.append(Conversation(place, sample, prompts[place], *(part.numpy() for part in parts)))
+    return conversations
+
+
+def payload_of(conversations: Sequence[Conversation]) -> Batch:
+    """Prompts and `columns.ANSWER` of conversations (at least one) that stand in the order of their places."""
+    places, prompts = zip(*{known.place: known.prompt for known in conversations}.items(), strict=True)
+    index = np.searchsorted(places, [known.place for known in conversations])
+    rows = _ragged([np.array(prompt, dtype=np.int32) for prompt in prompts])
+    return Batch(
+        {
+            c.PROMPT: DictionaryColumn(rows, torch.from_numpy(index)),
+            c.RESPONSE: _ragged([known.tokens for known in conversations]),
+            c.RESPONSE_MASK: _ragged([known.mask for known in conversations]),
+            c.ROLLOUT_LOG_PROBS: _ragged([known.log_probs for known in conversations]),
+        }
+    )
+
+
+def _ragged(rows: Sequence[NDArray[np.generic]]) -> Ragged:
+    return Ragged(torch.from_numpy(np.concatenate(rows)), torch.tensor([len(row) for row in rows], dtype=torch.long))

@@ -21,9 +21,9 @@ from rltrain.base.imports import importing
 from rltrain.base.plugin import save_object
 from rltrain.base.stop import Stop, listen
 from rltrain.config.check import check
-from rltrain.config.effects import together, without_effect
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
+from rltrain.config.notes import join_by_reason, without_effect
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -188,7 +188,9 @@ def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[Lo
 def look_over(loaded: LoadedConfig) -> list[str]:
     """Raise ConfigError with every rule that the settings break; returns what is said of those that change nothing."""
     check(loaded)
-    return together([*loaded.warnings, *(loaded.as_written(note, follow=False) for note in without_effect(loaded))])
+    return join_by_reason(
+        [*loaded.warnings, *(loaded.as_written(note, follow=False) for note in without_effect(loaded))]
+    )
 
 
 def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> None:

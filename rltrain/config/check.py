@@ -19,16 +19,15 @@ from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import is_plugin, plugin_file
 from rltrain.base.storage import matching
 from rltrain.config.budgets import budget_problems
-from rltrain.config.effects import holds
 from rltrain.config.engine_rules import engine_problems
 from rltrain.config.folders import folder_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.overlap import overlap_problems
 from rltrain.config.schema import Config
 from rltrain.config.schema.algorithm import FILTER_METRICS
+from rltrain.config.schema.conditions import as_text, is_met
 from rltrain.config.schema.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.schema.model import HALF, NO_SCALER
-from rltrain.config.verl.renames import shown
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -119,12 +118,12 @@ def _each_key(config: Config) -> Iterator[str]:
                 continue
             if rules.among:
                 own = ", or a function of your own: FILE.py:NAME" if rules.plugin else ""
-                yield f"{key.name}={shown(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
+                yield f"{key.name}={as_text(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
             elif rules.plugin:
                 yield f"{key.name}={item}: name the file and what is in it, FILE.py:NAME."
         # Scripts write 0 for what they do not use, such as the alpha of no adapters.
         section = key.name.rpartition(".")[0]
-        unused = not value and not all(holds(config, section, condition) for condition in rules.only_with)
+        unused = not value and not all(is_met(config, section, condition) for condition in rules.only_with)
         if isinstance(value, int | float) and not rules.within(value) and not unused:
             source = key
             while other := followed(source.name):
@@ -312,7 +311,7 @@ def _reward_model(config: Config) -> Iterator[str]:
         for setting in (setting for setting, asks in asking.items() if asks):
             yield (
                 f"{setting} needs a scorer, and beside a reward model none runs unless reward_model.rule_weight is set "
-                f"(got {shown(model.rule_weight)})."
+                f"(got {as_text(model.rule_weight)})."
             )
     if model.reward_manager == "batch" and not config.custom_reward_function.path:
         needs = "custom_reward_function.path, a function that takes lists"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rltrain.config.schema import Config
+from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES, engines_with
 from rltrain.config.schema.keys import get
-from rltrain.config.verl.renames import shown
 
 _R = "actor_rollout_ref.rollout."
 
@@ -35,7 +35,7 @@ def _tail(config: Config) -> Iterator[str]:
     if rollout.tail == "carry_over" and not weighted:
         yield (
             f"{tail} learns from tokens that earlier policies have sampled, and needs a weight for each: set "
-            f"algorithm.rollout_correction.rollout_is=token (got {shown(correction.rollout_is)})."
+            f"algorithm.rollout_correction.rollout_is=token (got {as_text(correction.rollout_is)})."
         )
 
 
@@ -67,15 +67,15 @@ def _engine(config: Config) -> Iterator[str]:
         if f"engine_kwargs.{name}" not in taking:
             yield f"{_R}engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
         elif not isinstance(given := rollout.engine_kwargs[name], dict | type(None)):
-            form = f"such as {_R}engine_kwargs.{name}.NAME={shown(given)}"
-            yield f"{_R}engine_kwargs.{name}={shown(given)}: arguments of the engine have names, {form}."
+            form = f"such as {_R}engine_kwargs.{name}.NAME={as_text(given)}"
+            yield f"{_R}engine_kwargs.{name}={as_text(given)}: arguments of the engine have names, {form}."
     arguments = rollout.engine_kwargs.get(rollout.name)
     for name, value in (arguments if isinstance(arguments, dict) else {}).items():
         # vLLM spells what is off as null, 1 or false.
         off = value is None or value is False or (value == 1 and value is not True)
         if name in engine.refused_arguments and not off:
             key = f"{_R}engine_kwargs.{rollout.name}.{name}"
-            yield f"{key}={shown(value)}: {engine.refused_arguments[name]}. Leave it out."
+            yield f"{key}={as_text(value)}: {engine.refused_arguments[name]}. Leave it out."
     if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
         yield (
             f"{_R}max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of "

@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from rltrain.base.errors import ConfigError
+from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import Key, all_keys, nearest, sections
-from rltrain.config.verl.refused import SECTIONS
-from rltrain.config.verl.renames import answer, rename, shown
+from rltrain.config.verl.keys import rename, verdict
 
 _START = """\
 usage: python -m rltrain.main_ppo [--config FILE]... [key=value]...
@@ -52,10 +52,9 @@ def help_text(topic: str = "") -> str:
     found = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
     # The start that all keys of a model share is often left out.
     for key in (topic, f"actor_rollout_ref.{topic}") if not found else ():
-        # `...` is no value that any row needs no note for, so the reason always comes; but a section may be off.
-        if (told := answer(key, ...)) and (why := told.why or SECTIONS.get(told.row, ("", ""))[1]):
-            refused = told.refused or not told.why
-            return f"{key}: {'refused' if refused else 'accepted, and has no effect'}: {why}\n"
+        # `...` is a value that no row names.
+        if said := verdict(key, ...):
+            return f"{key}: {'refused' if said.forbids else 'accepted, and has no effect'}: {said.why}\n"
     if not found:
         near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
         raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")
@@ -78,15 +77,15 @@ def _section(name: str, keys: Sequence[Key]) -> str:
 
 
 def _entry(key: Key, name: str = "") -> str:
-    head = f"  {name or key.name.rpartition('.')[2]} ({key.type_name}) = {shown(key.default)}"
+    head = f"  {name or key.name.rpartition('.')[2]} ({key.type_name}) = {as_text(key.default)}"
     return _wrapped(head, 4) + "\n" + _wrapped(" " * 6 + " ".join([*key.help.split(), *_rules(key)]), 6)
 
 
 def _rules(key: Key) -> Iterator[str]:
     """The values a key may have, as sentences beside its help text."""
     # Most help texts explain their values one by one, and a second list would only repeat them.
-    if any(shown(choice) not in key.help for choice in key.choices):
-        yield f"One of {', '.join(map(shown, key.choices))}."
+    if any(as_text(choice) not in key.help for choice in key.choices):
+        yield f"One of {', '.join(map(as_text, key.choices))}."
     if bounds := key.rules.bounds():
         yield f"{bounds[0].upper()}{bounds[1:]}."
     if unused := [name for name, engine in ENGINES.items() if key.name.rpartition(".")[2] in engine.unused_keys]:

@@ -26,10 +26,9 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import is_known
+from rltrain.config.verl import easyr1
 from rltrain.config.verl.defaults import as_written
-from rltrain.config.verl.easyr1 import EASYR1, is_easyr1
 from rltrain.config.verl.hydra import compose, flow, parsed
-from rltrain.config.verl.others import Format, read
 
 OmegaConf.register_resolver("devices_here", devices_here, replace=True)
 OmegaConf.register_resolver("nodes_here", nodes_here, replace=True)
@@ -51,8 +50,8 @@ def load_config(
         reader.direct.clear()
         try:
             settings = as_written(compose(Path(file))) if isinstance(file, str) else file
-            if is_easyr1(settings):
-                overrides = _take_over(reader, EASYR1, settings, overrides)
+            if easyr1.is_easyr1(settings):
+                overrides = _take_over(reader, settings, overrides)
                 continue
             for key, value in settings.items():
                 reader.set(key, value)
@@ -79,20 +78,20 @@ def load_config(
     return loaded
 
 
-def _take_over(reader: Reader, form: Format, settings: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Take over another trainer's file, with the words that follow in its language; returns the words in ours."""
+def _take_over(reader: Reader, settings: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Take over a file of EasyR1's, with the words that follow in its language; returns the words in ours."""
     words, ours = dict[str, Any](), list[str]()
     for word in overrides:
         key, _, text = word.lstrip("+").partition("=")
         with suppress(YAMLError, OmegaConfBaseException):  # told with our own
             words[key] = parsed(text)
-        if key not in words or not form.has(key):
+        if key not in words or not easyr1.is_key(key):
             ours.append(word)
-    found = read(form, {**settings, **words})
-    reader.problems += found.refused
-    reader.notes += [*found.notes, *([line] if (line := found.defaulted()) else [])]
-    for key, value in found.settings.items():
-        if (was := found.was.get(key)) and is_known(key):
+    reading = easyr1.read({**settings, **words})
+    reader.problems += reading.refused
+    reader.notes += [*reading.notes, *([line] if (line := reading.defaulted()) else [])]
+    for key, value in reading.settings.items():
+        if (was := reading.was.get(key)) and is_known(key):
             reader.set_as(key, was, value)
         else:
             reader.set(key, value)

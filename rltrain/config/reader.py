@@ -21,14 +21,23 @@ from rltrain.base.logs import count
 from rltrain.base.plugin import is_plugin
 from rltrain.config.budgets import share_of_rank
 from rltrain.config.schema import Config
-from rltrain.config.schema.keys import Key, all_keys, free_form_parent, is_known, meant, sections
-from rltrain.config.verl.elsewhere import own_name
+from rltrain.config.schema.conditions import as_text, is_off
+from rltrain.config.schema.keys import Key, all_keys, free_form_parent, is_known, sections, similar_keys
 from rltrain.config.verl.hydra import OPENINGS, parsed
-from rltrain.config.verl.keys import ALIASES, CLASSES, CLASSIFIER, IMPLIES, OVERRIDES
+from rltrain.config.verl.keys import leaves_of, rename, verdict
+from rltrain.config.verl.no_effect import CLASSIFIER
+from rltrain.config.verl.others import own_name
 from rltrain.config.verl.refused import GENERATIVE, NO_NULL
-from rltrain.config.verl.renames import answer, leaves_of, rename, shown, turned_off
-from rltrain.config.verl.spellings import OLD_KEYS, VALUES, of_several
-from rltrain.config.verl.unwritten import unwritten
+from rltrain.config.verl.spellings import (
+    ALIASES,
+    CLASSES,
+    IMPLIES,
+    OLD_KEYS,
+    OVERRIDES,
+    VALUES,
+    of_old_keys,
+    sizes_not_written,
+)
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
 _SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
@@ -103,8 +112,10 @@ class Reader:
         self.nulls.pop(key, None)
         if known:
             value = _plain(known, value)
-            if new := VALUES.get(key, {}).get(shown(value).lower()):
-                self.renamed[written] = f"{written}={shown(value)} is {key}={new[0]} here" + (new[1] and f": {new[1]}")
+            if new := VALUES.get(key, {}).get(as_text(value).lower()):
+                self.renamed[written] = f"{written}={as_text(value)} is {key}={new[0]} here" + (
+                    new[1] and f": {new[1]}"
+                )
                 value = new[0]
             if value is None and not _null_is_a_value(known):
                 OmegaConf.update(self.tree, key, known.default, merge=False)
@@ -112,14 +123,14 @@ class Reader:
                 self.nulls[key] = written
                 return
             if wanted := _other_type(known, value):
-                self.problems.append(f"{written}={shown(value)}: {wanted}.")
+                self.problems.append(f"{written}={as_text(value)}: {wanted}.")
                 self.wrong.add(written)
                 return
         try:
             # A structured tree refuses keys that the schema lacks; only free-form dictionaries may get them.
             OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
         except OmegaConfBaseException:
-            self.problems.append(f"{written}={shown(value)}: {_expected(known, key, value)}.")
+            self.problems.append(f"{written}={as_text(value)}: {_expected(known, key, value)}.")
             self.wrong.add(written)
         self.explicit.add(key)
 
@@ -127,7 +138,7 @@ class Reader:
         """Take over what earlier versions of verl said with other keys, and switches that stand for several keys."""
         old = {key: self.foreign.pop(key)[1] for key in OLD_KEYS if key in self.foreign}
         try:
-            for key, value, note in of_several(old, self._value):
+            for key, value, note in of_old_keys(old, self._value):
                 self._assign(key, key, value)
                 self.notes += [note] if note else []
         except ConfigError as error:
@@ -146,7 +157,7 @@ class Reader:
             del self.foreign[key]
         for key in [key for key in self.foreign if is_known(f"{key}_per_gpu")]:
             self._share(key, *self.foreign.pop(key))
-        for key, size, note in unwritten(self.explicit, self._value):
+        for key, size, note in sizes_not_written(self.explicit, self._value):
             self._assign(key, key, size)
             self.explicit.discard(key)
             self.notes.append(note)
@@ -157,7 +168,7 @@ class Reader:
         if total is None:  # as in a file of verl's, where the size is not given
             return
         if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-            self.problems.append(f"{written}={shown(total)}: give a number of samples, at least 1, or {ours}.")
+            self.problems.append(f"{written}={as_text(total)}: give a number of samples, at least 1, or {ours}.")
         elif ours in self.explicit:
             self.renamed[written] = f"{written}: no effect: {ours} is set too"
         else:
@@ -182,12 +193,12 @@ class Reader:
         if not (self._value("data.custom_cls") or is_plugin(str(self._value("data.sampler.name")))):
             return
         for key, (written, value) in list(self.foreign.items()):
-            found = answer(key, value)
-            mistyped = written not in self.added and meant(key)
-            if key.startswith("data.") and not (found and found.refused) and not mistyped:
+            said = verdict(key, value)
+            mistyped = written not in self.added and similar_keys(key)
+            if key.startswith("data.") and not (said and said.refused) and not mistyped:
                 del self.foreign[key]
                 OmegaConf.update(self.tree, key.replace("data.", "data.own_keys.", 1), value, force_add=True)
-                if not found and not turned_off(value):
+                if not said and not is_off(value):
                     self.notes.append(f"{written}: nobody reads it but your own class")
 
     def judge(self, config: Config | None) -> None:
@@ -195,15 +206,15 @@ class Reader:
         told: dict[tuple[str, bool], list[str]] = {}
         self.problems += [f"{written}=null: {NO_NULL[key]}." for key, written in self.nulls.items() if key in NO_NULL]
         for key, (written, value) in self.foreign.items():
-            if found := answer(key, value, self._value):
-                why = _contradicted(found.why, config)
-                if found.refused or why:
-                    told.setdefault((why or found.why, True), []).append(f"{written}={shown(value)}")
-                elif found.why:
-                    told.setdefault((found.why, False), []).append(written)
-            elif not (key in sections() and turned_off(value)):
+            if said := verdict(key, value, self._value):
+                why = _contradicted(said.why, config) if said.applies else ""
+                if said.refused or why:
+                    told.setdefault((why or said.why, True), []).append(f"{written}={as_text(value)}")
+                elif said.applies:
+                    told.setdefault((said.why, False), []).append(written)
+            elif not (key in sections() and is_off(value)):
                 # Nothing is lost with a key of nobody's that is turned off; one that is near a key of ours is mistyped.
-                if turned_off(value) and not meant(key):
+                if is_off(value) and not similar_keys(key):
                     told.setdefault(("not known here, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
@@ -240,7 +251,7 @@ class Reader:
         says_nothing = known and text.strip() in _NULLS and known.name not in NO_NULL and not _null_is_a_value(known)
         if known and says_nothing and known.default and not str(known.default).startswith("${"):
             how = "is" if text.strip() else "is empty, so it is"
-            self.notes.append(f"{word} {how} {shown(known.default)}, the default")
+            self.notes.append(f"{word} {how} {as_text(known.default)}, the default")
         try:
             self.set(key, _parse_value(key, text))
         except (YAMLError, OmegaConfBaseException) as error:
@@ -260,7 +271,7 @@ class Reader:
             if isinstance(around := self._value(inside), DictConfig):
                 around.pop(last, None)
             self.explicit.discard(key)
-        elif not (known or foreign or answer(key, None) or answer(f"{key}.x", None) or any(map(below, ALIASES))):
+        elif not (known or foreign or verdict(key, None) or verdict(f"{key}.x", None) or any(map(below, ALIASES))):
             self.problems.append(_unknown(f"~{written}", key))
         for name in known:
             OmegaConf.update(self.tree, name, all_keys()[name].default, merge=False)
@@ -303,7 +314,7 @@ def _plain(key: Key, value: Any) -> Any:
 def _other_type(key: Key, value: Any) -> str:
     """What a value should have been that OmegaConf would turn into another one; "" where it would not."""
     if key.type_name.startswith("bool") and value is not None and not (isinstance(value, str) and "${" in value):
-        return "" if shown(value).lower() in _SWITCHES else "expected true or false"
+        return "" if as_text(value).lower() in _SWITCHES else "expected true or false"
     if key.type_name.startswith("list") and isinstance(value, list) and any(isinstance(x, list | dict) for x in value):
         return f"expected {key.type_name.replace('None', 'null')}, without lists and mappings in it"
     is_text = key.type_name.startswith("str") and not key.choices and not key.name.endswith(_NUMBERS_AS_TEXT)
@@ -322,10 +333,10 @@ def _contradicted(why: str, config: Config | None) -> str:
 
 def _expected(known: Key | None, key: str, value: Any) -> str:
     """What a value of the wrong type or choice should have been."""
-    if (found := answer(key, value)) and found.refused:
-        return found.why
+    if (said := verdict(key, value)) and said.refused:
+        return said.why
     if known and known.choices:
-        return f"use one of {', '.join(map(shown, known.choices))}"
+        return f"use one of {', '.join(map(as_text, known.choices))}"
     if known and known.type_name.startswith("str") and isinstance(value, list | dict):
         return "expected a text; one that begins with a bracket needs quotes inside those of the shell"
     expected = known.type_name.replace("None", "null") if known else "a plain value"
@@ -337,7 +348,7 @@ def _unknown(written: str, key: str) -> str:
     if key in sections():
         return f"'{written}' is a section, not a value. Its keys: --help {key}."
     elsewhere = own_name(key)
-    near = [elsewhere] if elsewhere else meant(key)
+    near = [elsewhere] if elsewhere else similar_keys(key)
     around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
     hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."
     # Whoever brings a script of verl's asks whether it is verl's key or that of the fork the script is from.

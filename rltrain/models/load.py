@@ -19,7 +19,7 @@ from transformers import (
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.logs import count
-from rltrain.config.verl.renames import turned_off
+from rltrain.config.schema.conditions import is_off
 from rltrain.models.attention.recurrent import adopt
 from rltrain.models.attention.scores import count_places_here
 from rltrain.models.files.entries import NoEntries, read_entries
@@ -46,7 +46,7 @@ def load_config(
         if not hasattr(owner, key) and not value:
             continue
         if not hasattr(owner, key):
-            if turned_off(value):  # as verl's scripts do with the dropouts of every model
+            if is_off(value):  # as verl's scripts do with the dropouts of every model
                 continue
             raise ConfigError(f"{section}.override_config.{key}: {type(config).__name__} has no such field.")
         setattr(owner, key, value)

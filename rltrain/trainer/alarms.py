@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.base.errors import NonFiniteError, RewardError, SyncError
-from rltrain.config.meanings import compares_nothing
+from rltrain.config.notes import compares_nothing
 from rltrain.config.schema import Config
 from rltrain.trainer.metrics import Metrics
 

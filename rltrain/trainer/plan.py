@@ -15,7 +15,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.base.logs import count
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import uneven
-from rltrain.config.meanings import compares_nothing
+from rltrain.config.notes import compares_nothing
 from rltrain.config.overlap import ranks_with_all_weights
 from rltrain.config.passes import PASSES
 from rltrain.config.schema import Config

@@ -5,8 +5,9 @@ import pytest
 from rltrain.api import look_over
 from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
-from rltrain.config.effects import holds, without_effect
 from rltrain.config.load import load_config
+from rltrain.config.notes import without_effect
+from rltrain.config.schema.conditions import is_met
 from rltrain.config.schema.declarations import ESTIMATORS, POLICY_LOSSES
 from rltrain.config.schema.keys import all_keys
 
@@ -24,7 +25,7 @@ def notes(*overrides: str) -> list[str]:
 def test_every_condition_of_a_key_can_be_read():
     config = load_config(BASE).config
     for key in all_keys().values():
-        assert all(holds(config, scope, condition) in (True, False) for scope, condition, _ in key.only_with), key.name
+        assert all(is_met(config, scope, condition) in (True, False) for scope, condition, _ in key.only_with), key.name
 
 
 def test_estimators_and_losses_read_keys_that_exist():
@@ -47,13 +48,13 @@ def test_estimators_and_losses_read_keys_that_exist():
     ],
 )
 def test_conditions_by_hand(condition, expected):
-    assert holds(load_config([]).config, "actor_rollout_ref.actor", condition) is expected
+    assert is_met(load_config([]).config, "actor_rollout_ref.actor", condition) is expected
 
 
 def test_a_condition_finds_keys_around_its_section():
     config = load_config([f"{A}actor.use_kl_loss=True"]).config
-    assert holds(config, "actor_rollout_ref.ref", "actor.use_kl_loss")
-    assert holds(config, "actor_rollout_ref.actor", "use_kl_loss")
+    assert is_met(config, "actor_rollout_ref.ref", "actor.use_kl_loss")
+    assert is_met(config, "actor_rollout_ref.actor", "use_kl_loss")
 
 
 def test_a_plain_command_has_no_notes():

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from rltrain.base.errors import ConfigError
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.load import load_config, to_yaml
-from rltrain.config.meanings import other_meanings
+from rltrain.config.notes import other_meanings
 from rltrain.config.step_passes import make_step_passes
 from rltrain.config.verl.defaults import as_written
 from rltrain.config.verl.hydra import compose, named

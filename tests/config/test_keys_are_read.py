@@ -12,7 +12,7 @@ from rltrain.config.schema.keys import all_keys
 PACKAGE = Path(__file__).parents[2] / "rltrain"
 # What walks over all keys, or only judges them.
 JUDGES = {
-    "config/check.py", "config/effects.py", "config/engine_rules.py", "config/load.py", "config/meanings.py",
+    "config/check.py", "config/engine_rules.py", "config/load.py", "config/notes.py",
     "config/reader.py", "config/schema/keys.py",
 }  # fmt: skip
 

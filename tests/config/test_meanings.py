@@ -4,9 +4,8 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
-from rltrain.config.effects import without_effect
 from rltrain.config.load import load_config
-from rltrain.config.meanings import other_meanings
+from rltrain.config.notes import other_meanings, without_effect
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import make_step_passes
 from rltrain.models.optim import learning_rate

@@ -3,8 +3,8 @@
 import pytest
 
 from rltrain.config.check import broken_rules
-from rltrain.config.effects import without_effect
 from rltrain.config.load import load_config
+from rltrain.config.notes import without_effect
 from rltrain.config.overlap import ranks_with_all_weights
 
 A = "actor_rollout_ref."

@@ -8,12 +8,13 @@ from rltrain.api import look_over
 from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config, masked_command
+from rltrain.config.schema.conditions import parse
 from rltrain.config.schema.keys import all_keys, free_form_parent, get, sections
-from rltrain.config.verl import elsewhere
-from rltrain.config.verl.keys import ALIASES, CLASSES, IMPLIES, NO_EFFECT
+from rltrain.config.verl import others
+from rltrain.config.verl.keys import verdict
+from rltrain.config.verl.no_effect import NO_EFFECT
 from rltrain.config.verl.refused import NO_NULL, REFUSED, SECTIONS
-from rltrain.config.verl.renames import answer
-from rltrain.config.verl.spellings import OLD_KEYS, VALUES
+from rltrain.config.verl.spellings import ALIASES, CLASSES, IMPLIES, OLD_KEYS, VALUES
 from rltrain.main_ppo import main
 
 A, C = "actor_rollout_ref.", "algorithm.rollout_correction."
@@ -128,9 +129,9 @@ def test_sentences_of_rows_name_keys_that_exist():
 def test_only_arguments_and_options_of_other_tools_may_have_any_name():
     assert {row for row in NO_EFFECT if "*" in row.removeprefix("*.")} == FREE
     for row in NO_EFFECT:
-        section = concrete(row.partition("=")[0]).rpartition(".")[0]
-        if section and (found := answer(f"{section}.nobody_s", 1)):
-            assert found.refused or found.row in FREE, (row, found)
+        section = concrete(parse(row).key).rpartition(".")[0]
+        if section and (said := verdict(f"{section}.nobody_s", 1)):
+            assert said.refused or said.row in FREE, (row, said)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +159,12 @@ def test_arguments_of_the_processor_of_images_are_no_note():
 def test_every_row_of_the_tables_is_reached():
     for table in (REFUSED, SECTIONS, NO_EFFECT):
         for row in table:
-            pattern, _, values = row.replace("!=", "=").partition("=")
-            key = concrete(pattern)
-            wanted = values.split("|")[0] if values and "!=" not in row else "something"
+            condition = parse(row)
+            key, wanted = concrete(condition.key), "something" if condition.operator != "=" else condition.values[0]
             if switch := table is SECTIONS and SECTIONS[row][0]:
                 key = key.removesuffix("x") + switch
-            found = answer(key, wanted)
-            assert found is not None, row
-            assert found.row == row or table is NO_EFFECT, (row, found.row)
+            said = verdict(key, wanted)
+            assert (said and said.row, said and said.applies) == (row, True)
 
 
 ANOTHER_EXPERIMENT = [
@@ -321,7 +320,7 @@ def test_a_name_of_another_trainer_is_told_by_ours(typed, meant):
 
 
 def test_the_names_of_other_trainers_lead_to_keys_that_exist():
-    assert not set(elsewhere._BY_LEAF.values()) - set(all_keys())
+    assert not set(others._BY_LEAF.values()) - set(all_keys())
 
 
 def test_a_missing_or_mistyped_start_of_a_name_is_seen():
@@ -586,4 +585,4 @@ def test_mistakes_of_all_kinds_are_told_together():
 
 
 def test_sections_of_the_schema_are_no_rows():
-    assert not [section for section in sections() if answer(section, "x")]
+    assert not [section for section in sections() if verdict(section, "x")]

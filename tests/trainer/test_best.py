@@ -7,8 +7,8 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.stop import Stop
-from rltrain.config.effects import without_effect
 from rltrain.config.load import load_config
+from rltrain.config.notes import without_effect
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import find_start

@@ -7,8 +7,8 @@ import torch
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
-from rltrain.config.effects import without_effect
 from rltrain.config.load import load_config
+from rltrain.config.notes import without_effect
 from rltrain.config.schema.keys import all_keys
 from rltrain.models.weights import shard
 from tests.local import local_trainer

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.config.effects import without_effect
 from rltrain.config.load import load_config
+from rltrain.config.notes import without_effect
 from rltrain.main_ppo import main
 from rltrain.run.preflight import health
 from tests.tiny import CHARACTERS, SPECIALS, save_tiny_model, small_run

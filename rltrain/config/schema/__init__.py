@@ -2,7 +2,7 @@
 field.
 
 Names and meanings are verl's. A default that starts with ``${`` follows another key. Keys of verl's that change nothing
-here are no fields but rows of `verl_keys.NO_EFFECT`.
+here are no fields but rows of `verl.no_effect`.
 """
 
 from __future__ import annotations

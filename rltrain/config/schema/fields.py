@@ -2,7 +2,7 @@
 
 A rule about one key stands where the key does, as metadata of the field: the bounds, the names that are allowed, and
 the settings under which the key counts at all. The type is the annotation (a `Literal` where no other table has the
-choices); the help text is the string under the field. `check` reads the bounds, `effects` the conditions, `help` all of
+choices); the help text is the string under the field. `check` reads the bounds, `notes` the conditions, `help` all of
 them. Rules that compare several values are functions in `check`: a language for those would be harder to read than
 Python.
 """
@@ -30,7 +30,7 @@ class Rules:
     plugin: bool = False
     """FILE.py:NAME is allowed beside them."""
     only_with: Mapping[str, str] = field(default_factory=dict)
-    """Conditions as `effects.holds` reads them, which must all hold for the key to count; each with the reason that a
+    """Conditions as `conditions` reads them, which must all hold for the key to count; each with the reason that a
     user is told where it does not hold ("": the values on which it failed)."""
 
     def bounds(self) -> str:

@@ -84,7 +84,7 @@ def followed(name: str) -> str | None:
     return found[1] if found else None
 
 
-def meant(name: str) -> list[str]:
+def similar_keys(name: str) -> list[str]:
     """Up to three keys that a mistyped ``name`` may have meant, of its own section alone: keys of other sections do
     other things."""
     section, _, leaf = name.rpartition(".")

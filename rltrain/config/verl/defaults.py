@@ -14,7 +14,7 @@ from typing import Any
 
 from rltrain.config.schema.keys import all_keys, followed, is_known
 from rltrain.config.verl.easyr1 import is_easyr1
-from rltrain.config.verl.renames import leaves_of, rename
+from rltrain.config.verl.keys import leaves_of, rename
 
 # Nobody types so many keys that are not keys here, so a program of verl's wrote the tree.
 _WHOLE = 50

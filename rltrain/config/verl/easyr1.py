@@ -1,18 +1,27 @@
-"""A configuration of EasyR1's, a fork of verl with names and defaults of its own, as one of ours.
+"""A configuration of EasyR1's, a fork of verl with names and defaults of its own, as settings of ours.
 
-`easyr1_keys` says what becomes of each key; here is what several keys say together.
+`easyr1_keys` says what becomes of each key; here is how its tables are read, and what several keys say together. Every
+key is carried over, refused, or said to be without effect, by its own name. What is left out has EasyR1's default where
+the table gives one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
-from rltrain.config.verl.easyr1_keys import DEFAULTS, KEYS, ONLY, TOGETHER, VALUES
-from rltrain.config.verl.others import Format, Reading
+from rltrain.config.schema import Config
+from rltrain.config.schema.conditions import as_text, parse
+from rltrain.config.schema.keys import get, is_known
+from rltrain.config.verl.easyr1_keys import DEFAULTS, KEYS, NO_EFFECT, REFUSED, TOGETHER, VALUES
+from rltrain.config.verl.keys import applies, rename, rows_of, verdict
 
 _A, _R, _V = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.val_kwargs."
 _OVERRIDE = "worker.rollout.val_override_config."
+# How its keys begin; others are taken as ours.
+_OWN = ("data.", "algorithm.", "worker.", "trainer.")
 
 
 def is_easyr1(settings: Mapping[str, Any]) -> bool:
@@ -20,7 +29,88 @@ def is_easyr1(settings: Mapping[str, Any]) -> bool:
     return any(key.startswith(("worker.actor.", "worker.rollout.", "worker.reward.")) for key in settings)
 
 
-def _joint(of: Reading) -> None:
+def is_key(key: str) -> bool:
+    """Whether a key is EasyR1's, and not one of ours by the same name."""
+    patterns = (*TOGETHER, *(parse(row).key for row in (*NO_EFFECT, *REFUSED)), *KEYS)
+    return key.startswith(_OWN) and any(fnmatchcase(key, each) for each in patterns)
+
+
+@dataclass
+class Reading:
+    """A configuration of EasyR1's, read as ours."""
+
+    theirs: Mapping[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Our key -> value."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Our key -> what is to be said of it."""
+    was: dict[str, str] = field(default_factory=dict)
+    """Our key -> theirs, where it was written."""
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Both: what is to be said of keys that are not carried over."""
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """What was written, or EasyR1's default."""
+        written = self.theirs.get(key)
+        return DEFAULTS.get(key, default) if written is None else written
+
+    def put(self, key: str, value: Any, *of: str) -> None:
+        """Set a key of ours for what ``of``, keys of theirs, say."""
+        written = [each for each in of if self.theirs.get(each) is not None]
+        if not written and is_known(key) and get(Config(), key) == value:
+            return
+        self.settings[key] = value
+        if not written:
+            self.why[key] = "EasyR1's default"
+        elif key not in written:
+            self.why[key] = "was " + ", ".join(f"{each}={as_text(self.theirs[each])}" for each in written)
+            self.was[key] = written[0]
+
+    def defaulted(self) -> str:
+        """One sentence about the settings that nobody wrote."""
+        names = [f"{key}={as_text(self.settings[key])}" for key, why in self.why.items() if key not in self.was]
+        return f"EasyR1's defaults count where the file says nothing: {', '.join(names)}" if names else ""
+
+    def carry_over(self, key: str, value: Any) -> None:
+        """Carry over one key by the tables."""
+        if any(fnmatchcase(key, pattern) for pattern in TOGETHER):
+            return
+        for _, condition, why in rows_of(key, NO_EFFECT):
+            self.notes += [f"{key}: no effect: {why}"] if applies(condition, value) else []
+            return
+        for _, condition, why in rows_of(key, REFUSED):
+            self.refused += [f"{key}={as_text(value)}: {why}."] if applies(condition, value) else []
+            return
+        table = next((each for pattern, each in VALUES.items() if fnmatchcase(key, pattern)), {})
+        turned = table.get(value, value) if isinstance(value, str | int) else value
+        if turned is None or turned == {}:
+            return
+        ours = self._ours(key)
+        if ours is None or not (is_known(rename(ours)) or verdict(ours, value) or not key.startswith(_OWN)):
+            self.refused.append(f"{key}={as_text(value)}: nothing here does what this key of EasyR1's asks for.")
+            return
+        self.put(ours, turned, key)
+
+    def _ours(self, key: str) -> str | None:
+        for pattern, ours in KEYS.items():
+            if pattern == key:
+                return ours
+            if pattern.endswith("*") and key.startswith(pattern[:-1]):
+                return ours.removesuffix("*") + key[len(pattern) - 1 :]
+        return key if is_known(key) or not key.startswith(_OWN) else None
+
+
+def read(theirs: Mapping[str, Any]) -> Reading:
+    """The settings of ours that ``theirs``, by dotted keys, stand for."""
+    reading = Reading(theirs)
+    for key, value in {**DEFAULTS, **theirs}.items():
+        reading.carry_over(key, value)
+    _read_together(reading)
+    return reading
+
+
+def _read_together(of: Reading) -> None:
     _kl(of)
     for role, ours, passes in (("actor", _A, (_R, "actor_rollout_ref.ref.")), ("critic", "critic.", ())):
         if role == "actor" or of.value("algorithm.adv_estimator") == "gae":
@@ -168,8 +258,3 @@ def _reward(of: Reading) -> None:
             f"solution_str, ground_truth, extra_info=None{more}): found = theirs{call}; return "
             '{"score": found["overall"], **found}. Then set custom_reward_function.path=FILE.py.'
         )
-
-
-EASYR1 = Format(
-    "EasyR1", KEYS, VALUES, ONLY, DEFAULTS, TOGETHER, _joint, ("data.", "algorithm.", "worker.", "trainer.")
-)

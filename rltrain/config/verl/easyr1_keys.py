@@ -6,7 +6,8 @@ from typing import Any
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _M, _F, _W, _C = "actor_rollout_ref.model.", _A + "fsdp_config.", "worker.actor.", "worker.critic."
-# Its key -> ours. What has the same name, and means the same, is not listed.
+# Its key -> ours; one that ends with a star stands for all that begin so, and the first row that fits counts. What has
+# the same name, and means the same, is not listed.
 KEYS: dict[str, str] = {
     "data.rollout_batch_size": "data.train_batch_size", "data.override_chat_template": _M + "custom_chat_template",
     _W + "global_batch_size": _A + "ppo_mini_batch_size", _W + "max_grad_norm": _A + "optim.clip_grad",
@@ -37,28 +38,30 @@ KEYS: dict[str, str] = {
     _C + "optim.*": "critic.optim.*", _C + "*": "critic.*",
 }  # fmt: skip
 _LOSSES = {"token": "token-mean", "seq": "seq-mean-token-mean"}
+# Pattern -> what a value of its is here.
 VALUES: dict[str, dict[Any, Any]] = {
     "*.loss_avg_mode": _LOSSES, "*.loss_type": {"default": "vanilla"},
     "*.limit_images": {0: None},  # no limit of its own
     "*.find_last_checkpoint": {True: "auto", False: "disable"}, "*dtype": {"bf16": "bfloat16", "fp32": "float32"},
 }  # fmt: skip
 _COMPUTES = "it changes how EasyR1 computes, not what"
-# Of these only the values given are carried over, and they need nothing here. "*" is any value.
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("*.padding_free", "*.use_torch_compile", "*.enable_rank0_init", "*.use_orig_params",
-                     "*.filter_overlong_prompts_workers", "*.val_batch_size", "*.disable_tqdm", "*.ray_timeline",
-                     "worker.rollout.enable_chunked_prefill", "worker.hybrid_engine", "*.training_steps",
-                     "worker.ref.fsdp.enable_full_shard", "worker.ref.fsdp.fsdp_size",
-                     "worker.ref.fsdp.torch_dtype", "worker.reward.reward_type", "data.video_fps"),
-                    (("*",), _COMPUTES)),
-    **dict.fromkeys(("*.mp_reduce_dtype", "*.mp_buffer_dtype"), (("fp32",), "sums are taken in float32 here")),
-    "data.video_key": (("videos",), "there is no training on videos here"),
-    "worker.*.strategy": (("fsdp", "fsdp2"), "the training backend is FSDP2"),
-    "worker.reward.skip_special_tokens": ((True,), "a scorer sees no special tokens here"),
-    "trainer.load_checkpoint_path": ((None,), "of a checkpoint of EasyR1's the weights can be read, not the optimizer: "
-     "merge it with EasyR1's model_merger.py and give the folder as worker.actor.model.model_path"),
-    "trainer.save_model_only": ((False,), "write actor_rollout_ref.actor.checkpoint.save_contents=[model]"),
-}  # fmt: skip
+# Rows as those of `keys`: what needs nothing here, and what is refused where the condition holds.
+NO_EFFECT: dict[str, str] = dict.fromkeys(
+    ("*.padding_free", "*.use_torch_compile", "*.enable_rank0_init", "*.use_orig_params",
+     "*.filter_overlong_prompts_workers", "*.val_batch_size", "*.disable_tqdm", "*.ray_timeline",
+     "worker.rollout.enable_chunked_prefill", "worker.hybrid_engine", "*.training_steps",
+     "worker.ref.fsdp.enable_full_shard", "worker.ref.fsdp.fsdp_size", "worker.ref.fsdp.torch_dtype",
+     "worker.reward.reward_type", "data.video_fps"), _COMPUTES
+)  # fmt: skip
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("*.mp_reduce_dtype!=fp32", "*.mp_buffer_dtype!=fp32"), "sums are taken in float32 here"),
+    "data.video_key!=videos": "there is no training on videos here",
+    "worker.*.strategy!=fsdp|fsdp2": "the training backend is FSDP2",
+    "worker.reward.skip_special_tokens=False": "a scorer sees no special tokens here",
+    "trainer.load_checkpoint_path": "of a checkpoint of EasyR1's the weights can be read, not the optimizer: "
+    "merge it with EasyR1's model_merger.py and give the folder as worker.actor.model.model_path",
+    "trainer.save_model_only": "write actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+}
 # EasyR1's defaults; those that are ours, too, are left out when it is read.
 DEFAULTS: dict[str, Any] = {
     "data.rollout_batch_size": 512, "data.filter_overlong_prompts": True, "algorithm.adv_estimator": "grpo",
@@ -75,7 +78,7 @@ DEFAULTS: dict[str, Any] = {
     **{f"worker.{role}.micro_batch_size_per_device_for_{what}": size for role in ("actor", "critic")
        for what, size in (("update", 4), ("experience", 16))},
 }  # fmt: skip
-# Keys that only make sense together.
+# Keys that make sense together alone, which functions of `easyr1` read.
 TOGETHER = (
     *("data.train_files", "data.val_files", "data.prompt_key", "data.answer_key", "data.image_key", "data.image_dir"),
     *("data.format_prompt", "worker.reward.reward_function", "worker.reward.score_function"),

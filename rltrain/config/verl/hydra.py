@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
 
 from rltrain.base.errors import ConfigError
+from rltrain.config.verl.others import trainer_of
 from rltrain.config.verl.refused import RECIPES
-from rltrain.config.verl.whose import whose
 
 Tree = dict[str, Any]
 
@@ -54,7 +54,7 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
     roots: folders to look in beside that of the file. Raises ConfigError with every file that is missing.
     """
     _refuse_recipe(f"--config {file}", file.stem)
-    if trainer := whose(read_yaml(file)[1]):
+    if trainer := trainer_of(read_yaml(file)[1]):
         raise ConfigError(
             f"--config {file}: this is a configuration of {trainer}'s, which is not read here: docs/from-others.md. "
             "Write its settings with the keys of --help; a key by its name there is answered with the one here."

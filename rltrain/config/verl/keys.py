@@ -1,307 +1,122 @@
-"""verl's keys that the schema lacks: other spellings of ours, those without effect, those that are refused.
+"""What becomes of a key that somebody wrote: `rename` gives our spelling, and of one that the schema lacks even so
+`verdict` says whether it is refused, is without effect, or is known to nobody.
 
-They stand in tables and not in the schema, so that help, defaults and a printed configuration show only what has an
-effect. `renames` reads them. How a row is written:
-
-    "key"         "*" stands for any text; of several rows the first that fits decides. NO_EFFECT: at the start of a row
-                  for one of OWNERS, at its end for names that are no keys of verl's, such as arguments
-    "key=a|b"     ALIASES have none. NO_EFFECT: these values need no note. REFUSED: only these values are refused
-    "key!=a|b"    REFUSED: every value but these
-    "key!=${k}"   the value of another key of ours
-
-Null, False, 0, [], {} and "disabled" turn a thing off, and are neither refused nor noted unless a row names them after
-"=". A sentence may hold {role} and {fsdp}: the section of the same model here, and that of its sharding. Rows are
-sorted by section, what is special before what is general.
+The tables are `spellings`, `refused` and `no_effect`, sorted by section, what is special before what is general. They
+are no part of the schema, so that help, defaults and a printed configuration show only what has an effect. A row is a
+condition (`schema.conditions`) on keys of verl's, and the sentence that is said where it holds; of several rows the
+first that fits a key decides. What turns a thing off is neither refused nor noted unless a row names it after "=". A
+sentence may hold {role}, {fsdp} and {model}: where the same model's passes, sharding and settings stand here.
 """
 
 from __future__ import annotations
 
-_A = "actor_rollout_ref."
-_R = _A + "rollout."
-# verl gives this section to the optimizer over what optim.* says.
-OVERRIDES = ".override_optimizer_config."
-_OF_ADAMW = ("lr", "weight_decay", "betas", "eps")
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
-_SHARDING = {
-    _A + "actor.fsdp_config.": _A + "actor.fsdp_config.",
-    "critic.fsdp.": "critic.model.fsdp_config.",
-    "critic.model.fsdp_config.": "critic.model.fsdp_config.",
-    "reward_model.model.fsdp_config.": "reward_model.model.fsdp_config.",
+from rltrain.config.schema.conditions import Condition, is_off, parse
+from rltrain.config.schema.keys import all_keys
+from rltrain.config.verl.no_effect import NO_EFFECT, OWNERS
+from rltrain.config.verl.refused import OTHERS, REFUSED, SECTIONS
+from rltrain.config.verl.spellings import ALIASES, CLASSES
+
+_PARTS = [*ALIASES, *(part for pair in CLASSES for part in pair)]
+# Where the keys of a model stand here: by the start of the key, (its passes, its sharding, the model).
+_PLACES = {
+    "critic.": ("critic", "critic.model.fsdp_config", "critic.model"),
+    "reward": ("actor_rollout_ref.actor", "reward_model.model.fsdp_config", "reward_model.model"),
+    "actor_rollout_ref.ref.": (
+        "actor_rollout_ref.ref",
+        "actor_rollout_ref.ref.fsdp_config",
+        "actor_rollout_ref.model",
+    ),
+    "": ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"),
 }
 
-# Spelling of some version of verl -> ours. A prefix ends in a dot.
-ALIASES = {
-    "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
-    "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type",
-    "algorithm.rollout_correction.use_pure_rollout_correction": "algorithm.rollout_correction.loss_type",
-    "reward.custom_reward_function.": "custom_reward_function.",
-    "reward.reward_manager.name": "reward_model.reward_manager",
-    "reward.reward_manager": "reward_model.reward_manager",
-    "reward_manager.name": "reward_model.reward_manager",
-    "reward.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
-    "reward.reward_kwargs.max_resp_len": "reward_model.overlong_buffer.max_resp_len",
-    "reward_model.reward_kwargs.max_resp_len": "reward_model.overlong_buffer.max_resp_len",
-    "reward.reward_model.enable": "reward_model.enable",
-    "reward.reward_model.model_path": "reward_model.model.path",
-    "reward_model.model_path": "reward_model.model.path",
-    "reward.overlong_buffer.": "reward_model.overlong_buffer.",
-    "reward.reward_model.model.": "reward_model.model.",
-    "reward_model.num_workers": "reward.num_workers",
-    **{
-        old + name: new + "compute_dtype"
-        for old, new in _SHARDING.items()
-        for name in ("dtype", "mixed_precision.param_dtype")
-    },
-    "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
-    "critic.fsdp.": "critic.model.fsdp_config.",
-    "critic.model.fsdp_config.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    **{f"critic.optim{OVERRIDES}{name}": f"critic.optim.{name}" for name in _OF_ADAMW},
-    "critic.grad_clip": "critic.optim.clip_grad",
-    "ray_init.": "ray_kwargs.ray_init.",
-    # Every process imports all modules that are named.
-    "critic.model.external_lib": _A + "model.external_lib",
-    "reward_model.model.external_lib": _A + "model.external_lib",
-    _A + "actor.optim.warmup_style": _A + "actor.optim.lr_scheduler_type",
-    _A + "actor.grad_clip": _A + "actor.optim.clip_grad",
-    **{f"{_A}actor.optim{OVERRIDES}{name}": f"{_A}actor.optim.{name}" for name in _OF_ADAMW},
-    _A + "actor.fsdp_config.ulysses_sequence_parallel_size": _A + "actor.ulysses_sequence_parallel_size",
-    _A + "actor.policy_loss.tau_pos": _A + "actor.tau_pos",
-    _A + "actor.policy_loss.tau_neg": _A + "actor.tau_neg",
-    _A + "actor.checkpoint.contents": _A + "actor.checkpoint.save_contents",
-    _A + "ref.fsdp_config.ulysses_sequence_parallel_size": _A + "ref.ulysses_sequence_parallel_size",
-    _R + "checkpoint_engine.update_weights_bucket_megabytes": _R + "update_weights_bucket_megabytes",
-    _R + "cudagraph_capture_sizes": _R + "engine_kwargs.vllm.cudagraph_capture_sizes",
-    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
-    "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
-}
 
-# What the "*" at the start of a row of NO_EFFECT stands for.
-OWNERS = frozenset(
-    {
-        *("actor_rollout_ref", *(_A + role for role in ("actor", "ref", "rollout", "model", "ref.model"))),
-        *("critic", "critic.model", "reward_model", "reward_model.model", *(key[:-1] for key in _SHARDING)),
-        *("critic.model.fsdp_config", _A + "ref.fsdp_config"),
-    }
-)
+@dataclass(frozen=True)
+class Verdict:
+    """Says what becomes of a key that the schema lacks."""
 
-# Switches of verl's -> the keys of the same section that they turn on, whatever else is said of those.
-IMPLIES = {"*.fsdp_config.offload_policy": ("param_offload", "optimizer_offload")}
+    row: str
+    """The row of the tables that fits the key."""
+    why: str
+    """Its sentence."""
+    applies: bool
+    """The sentence is to be said of the key's value."""
+    forbids: bool = False
+    """The row refuses, since a run would be another one than the user asked for; others are notes."""
 
-# Keys of rollout.multi_turn in verl 0.3 to main which count only with what turns several turns on.
-_OF_TURNS = (
-    *("enable", "max_turns", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "format"),
-    *("max_tool_response_length", "tool_response_truncate_side", "use_inference_chat_template", "num_repeat_rollouts"),
-    *("tokenization_sanity_check_mode", "enable_tokenization_sanity_check", "*continuous_token*"),
-)
-_NO_PROFILER = "there is no profiler in this version"
-_OF_PROFILER = ("all_ranks", "discrete", "enable", "ranks", "save_path", "tool", "tool_config*")
-_OF_GLOBAL_PROFILER = ("tool", "steps", "profile_continuous_steps", "save_path", "global_tool_config*")
-# Keys of the server of a reward model, in verl 0.6 to main.
-_OF_SERVER = (
-    *("name", "mode", "n", "seed", "dtype", "mtp", "do_sample", "temperature", "top_k", "top_p", "ignore_eos"),
-    *("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "limit_images"),
-    *("tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"),
-    *("gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine", "engine_kwargs*"),
-    *("enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats", "skip_tokenizer_init", "load_format"),
-    *("layered_summon", "multi_stage_wake_up", "scheduling_policy", "full_determinism"),
-    *("quantization", "quantization_config_file"),
-)
-# Megatron's adapters.
-_OF_LORA = (
-    *("type", "alpha", "dropout", "dropout_position", "dtype", "target_modules", "exclude_modules", "adapter_path"),
-    *("lora_A_init_method", "lora_B_init_method", "a2a_experimental"),
-    *("freeze_language_model", "freeze_vision_model", "freeze_vision_projection"),
-)
-_AS_ACTOR = "the reference is sharded and computed like the actor (actor.fsdp_config)"
-_AS_MODEL = "the reference is built as the actor's model is, from the weights of ref.model.path"
-_OF_REFERENCE = (
-    *("fsdp_size", "model_dtype", "dtype", "compute_dtype", "reshard_after_forward", "optimizer_offload", "seed"),
-    *("mixed_precision", "mixed_precision.param_dtype", "mixed_precision.reduce_dtype", "mixed_precision.buffer_dtype"),
-    *("use_torch_compile", "use_no_sync_for_gradient_accumulation"),
-)
-_OF_ITS_MODEL = (
-    *("override_config*", "external_lib", "trust_remote_code", "tokenizer_path", "hf_config_path", "use_liger"),
-    *("custom_chat_template", "enable_gradient_checkpointing", "enable_activation_offload", "use_remove_padding"),
-    *("lora_rank", "lora_alpha", "lora_adapter_path", "target_modules", "exclude_modules"),
-)
-_SYNC = "there is one trainer, and it is synchronous"
-CLASSIFIER = "the reward model is a classifier that runs in the workers, not behind a server"
-_EVERY_FSDP2 = "every model is sharded with FSDP2"
+    @property
+    def refused(self) -> bool:
+        """Whether the key is refused with its value."""
+        return self.forbids and self.applies
 
-# Where verl has path and name of a class apart -> the key here, which holds PATH:NAME.
-CLASSES = {
-    ("data.custom_cls.path", "data.custom_cls.name"): "data.custom_cls",
-    ("data.sampler.class_path", "data.sampler.class_name"): "data.sampler.name",
-}
 
-# Keys that change nothing here -> why.
-NO_EFFECT = {
-    "algorithm.filter_groups.max_inflight_gen_batches": "rounds of generation follow each other",
-    "algorithm.pf_ppo.reweight_method": "it counts only with algorithm.use_pf_ppo, which is not here",
-    "algorithm.pf_ppo.weight_pow": "it counts only with algorithm.use_pf_ppo, which is not here",
-    **{
-        f"critic.checkpoint.{name}": "a checkpoint always holds the whole critic"
-        for name in ("contents", "save_contents", "load_contents", "async_save", "strict")
-    },
-    "critic.data_loader_seed": "the order of mini-batches follows data.seed",
-    "critic.enable": "there is a critic with algorithm.adv_estimator=gae",
-    "critic.loss_scale_factor": "it follows actor_rollout_ref.actor.loss_scale_factor",
-    "critic.model.tokenizer_path": "the critic reads the actor's tokens",
-    "critic.model.hf_config_path": "the configuration is read from critic.model.path",
-    "critic.model.custom_chat_template": "the critic reads the actor's tokens",
-    "critic.rollout_n": "it follows actor_rollout_ref.rollout.n",
-    "critic.strategy=fsdp2|fsdp": _EVERY_FSDP2,
-    "reward.reward_manager.module.path": "see custom_reward_function",
-    "reward.reward_manager.module.name=custom_reward_manager": "see custom_reward_function",
-    "reward_manager.module.path": "see custom_reward_function",
-    "reward_manager.module.name=custom_reward_manager": "see custom_reward_function",
-    **{
-        f"{section}.{name}": CLASSIFIER
-        for section in ("reward.reward_model.rollout", "reward_model.rollout", "reward_model.inference")
-        for name in _OF_SERVER
-    },
-    "reward.reward_model.enable_resource_pool": "the reward model shares the devices",
-    "reward.reward_model.n_gpus_per_node": "the reward model shares the devices",
-    "reward.reward_model.nnodes": "the reward model shares the devices",
-    "reward_model.use_reward_loop": "scoring always runs in its own processes",
-    "reward_model.enable_resource_pool": "the reward model shares the devices",
-    "reward_model.n_gpus_per_node": "the reward model shares the devices",
-    "reward_model.nnodes": "the reward model shares the devices",
-    "reward_model.launch_reward_fn_async": "scoring always runs in its own processes",
-    "reward_model.max_length": "the reward model reads whole conversations",
-    "reward_model.model.fsdp_config.model_dtype": "the reward model is not trained",
-    "reward_model.model.fsdp_config.optimizer_offload": "the reward model is not trained",
-    "reward_model.model.input_tokenizer": "the reward model reads answers by its own tokenizer and chat template",
-    "reward_model.model.type=discriminative": CLASSIFIER,
-    "reward_model.overlong_buffer.log": "the penalty is always logged as reward/overlong/mean",
-    "reward_model.reward_kwargs*": "a function of your own takes custom_reward_function.reward_kwargs",
-    "reward.reward_kwargs*": "a function of your own takes custom_reward_function.reward_kwargs",
-    "reward_model.strategy=fsdp2|fsdp": _EVERY_FSDP2,
-    "reward_model.ulysses_sequence_parallel_size=1": "the reward model reads each conversation on one device",
-    **{f"global_profiler.{name}": _NO_PROFILER for name in _OF_GLOBAL_PROFILER},
-    "profile.*": _NO_PROFILER,
-    "*.profiler": _NO_PROFILER,
-    **{f"*.profiler.{name}": _NO_PROFILER for name in _OF_PROFILER},
-    "trainer.balance_batch=True": "samples are always spread over devices by length",
-    "trainer.default_hdfs_dir": "mount remote storage and set default_local_dir",
-    "trainer.del_local_ckpt_after_load": "see max_actor_ckpt_to_keep",
-    "trainer.dump_high_diff_*": "answers of every step are kept in RUN/samples, see trainer.samples_freq",
-    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds all roles; see max_actor_ckpt_to_keep",
-    "trainer.npu_profile.*": _NO_PROFILER,
-    "trainer.profile_steps": _NO_PROFILER,
-    "trainer.use_v1": _SYNC,
-    "trainer.remove_previous_ckpt_in_save": "see trainer.max_actor_ckpt_to_keep",
-    "trainer.v1.trainer_mode=sync": _SYNC,
-    "trainer.v1.sync": _SYNC,
-    "trainer.v1.colocate_async.num_warmup_batches": _SYNC,
-    "trainer.v1.separate_async.num_warmup_batches": _SYNC,
-    "trainer.v1.separate_async.parameter_sync_step": _SYNC,
-    "trainer.v1.sampler.max_off_policy_strategy": _SYNC,
-    "trainer.v1.sampler.max_off_policy_threshold": _SYNC,
-    "trainer.v1.sampler.sampler_kwargs*": "it is for verl's custom_sampler; see data.sampler.name",
-    "trainer.v1.sampler.sync_refill_failed_groups": "an answer that could not be scored counts as reward.on_error",
-    "trainer.use_legacy_worker_impl": "there is one worker implementation",
-    "trainer.esi_redundant_time": "send SIGTERM instead: the run saves after the step and ends",
-    "trainer.ray_wait_register_center_timeout": "workers find each other without a register centre",
-    "ray_kwargs.timeline_json_file": "use Ray's own timeline tools",
-    "transfer_queue.*": "samples go from process to process through Ray",
-    "data.audio_key": "audio is not supported",
-    "data.dataloader_num_workers": "there is no data loader to feed",
-    "data.filter_overlong_prompts_workers": "prompts are tokenised once, in batches, when they are read",
-    "data.image_patch_size": "the processor knows its patch size",
-    "data.return_full_prompt": "the prompt is always kept",
-    "data.return_multi_modal_inputs": "images are read and processed where they are needed",
-    "data.return_raw_chat=True": "messages are always kept",
-    "data.return_raw_input_ids": "token ids are always kept",
-    "data.trust_remote_code": "see actor_rollout_ref.model.trust_remote_code",
-    "data.val_batch_size": "all validation prompts are handed to the engines at once",
-    "data.validation_shuffle": "validation covers all prompts at once",
-    "data.video_key": "rows with something in the column videos are refused in this version",
-    _A + "hybrid_engine=True": "roles always share the devices",
-    _R + "agent.num_workers": "the engines are asked by their own workers",
-    _R + "calculate_log_probs=True": "the engine always returns log-probs",
-    **{
-        f"{_R}checkpoint_engine.{name}": "weights are handed to the engines on their own devices, bucket by bucket"
-        for name in ("backend", "custom_backend_module", "engine_kwargs*")
-    },
-    _R + "full_determinism": "there is no switch for deterministic kernels",
-    _R + "layered_summon": "weights are always gathered bucket by bucket (update_weights_bucket_megabytes)",
-    _R + "load_format": "the engine gets its weights from the trainer",
-    _R + "logprobs_mode": "log-probs are always those of the sampling temperature",
-    _R + "micro_batch_size": "see max_num_seqs, how many answers are generated at once",
-    _R + "mode=sync": "every step generates with the current weights",
-    _R + "moe_load_balance_metrics_interval": "the load of experts is not measured",
-    _R + "multi_stage_wake_up": "the engine is always woken in stages",
-    **{f"{_R}multi_turn.{name}": "answers are single-turn" for name in _OF_TURNS},
-    _R + "n_gpus_per_node": "engines share the devices of the trainer",
-    _R + "over_sample_rate": "exactly rollout.n answers are made for each prompt",
-    **{
-        f"{_R}prometheus.{name}": "metrics go to metrics.jsonl and to trainer.logger"
-        for name in ("enable", "file", "port", "served_model_name")
-    },
-    _R + "prompt_length": "it follows data.max_prompt_length",
-    _R + "response_length": "it follows data.max_response_length",
-    _R + "scheduling_policy=fcfs": "an engine answers prompts in the order in which it takes them",
-    _R + "skip_dump_dir": "it counts only with skip_rollout, which is not here",
-    _R + "skip_tokenizer_init": "the engine is always given token ids, and gives token ids",
-    **{
-        f"{_R}trace.{name}": "there is no trace in this version"
-        for name in ("backend", "token2text", "max_samples_per_step_per_worker", "project_name", "experiment_name")
-    },
-    _A + "actor.calculate_entropy": "entropy is always measured",
-    _A + "actor.calculate_sum_pi_squared": "only an estimator that is not here reads it",
-    _A + "actor.checkpoint.async_save=True": "see trainer.async_save, which is on",
-    _A + "actor.checkpoint.load_contents": "see trainer.resume_weights_only",
-    _A + "actor.checkpoint.strict=True": "a checkpoint is always read as a whole",
-    _A + "actor.data_loader_seed": "the order of mini-batches follows data.seed",
-    _A + "actor.use_prefix_grouper": "answers share the tokens of their prompt wherever that pays",
-    _A + "actor.policy_loss.dro_beta": "only the loss dro uses it, which is not here",
-    "*.optim.override_optimizer_config*": "use optim.* and fsdp_config.optimizer_offload",
-    "*.optim.lr_scheduler": "use optim.lr_scheduler_type",
-    "*.optim.optimizer": "every model is trained by torch's AdamW",
-    "*.optim.optimizer_impl": "every model is trained by torch's AdamW",
-    "*.optim.zero_indexed_step": "the first of w warm-up steps learns with 1/(w+1) of optim.lr",
-    "*.optim.total_training_steps": "the plan knows the number of steps",
-    "*.model.enable_activation_offload": "it is not in this version",
-    "*.model.fused_kernel_options.impl_backend": "logits are always computed in chunks",
-    "*.model.lora.merge=True": "adapters are always merged on the way to the engine",
-    **{f"*.model.lora.{name}": "it counts only with Megatron's lora.rank" for name in _OF_LORA},
-    **{
-        f"*.model.tiled_mlp.{name}": "layers are computed whole; use enable_gradient_checkpointing to save memory"
-        for name in ("enabled", "num_shards")
-    },
-    "*.model.torch_dtype": "see fsdp_config.model_dtype and compute_dtype",
-    "*.use_liger": "it follows actor_rollout_ref.model.use_liger",
-    "*.nccl_timeout": "a lost worker is noticed at once, one that hangs by trainer.hang_floor_s",
-    **{f"{_A}ref.fsdp_config.{name}": _AS_ACTOR for name in _OF_REFERENCE},
-    **{f"{_A}ref.model.{name}": _AS_MODEL for name in _OF_ITS_MODEL},
-    _A + "ref.strategy=fsdp2|fsdp": _EVERY_FSDP2,
-    "*.rollout_n": "it follows actor_rollout_ref.rollout.n",
-    "*.entropy_checkpointing": "logits are always recomputed in the backward pass",
-    "*.entropy_from_logits_with_chunking": "entropy is always computed in chunks",
-    "*.entropy_from_logits_chunk_size": "entropy is always computed in chunks",
-    "*.pad_to_length": "sequences are always packed, without padding",
-    "*.pad_to_length_bucket": "sequences are always packed, without padding",
-    "*.fsdp_config.forward_only": "a model has an optimizer exactly where it is trained",
-    "*.fsdp_config.forward_prefetch": "FSDP2 prefetches by itself, as the host never waits between layers",
-    "*.fsdp_config.full_determinism": "there is no switch for deterministic kernels",
-    "*.fsdp_config.mixed_precision.reduce_dtype=fp32|float32": "gradients are always reduced in float32",
-    "*.fsdp_config.grad_offload": "gradients live only during the update",
-    "*.fsdp_config.mixed_precision": "see compute_dtype",
-    "*.fsdp_config.mixed_precision.buffer_dtype": "see compute_dtype",
-    "*.fsdp_config.offload_policy": "see param_offload and optimizer_offload",
-    "*.fsdp_config.seed": "see data.seed",
-    "*.fsdp_config.strategy=fsdp2|fsdp": _EVERY_FSDP2,
-    "*.fsdp_config.use_orig_params": "FSDP2 always keeps the original parameters",
-    **{
-        f"*.fsdp_config.wrap_policy{name}": "the model's own decoder layers are wrapped"
-        for name in ("", ".min_num_params", ".transformer_layer_cls_to_wrap", ".disable")
-    },
-    "*.fsdp_config.turbo_config.*": "it counts only with strategy=fsdp_turbo, which is not here",
-    "*.use_fused_kernels": "logits are always computed in chunks",
-    "*.use_remove_padding=True": "sequences are always packed",
-    "*.use_shm": "weights are read once, by rank 0",
-    "*.use_torch_compile": "it compiles verl's entropy; layers are compiled with {fsdp}.use_torch_compile=True",
-}
+def rename(key: str) -> str:
+    """Our spelling of ``key`` (itself when it has no other)."""
+    for old, new in ALIASES.items():
+        if key == old:
+            return new
+        if old.endswith(".") and key.startswith(old):
+            return new + key[len(old) :]
+    return key
+
+
+def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values, in any spelling; a free-form dictionary is one value."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if name == "_target_":  # Hydra's class names
+            continue
+        known = all_keys().get(rename(key))
+        # verl has some keys as sections, with keys of their own.
+        is_leaf = known and (known.free_form or not any(f"{part}.".startswith(f"{key}.") for part in _PARTS))
+        if isinstance(value, Mapping) and value and not is_leaf:
+            yield from leaves_of(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def rows_of(key: str, rows: Mapping[str, str]) -> Iterator[tuple[str, Condition, str]]:
+    """The rows that fit a key, whatever its value: each with its condition and its sentence."""
+    for row, why in rows.items():
+        if fnmatchcase(key, (condition := parse(row)).key):
+            yield row, condition, why
+
+
+def applies(condition: Condition, value: Any, lookup: Callable[[str], Any] = lambda key: None) -> bool:
+    """Whether a row's sentence is to be said of a value. lookup: the value of a key of ours."""
+    return condition.holds(value, lookup) and (condition.operator == "=" or not is_off(value))
+
+
+def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None) -> Verdict | None:
+    """What the tables say of a key that the schema lacks; None for keys that they do not know.
+
+    lookup: the value of a key of ours, for rows that compare with one.
+    """
+    for row, condition, why in rows_of(key, REFUSED):
+        said = applies(condition, value, lookup)
+        if said or condition.operator != "=":  # of other values another row may speak
+            return Verdict(row, _placed(why, key), said, forbids=True)
+    for pattern, (switch, why) in SECTIONS.items():
+        if fnmatchcase(f"{key}.", pattern):
+            said = not is_off(value) and (not switch or key.endswith(f".{switch}"))
+            return Verdict(pattern, _placed(why, key), said, forbids=True)
+    for row, condition, why in rows_of(key, NO_EFFECT):
+        if _is_owned(key, condition.key):
+            return Verdict(row, _placed(why, key), applies(condition, value))
+    # What is turned off of these is nobody's, and may be a mistyped key of ours.
+    others = () if is_off(value) else rows_of(key, OTHERS)
+    return next((Verdict(row, why, True, forbids=True) for row, _, why in others), None)
+
+
+def _is_owned(key: str, pattern: str) -> bool:
+    """Whether a "*" at the start of a row stands for a section of verl's that has such keys."""
+    return not pattern.startswith("*.") or key.rpartition(pattern[1:].partition("*")[0])[0] in OWNERS
+
+
+def _placed(why: str, key: str) -> str:
+    role, fsdp, model = next(places for start, places in _PLACES.items() if key.startswith(start))
+    return why.replace("{role}", role).replace("{fsdp}", fsdp).replace("{model}", model)

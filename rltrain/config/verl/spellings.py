@@ -1,16 +1,88 @@
-"""Settings that earlier versions of verl wrote with other values, or with other numbers of keys, in today's form."""
+"""Settings that some version of verl writes otherwise, in our form: by another name, with other values, with other
+numbers of keys, or not at all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.schema.algorithm import bounds
+from rltrain.config.schema.engines import ENGINES
+
+_A = "actor_rollout_ref."
+_R = _A + "rollout."
+# verl gives this section to the optimizer over what optim.* says.
+OVERRIDES = ".override_optimizer_config."
+_OF_ADAMW = ("lr", "weight_decay", "betas", "eps")
+
+SHARDING = {
+    _A + "actor.fsdp_config.": _A + "actor.fsdp_config.",
+    "critic.fsdp.": "critic.model.fsdp_config.",
+    "critic.model.fsdp_config.": "critic.model.fsdp_config.",
+    "reward_model.model.fsdp_config.": "reward_model.model.fsdp_config.",
+}
+
+# Spelling of some version of verl -> ours. A prefix ends in a dot.
+ALIASES = {
+    "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
+    "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type",
+    "algorithm.rollout_correction.use_pure_rollout_correction": "algorithm.rollout_correction.loss_type",
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_manager": "reward_model.reward_manager",
+    "reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
+    "reward.reward_kwargs.max_resp_len": "reward_model.overlong_buffer.max_resp_len",
+    "reward_model.reward_kwargs.max_resp_len": "reward_model.overlong_buffer.max_resp_len",
+    "reward.reward_model.enable": "reward_model.enable",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward_model.model_path": "reward_model.model.path",
+    "reward.overlong_buffer.": "reward_model.overlong_buffer.",
+    "reward.reward_model.model.": "reward_model.model.",
+    "reward_model.num_workers": "reward.num_workers",
+    **{
+        old + name: new + "compute_dtype"
+        for old, new in SHARDING.items()
+        for name in ("dtype", "mixed_precision.param_dtype")
+    },
+    "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
+    "critic.fsdp.": "critic.model.fsdp_config.",
+    "critic.model.fsdp_config.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    **{f"critic.optim{OVERRIDES}{name}": f"critic.optim.{name}" for name in _OF_ADAMW},
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "ray_init.": "ray_kwargs.ray_init.",
+    # Every process imports all modules that are named.
+    "critic.model.external_lib": _A + "model.external_lib",
+    "reward_model.model.external_lib": _A + "model.external_lib",
+    _A + "actor.optim.warmup_style": _A + "actor.optim.lr_scheduler_type",
+    _A + "actor.grad_clip": _A + "actor.optim.clip_grad",
+    **{f"{_A}actor.optim{OVERRIDES}{name}": f"{_A}actor.optim.{name}" for name in _OF_ADAMW},
+    _A + "actor.fsdp_config.ulysses_sequence_parallel_size": _A + "actor.ulysses_sequence_parallel_size",
+    _A + "actor.policy_loss.tau_pos": _A + "actor.tau_pos",
+    _A + "actor.policy_loss.tau_neg": _A + "actor.tau_neg",
+    _A + "actor.checkpoint.contents": _A + "actor.checkpoint.save_contents",
+    _A + "ref.fsdp_config.ulysses_sequence_parallel_size": _A + "ref.ulysses_sequence_parallel_size",
+    _R + "checkpoint_engine.update_weights_bucket_megabytes": _R + "update_weights_bucket_megabytes",
+    _R + "cudagraph_capture_sizes": _R + "engine_kwargs.vllm.cudagraph_capture_sizes",
+    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
+    "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+}
+
+# Switches of verl's -> the keys of the same section that they turn on, whatever else is said of those.
+IMPLIES = {"*.fsdp_config.offload_policy": ("param_offload", "optimizer_offload")}
+
+# Where verl has path and name of a class apart -> the key here, which holds PATH:NAME.
+CLASSES = {
+    ("data.custom_cls.path", "data.custom_cls.name"): "data.custom_cls",
+    ("data.sampler.class_path", "data.sampler.class_name"): "data.sampler.name",
+}
 
 _C = "algorithm.rollout_correction."
-_TIS = "actor_rollout_ref.actor.tis_imp_ratio_cap"
+_TIS = _A + "actor.tis_imp_ratio_cap"
 _LOWER, _VETO = _C + "rollout_rs_threshold_lower", _C + "rollout_token_veto_threshold"
 # Rejection before it was named after estimators of the KL.
 _RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -28,12 +100,14 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
 }
 # Importance weights as verl 0.6 wrote them, beside `rollout_correction` and not in it.
 _IS = "algorithm.rollout_is"
-_OF_06 = ("", "_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")
-# Keys that `of_several` reads beside ours.
-OLD_KEYS = (_TIS, _LOWER, _VETO, *(_IS + end for end in _OF_06))
+_ENDS_OF_06 = ("", "_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")
+# Keys that `of_old_keys` reads beside ours.
+OLD_KEYS = (_TIS, _LOWER, _VETO, *(_IS + end for end in _ENDS_OF_06))
+_BATCH, _MINI = "data.train_batch_size", _A + "actor.ppo_mini_batch_size"
+_BUDGET = _R + "max_num_batched_tokens"
 
 
-def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
+def of_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
     """(our key, its value, what to say) for what was once written with other keys.
 
     old: the values of `OLD_KEYS` that were written. value: that of a key of ours. Raises ConfigError.
@@ -41,7 +115,7 @@ def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[
     if (cap := _number(old, _TIS, "such as 2.0")) > 0:
         yield _C + "rollout_is", "token", f"{_TIS}={cap} is {_C}rollout_is=token with rollout_is_threshold={cap} here"
         yield _C + "rollout_is_threshold", str(cap), ""
-    yield from _of_06(old)
+    yield from _importance_of_06(old)
     written, upper = value(_C + "rollout_rs"), value(_C + "rollout_rs_threshold")
     rule = _RULES.get(str(written))
     lower = _number(old, _LOWER, "such as 0.5", over=0)
@@ -53,7 +127,7 @@ def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[
     limits = str(value(source))
     if rule:
         # Once the bounds were on pi_trainer / pi_engine, today they are on its inverse.
-        low, high = _both(source, limits, lower)
+        low, high = _two_bounds(source, limits, lower)
         rules, limits = [rule], f"{1 / high:.6g}_{1 / low:.6g}"
     else:
         rules = [written] if written else []
@@ -70,9 +144,9 @@ def of_several(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[
     yield _C + "rollout_rs_threshold", limits, ""
 
 
-def _of_06(old: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _importance_of_06(old: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """algorithm.rollout_is* of verl 0.6. Without a threshold nothing of it counts there."""
-    high, level, mode = (_number(old, _IS + "_threshold", "such as 2.0", over=0), *_words(old))
+    high, level, mode = (_number(old, _IS + "_threshold", "such as 2.0", over=0), *_level_and_mode(old))
     low = _number(old, _IS + "_threshold_lower", "such as 0.5", over=0, under=high) if high else 0.0
     weighs = high > 0 and old.get(_IS) in (True, 1)
     if weighs and level == "geometric":
@@ -93,7 +167,7 @@ def _of_06(old: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield _C + "rollout_rs_threshold", limits, ""
 
 
-def _words(old: Mapping[str, Any]) -> Iterator[str]:
+def _level_and_mode(old: Mapping[str, Any]) -> Iterator[str]:
     for end, usual, among in (("_level", "token", tuple(_RULES)), ("_mode", "truncate", ("truncate", "mask"))):
         word = old.get(_IS + end) or usual
         if word not in among:
@@ -115,7 +189,7 @@ def _number(old: Mapping[str, Any], key: str, such: str, over: float = -math.inf
     return number
 
 
-def _both(key: str, limits: str, lower: float) -> tuple[float, float]:
+def _two_bounds(key: str, limits: str, lower: float) -> tuple[float, float]:
     try:
         low, high = bounds(limits)
     except ValueError as error:
@@ -124,3 +198,37 @@ def _both(key: str, limits: str, lower: float) -> tuple[float, float]:
     if not 0 < low < high:
         raise ConfigError(f"{key}={limits}: the bounds are {low:g} and {high:g}; give two such as 0.5_2.0.")
     return low, high
+
+
+def sizes_not_written(explicit: Collection[str], value: Callable[[str], Any]) -> Iterator[tuple[str, int, str]]:
+    """Sizes that were not written, where verl runs a command and our default would not: (key, its value, what to say).
+
+    explicit: the keys that were written. value: that of a key.
+    """
+    batch, mini = value(_BATCH), value(_MINI)
+    if _MINI not in explicit and _are_whole(batch, mini) and 0 < batch < mini:
+        # As older versions of verl do, which cut a batch into pieces of at most so many; today's asserts.
+        yield (
+            _MINI,
+            batch,
+            f"{_MINI} is not set and {_BATCH}={batch} is below its default, {mini}: one mini-batch a step",
+        )
+    engine, budget = ENGINES.get(str(value(_R + "name"))), value(_BUDGET)
+    if (
+        _BUDGET in explicit
+        or not (engine and engine.strict_prefill)
+        or value(_R + "enable_chunked_prefill") is not False
+    ):
+        return
+    lengths = value("data.max_prompt_length"), value("data.max_response_length")
+    longest = value(_R + "max_model_len") or (sum(lengths) if _are_whole(*lengths) else 0)
+    if _are_whole(longest, budget) and longest > budget:
+        yield (
+            _BUDGET,
+            longest,
+            f"{_BUDGET} is not set: {longest}, the longest sequence, as enable_chunked_prefill=False",
+        )
+
+
+def _are_whole(*values: Any) -> bool:
+    return all(isinstance(each, int) for each in values)

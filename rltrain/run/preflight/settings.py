@@ -17,7 +17,7 @@ from rltrain.base.plugin import EXTERNAL_LIB, import_libraries, is_plugin, load_
 from rltrain.base.versions import misfits, others
 from rltrain.config.check import missing_files
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.meanings import other_meanings
+from rltrain.config.notes import other_meanings
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get, plugin_keys

@@ -91,7 +91,7 @@ def _write(name: str, found: list[Launch], said: list[str], placeholders: dict[s
 def _written(launch: Launch) -> str:
     other = launch.other
     number = len(other.theirs if other else launch.settings)
-    return f"{count(number, 'setting')} of {other.form.name if other else 'verl'}'s"
+    return f"{count(number, 'setting')} of {'EasyR1' if other else 'verl'}'s"
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.base.errors import ConfigError
+from rltrain.config.verl import easyr1
 from rltrain.config.verl.defaults import as_written
-from rltrain.config.verl.easyr1 import EASYR1, is_easyr1
 from rltrain.config.verl.hydra import compose, named
-from rltrain.config.verl.others import Reading, read
 from rltrain.tools.port.rules import parsed
 from rltrain.tools.port.shell import Call, inside_out
 from rltrain.tools.port.translate import ASKED, typed
@@ -44,18 +43,18 @@ class Launch:
     """What could not be read."""
     exported: tuple[tuple[str, str], ...] = ()
     """Variables that the script gave it."""
-    other: Reading | None = None
+    other: easyr1.Reading | None = None
     """Another trainer than verl whose keys they were, already read as ours."""
 
     @classmethod
     def of(cls, entry: str, settings: Mapping[str, str], lost: Sequence[str] = (), call: Call | None = None) -> Launch:
         """A launch with the keys of verl or of a trainer that is known here."""
         exported = tuple(call.exported.items()) if call else ()
-        if not (_EASYR1.fullmatch(entry) or is_easyr1(settings)):
+        if not (_EASYR1.fullmatch(entry) or easyr1.is_easyr1(settings)):
             return cls(entry, tuple(settings.items()), tuple(lost), exported)
-        found = read(EASYR1, {key: parsed(text) for key, text in settings.items()})
-        ours = tuple((key, typed(value)) for key, value in found.settings.items())
-        return cls(entry, ours, (*lost, *found.refused), exported, found)
+        reading = easyr1.read({key: parsed(text) for key, text in settings.items()})
+        ours = tuple((key, typed(value)) for key, value in reading.settings.items())
+        return cls(entry, ours, (*lost, *reading.refused), exported, reading)
 
 
 def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launch], list[str]]:

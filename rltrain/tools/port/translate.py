@@ -22,10 +22,9 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.schema.keys import all_keys, followed, get, is_known
-from rltrain.config.verl.keys import CLASSES
-from rltrain.config.verl.others import Reading
-from rltrain.config.verl.renames import answer, rename
-from rltrain.config.verl.spellings import OLD_KEYS
+from rltrain.config.verl.easyr1 import Reading
+from rltrain.config.verl.keys import rename, verdict
+from rltrain.config.verl.spellings import CLASSES, OLD_KEYS
 from rltrain.run.checkpoints.foreign import holds_verls
 from rltrain.tools.port.rules import SPREAD, parsed, rule_of
 
@@ -102,7 +101,7 @@ def _own_classes(ported: Ported, last: dict[str, str]) -> None:
             chosen = True
             del last[pair[0]], last[pair[1]]
     for key in [key for key in last if chosen and key.startswith("data.") and not is_known(rename(key))]:
-        if not ((found := answer(key, parsed(last[key]))) and found.refused):
+        if not ((said := verdict(key, parsed(last[key]))) and said.refused):
             ported.put(key.replace("data.", "data.own_keys.", 1), last.pop(key), "only your own class reads it")
 
 

@@ -1,28 +1,37 @@
-"""Keys the user set that change nothing in the chosen mode, and why.
+"""Notes on keys of ours that the user set: those that change nothing in the chosen mode, and those by which a run
+learns otherwise than verl's would.
 
-Most of it is said at the fields themselves: the conditions of `fields.Rules.only_with`, in a small language that
-`holds` reads. What is left here are the few facts that a table holds already (engines, declarations of estimators and
-losses), and those that compare values.
+Most of the former is said at the fields themselves: the conditions of `fields.Rules.only_with`. What is left here are
+the few facts that a table holds already (engines, declarations of estimators and losses), and those that compare
+values. The latter all stand in docs/from-verl.md; here are those that a command shows. Of keys that the schema lacks
+`verl.keys` speaks.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from rltrain.config.budgets import unused_sizes
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
-from rltrain.config.schema.declarations import ESTIMATORS, POLICY_LOSSES, estimator_traits, loss_traits
+from rltrain.config.schema.conditions import is_met, unmet
+from rltrain.config.schema.declarations import (
+    ESTIMATORS,
+    LOSS_KEY,
+    POLICY_LOSSES,
+    TOKEN_MEAN,
+    estimator_traits,
+    loss_traits,
+)
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import all_keys, free_form_parent, get
 from rltrain.config.step_passes import make_step_passes, needs_all_old_log_probs
-from rltrain.config.verl.renames import shown
 
 _A = "actor_rollout_ref."
 _OFF_AT_ZERO = ("_coef", "critic_warmup")
 _WITHOUT = ": no effect: "
-_ATOM = re.compile(r"(?P<path>[\w.]+)(?:(?P<operator>!=|=|<|>)(?P<values>.+))?")
+# What clip_ratio_low and clip_ratio_high are in verl's own files, where they are set and so win over clip_ratio.
+_VERL_CLIP = 0.2
 
 
 def without_effect(loaded: LoadedConfig) -> list[str]:
@@ -49,7 +58,7 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
     return [notes[key] for key in sorted(notes)]
 
 
-def together(notes: Sequence[str]) -> list[str]:
+def join_by_reason(notes: Sequence[str]) -> list[str]:
     """One line for all keys that are without effect for the same reason; another spelling of such a key is no news."""
     lines: dict[str, list[str]] = {}
     for note in notes:
@@ -63,57 +72,44 @@ def together(notes: Sequence[str]) -> list[str]:
     ]
 
 
-def holds(config: Config, scope: str, condition: str) -> bool:
-    """Whether a condition holds that stands in the section ``scope``.
-
-    It is "a or b or …" of: ``key`` (set, and not False), ``key=value|value``, ``key!=value|value``, ``key<number``,
-    ``key>number``. A key is looked up in ``scope``, then in the sections around it.
-    """
-    return any(_atom_holds(config, scope, atom) for atom in condition.split(" or "))
+def compares_nothing(config: Config) -> bool:
+    """Whether the advantage is the score itself, because a prompt has one answer where answers are compared."""
+    return config.algorithm.estimator.takes_one and config.actor_rollout_ref.rollout.n < 2
 
 
-def _atom_holds(config: Config, scope: str, atom: str) -> bool:
-    path, operator, values = _parts(atom)
-    value = get(config, _full(config, scope, path))
-    if not operator:
-        return bool(value)
-    if operator in "<>":
-        return value < float(values) if operator == "<" else value > float(values)
-    return (shown(value) in values.split("|")) == (operator == "=")
-
-
-def _parts(atom: str) -> tuple[str, str, str]:
-    found = _ATOM.fullmatch(atom)
-    assert found, atom
-    return found["path"], found["operator"] or "", found["values"] or ""
-
-
-def _full(config: Config, scope: str, path: str) -> str:
-    """The whole name of the key that ``path`` means in a section."""
-    section = scope
-    # Outwards, so that a condition reads as in its own section and may still name a key anywhere.
-    while not hasattr(get(config, section), path.partition(".")[0]):
-        assert section, f"{path} is not known in {scope}"
-        section = section.rpartition(".")[0]
-    return f"{section}.{path}".lstrip(".")
+def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
+    """One line for each key the user set by which a run learns otherwise than verl's would."""
+    actor, correction = loaded.config.actor_rollout_ref.actor, loaded.config.algorithm.rollout_correction
+    if compares_nothing(loaded.config):
+        estimator = f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator}"
+        yield (
+            f"actor_rollout_ref.rollout.n=1: ONE ANSWER TO A PROMPT, SO {estimator} COMPARES NOTHING: the advantage is "
+            "the score itself, as in verl. Set actor_rollout_ref.rollout.n=8 to compare answers"
+        )
+    loss, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    own = loss_traits(loss).aggregation
+    if mode and own not in (mode, TOKEN_MEAN):
+        yield (
+            f"{_A}actor.loss_agg_mode={mode}: followed as it is set, although loss_mode={loss} is defined with {own}, "
+            "which verl takes whatever this key says. Leave it out for that."
+        )
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and loss != "vanilla":
+        yield f"{LOSS_KEY}={loss}: its ratio is taken against the engine; with bypass_mode verl replaces it by vanilla"
+    clips = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+    written = {name for name in clips if f"{_A}actor.{name}" in loaded.explicit}
+    if written == {"clip_ratio"} and actor.clip_ratio != _VERL_CLIP:
+        yield (
+            f"{_A}actor.clip_ratio={actor.clip_ratio}: it is both bounds of the clip; verl keeps them at {_VERL_CLIP} "
+            "unless clip_ratio_low and clip_ratio_high are set"
+        )
 
 
 def _conditions(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     for key in loaded.explicit:
         for scope, condition, why in all_keys()[free_form_parent(key) or key].only_with:
-            if not holds(loaded.config, scope, condition):
-                yield key, why or _failed(loaded.config, scope, condition)
+            if not is_met(loaded.config, scope, condition):
+                yield key, why or unmet(loaded.config, scope, condition)
                 break
-
-
-def _failed(config: Config, scope: str, condition: str) -> str:
-    """The values on which a condition failed, and where the key would count."""
-    atoms = [_parts(atom) for atom in condition.split(" or ")]
-    keys = dict.fromkeys(_full(config, scope, path) for path, _, _ in atoms)
-    values = " and ".join(f"{key}={shown(get(config, key))}" for key in keys)
-    if not any(operator for _, operator, _ in atoms):
-        return values
-    return f"{values}; it counts with {condition.replace('|', ' or ')}"
 
 
 def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

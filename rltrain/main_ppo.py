@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from rltrain.base.env import tell_supervisor
-from rltrain.base.errors import ConfigError, Interrupted, RltrainError, lenient_output, of_system, plain, storable
+from rltrain.base.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
 from rltrain.base.stop import Stop, listen
 from rltrain.config.help import help_text
 
@@ -78,7 +78,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
             return program(_parse(sys.argv[1:] if argv is None else argv), stop)
         except BaseException as error:
             # Ray makes errors of its own of what a signal handler raises.
-            ours = stop.interrupted() if stop.at_once else of_system(error) or error
+            ours = stop.interrupted() if stop.at_once else system_error(error) or error
             if not isinstance(ours, RltrainError):
                 tell_supervisor(error=f"{type(ours).__name__}: {ours}")
                 raise

@@ -38,7 +38,7 @@ def test_one_signal_finishes_the_step_and_a_second_ends_it(stop, monkeypatch):
     stop.finishing = "finishing this step, saving"
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)  # the same request, sent to the process and to its group
-    stop.check()
+    stop.raise_if_asked()
     assert stop.requested
     assert not stop.at_once
     time.sleep(0.15)
@@ -53,7 +53,7 @@ def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
     stop.reached(5, 6, 3)
     stop.finishing = ""
     with pytest.raises(Interrupted, match="stopped after step 5 of 6; the same command goes on after step 3"):
-        stop.check()
+        stop.raise_if_asked()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_the_exit_code_is_right_whatever_ray_makes_of_a_signal(monkeypatch, caps
 def test_sigusr1_asks_for_a_save_and_the_run_goes_on(stop):
     signal.raise_signal(signal.SIGUSR1)
     assert stop.save_requested
-    stop.check()
+    stop.raise_if_asked()
     assert not stop.requested
 
 

@@ -168,14 +168,14 @@ def test_docs_tell_the_versions_of_the_sets():
 
 def test_nodes_of_other_code_or_versions_are_told_apart(monkeypatch):
     here = versions.fingerprint()
-    assert versions.unlike(here, versions.fingerprint()) == ""
+    assert versions.differences(here, versions.fingerprint()) == ""
     assert {"python", "torch", "ray", "rltrain/base/versions.py", "rltrain/trainer/ppo.py"} <= here.keys()
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + b" " * (file.name in ("ppo.py", "errors.py")))
     monkeypatch.setattr(versions, "version", lambda name: "1.2.3")
-    said = versions.unlike(here, versions.fingerprint())
+    said = versions.differences(here, versions.fingerprint())
     assert f"torch 1.2.3, here {here['torch']}" in said
     assert said.endswith("other code: rltrain/base/errors.py, rltrain/trainer/ppo.py")
-    assert versions.unlike({}, dict.fromkeys(("a.py", "b.py", "c.py", "d.py"), "1")) == (
+    assert versions.differences({}, dict.fromkeys(("a.py", "b.py", "c.py", "d.py"), "1")) == (
         "other code: a.py, b.py, c.py and 1 more"
     )

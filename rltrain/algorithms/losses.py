@@ -80,7 +80,7 @@ def actor_loss(
     if kl is not None:
         shares["kl_loss"] = aggregate(kl, per_token)
         loss = loss + cfg.kl_loss_coef * shares["kl_loss"]
-    return finish(loss, shares, policy.statistics, inputs.mask)
+    return make_loss_share(loss, shares, policy.statistics, inputs.mask)
 
 
 def aggregate(values: Tensor, weights: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def aggregate(values: Tensor, weights: Tensor) -> Tensor:
     return (weights * values.masked_fill(weights == 0, 0.0)).sum()
 
 
-def finish(loss: Tensor, shares: dict[str, Tensor], statistics: dict[str, Tensor], mask: Ragged) -> LossShare:
+def make_loss_share(loss: Tensor, shares: dict[str, Tensor], statistics: dict[str, Tensor], mask: Ragged) -> LossShare:
     """The loss with its parts, detached, and the sums of the statistics over the tokens that count."""
     return LossShare(
         loss=loss,

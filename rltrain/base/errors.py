@@ -177,7 +177,7 @@ def no_memory(told: str) -> str:
     return f"the host has no memory left: {told}. Give it (or the container) more, end other programs there"
 
 
-def of_host(error: BaseException) -> RltrainError | None:
+def host_error(error: BaseException) -> RltrainError | None:
     """The error to tell where this host has no memory left, or its storage gives no answer: what was read may be as it
     should. None of any other."""
     number = error.errno if isinstance(error, OSError) else None
@@ -191,12 +191,12 @@ def of_host(error: BaseException) -> RltrainError | None:
     return None
 
 
-def of_system(error: BaseException) -> RltrainError | None:
-    """`of_host`, and the error to tell where the system refuses a file."""
+def system_error(error: BaseException) -> RltrainError | None:
+    """`host_error`, and the error to tell where the system refuses a file."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL or (number in _NOT_GIVEN and _names_file(error)):
         return DiskError(f"{first_line(error)}. Mend that, and run the same command again.")
-    return of_host(error)
+    return host_error(error)
 
 
 def _names_file(error: BaseException) -> bool:
@@ -216,7 +216,7 @@ def short(value: object, most: int = 100) -> str:
 
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
     """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned; so is what
-    `of_system` makes of another."""
+    `system_error` makes of another."""
 
     @wraps(main)
     def guarded(argv: list[str] | None = None) -> int:
@@ -224,7 +224,7 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         try:
             return main(argv)
         except Exception as found:
-            error = found if isinstance(found, RltrainError) else of_system(found)
+            error = found if isinstance(found, RltrainError) else system_error(found)
             if not error:
                 raise
             tell_supervisor(error=str(error), passing=error.passing)

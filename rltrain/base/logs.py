@@ -21,7 +21,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from rltrain.base.aside import Lines
+from rltrain.base.background import Appender
 from rltrain.base.errors import Interrupted, plain
 
 TRAIN_LOG = "train.log"
@@ -84,7 +84,7 @@ class _File(logging.Handler):
 
     def __init__(self, file: Path) -> None:
         super().__init__()
-        self.lines = Lines(file)
+        self.lines = Appender(file)
         self.setFormatter(_Stamped())
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 
 _PACKAGES = {"port": "tools.port", "plugins": "base.plugins"}
 _HOMES = {
-    "base": "aside chips device env errors imports logs plugin seeds stacks stop storage versions",
+    "base": "chips device env errors imports logs plugin seeds stacks stop storage versions",
     "base.columns": "batch ragged",
     "run": "dry_run",
     "run.report": "env_report view",
@@ -25,6 +25,7 @@ _HOMES = {
 MOVED = {
     **{f"rltrain.{name}": f"rltrain.{home}.{name}" for home, names in _HOMES.items() for name in names.split()},
     **{f"rltrain.{name}": f"rltrain.{home}" for name, home in _PACKAGES.items()},
+    "rltrain.aside": "rltrain.base.background",
     "rltrain.columns": "rltrain.base.columns.names",
     "rltrain.help": "rltrain.config.help",
     "rltrain.report": "rltrain.run.report.table",

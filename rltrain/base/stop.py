@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rltrain.base.env import tell_supervisor
-from rltrain.base.errors import Interrupted, RltrainError, of_system
+from rltrain.base.errors import Interrupted, RltrainError, system_error
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -49,9 +49,9 @@ class Stop:
         self._timers: list[threading.Timer] = []
         self.notice_s: float | None = None
         self._why_to_leave: Callable[[], str] = str
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Nothing has been asked for yet."""
         self.requested = False
         self.at_once = False
@@ -119,7 +119,7 @@ class Stop:
         try:
             yield
         except Exception as error:
-            ours = of_system(error) or error
+            ours = system_error(error) or error
             if not (kept := self.kept()) or self.at_once or isinstance(error, Interrupted):
                 raise
             if not isinstance(ours, RltrainError):
@@ -131,7 +131,7 @@ class Stop:
                 raise
             raise ours from error
 
-    def check(self) -> None:
+    def raise_if_asked(self) -> None:
         """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see `leave_where`."""
         if self.at_once or (self.requested and not self.finishing):
             raise self.interrupted()
@@ -204,7 +204,7 @@ class Stop:
             for number in _SIGNALS:
                 if signal.getsignal(number) == self.handle:
                     signal.signal(number, self.handle)
-        self.check()
+        self.raise_if_asked()
 
     def end(self) -> None:
         """The run has ended: there is nothing left to cut short."""
@@ -224,7 +224,7 @@ def listen(stop: Stop | None = None) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == stop.handle:
         yield stop
         return
-    stop.begin()
+    stop.reset()
     before: dict[int, Any] = {number: signal.signal(number, stop.handle) for number in _SIGNALS}
     before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, stop.ask_to_save)
     try:

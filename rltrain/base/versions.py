@@ -106,7 +106,7 @@ def fingerprint() -> dict[str, str]:
     return found
 
 
-def unlike(here: dict[str, str], there: dict[str, str]) -> str:
+def differences(here: dict[str, str], there: dict[str, str]) -> str:
     """In words for a message, how the `fingerprint` of another node differs from ours; empty where it does not."""
     names = [name for name in here | there if here.get(name) != there.get(name)]
     files = [name for name in names if name.endswith(".py")]

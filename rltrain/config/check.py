@@ -278,13 +278,13 @@ def _reward_terms(config: Config) -> Iterator[str]:
     chosen = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if not keys:
         yield f"{chosen} needs algorithm.gdpo_reward_keys, the numbers a scorer returns, such as [acc,format]."
-    beside = {
+    other_terms = {
         "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
         "reward_model.enable": model.enable,
         "reward.weights": bool(config.reward.weights),
         "reward_model.overlong_buffer.enable": model.reward_manager == "dapo" and model.overlong_buffer.enable,
     }
-    for key in (key for key, on in beside.items() if on):
+    for key in (key for key, on in other_terms.items() if on):
         yield f"{chosen} compares gdpo_reward_keys alone, and {key} would be lost. Leave it out, or use grpo."
 
 

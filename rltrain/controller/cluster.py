@@ -281,7 +281,7 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
             say_at += _SAY_EVERY_S
         # The wait is cut into short ones, because signals are handled between them.
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
-        lifeline.check()
+        lifeline.raise_if_lost()
     if waiting:
         raise NodesMissing(
             f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not come up "

@@ -114,7 +114,7 @@ class Handle(Generic[_Result]):
         found: Any = (*objects, self._results[rank]) if objects else self._results[rank]
         return cast(_Result, found)
 
-    def also(self, other: Handle[Any]) -> None:
+    def add(self, other: Handle[Any]) -> None:
         """Have a loop over `arrivals` wait for the results of ``other`` too."""
         self._waiting |= other._waiting
 
@@ -130,7 +130,7 @@ class Handle(Generic[_Result]):
         started, warned, waits = self._since or time.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
             group.check()
-            lifeline.check()
+            lifeline.raise_if_lost()
             seconds = time.monotonic() - started
             # Once all results are there, the ranks whose stream is still open are the late ones.
             late = sorted({rank for _, rank in waiting.values()} or polls.ranks)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rltrain.base.aside import Aside
+from rltrain.base.background import BackgroundJob
 
 # How long storage may take for the stacks.
 _WRITE_S = 10.0
@@ -66,7 +66,7 @@ class Deadlines:
         asked = {name: ask() for name, ask in self._shown.items() if name not in known}
         stacks = {name: stack for some in (known | asked).values() for name, stack in some.items()}
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"
-        writing = Aside("writing stacks", lambda: _write(file, "\n".join(map("\n".join, stacks.items()))))
+        writing = BackgroundJob("writing stacks", lambda: _write(file, "\n".join(map("\n".join, stacks.items()))))
         if not writing.ready(_WRITE_S):  # the storage of the run folder may be what hangs
             return f" Their stacks could not be written: {file.parent} does not answer."
         try:

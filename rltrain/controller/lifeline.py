@@ -31,7 +31,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rltrain.base.aside import Aside, running
+from rltrain.base.background import BackgroundJob, running
 from rltrain.base.env import tell_supervisor
 from rltrain.base.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
 from rltrain.base.stacks import stacks_here
@@ -132,7 +132,7 @@ class _Watch(threading.Thread):
             if self._reads and self._is_busy() and self.beat < math.inf:
                 self.beat = time.monotonic()
             # What is done aside comes first: the driver may wait for it.
-            beats: list[tuple[float, threading.Thread | Aside[Any]]] = [(each.beat, each) for each in running()]
+            beats: list[tuple[float, threading.Thread | BackgroundJob[Any]]] = [(each.beat, each) for each in running()]
             for beat, thread in [*beats, (self.beat, self._driver)] if self.beat < math.inf else ():
                 if (silent_s := time.monotonic() - beat) > self._deadlines.limit_s("driver"):
                     self._driver_hangs(silent_s, thread)
@@ -154,7 +154,7 @@ class _Watch(threading.Thread):
         if not self.over.wait(_UNWIND_S):
             self._exit(self.message)
 
-    def _driver_hangs(self, silent_s: float, thread: threading.Thread | Aside[Any]) -> None:
+    def _driver_hangs(self, silent_s: float, thread: threading.Thread | BackgroundJob[Any]) -> None:
         frames = traceback.extract_stack(sys._current_frames().get(thread.ident or 0))
         at = next((each for each in reversed(frames) if "rltrain" in each.filename), frames[-1])
         places = [f"{each.name} ({each.filename}:{each.lineno})" for each in (frames[-1], at)]
@@ -165,7 +165,7 @@ class _Watch(threading.Thread):
             own = {f"driver (pid {os.getpid()})": stacks_here()}
             said.append(self._deadlines.write_stacks("driver", driver=own))
 
-        Aside("stacks", write).ready(_WRITE_S)
+        BackgroundJob("stacks", write).ready(_WRITE_S)
         who = "it" if thread is self._driver else f"its thread '{thread.name}'"
         self._exit(
             f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s {who} has done "
@@ -304,7 +304,7 @@ def lost(wait_s: float = 0.0) -> str:
     return _watch.message if _watch else ""
 
 
-def check() -> None:
+def raise_if_lost() -> None:
     """Raise WorkerLost where Ray of this node is gone. The driver calls this while it waits, and so does not hang."""
     if _watch and _watch.beat < math.inf:
         _watch.beat = time.monotonic()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.base.errors import DataError, of_host
+from rltrain.base.errors import DataError, host_error
 from rltrain.config.schema import Config
 from rltrain.data.images import (
     EncodedPrompt,
@@ -250,7 +250,7 @@ class ChatEncoder:
         try:
             processor = AutoProcessor.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise of_host(error) or DataError(
+            raise host_error(error) or DataError(
                 f"prompts have images, and no processor could be loaded from {self.path!r}: {error} It needs "
                 "preprocessor_config.json (or processor_config.json) in the folder, and the packages pillow and "
                 "torchvision."
@@ -298,7 +298,7 @@ class ChatEncoder:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
-            raise of_host(error) or DataError(
+            raise host_error(error) or DataError(
                 f"no tokenizer could be loaded from actor_rollout_ref.model.path={self.path!r}: {error}"
             ) from error
         if self.chat_template is not None:
@@ -377,7 +377,7 @@ def _template_text(template: str) -> str:
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise of_host(error) or DataError(
+        raise host_error(error) or DataError(
             f"the chat template {template!r} is neither Jinja text nor a readable file: {error}"
         ) from error
 

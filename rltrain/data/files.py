@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from rltrain.base.errors import DataError, first_line, of_host, short
+from rltrain.base.errors import DataError, first_line, host_error, short
 from rltrain.base.storage import matching
 
 _HEAD_BYTES = 512
@@ -151,7 +151,7 @@ def _content(name: str, file: Path) -> Iterator[BinaryIO]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise of_host(error) or DataError(
+        raise host_error(error) or DataError(
             f"data file {name!r} cannot be unpacked, or is no text: it is truncated or damaged "
             f"({short(first_line(error))}). Write or copy it again."
         ) from error

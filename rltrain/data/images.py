@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.base.errors import DataError, of_host, short
+from rltrain.base.errors import DataError, host_error, short
 
 # What stands for an image in the text of a row, as in verl's files.
 SLOT = "<image>"
@@ -274,7 +274,7 @@ def _reading() -> Iterator[None]:
     except ImportError as error:
         raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
     except (OSError, SyntaxError, ValueError, struct.error, bomb) as error:
-        raise of_host(error) or DataError(f"it cannot be read: {re.sub(r' <_io.*?>', '', str(error))}") from error
+        raise host_error(error) or DataError(f"it cannot be read: {re.sub(r' <_io.*?>', '', str(error))}") from error
 
 
 def _refuse_bomb(opened: Any) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.base.errors import DataError, of_host
+from rltrain.base.errors import DataError, host_error
 from rltrain.data.images import begins_as_image, file_bytes, measured
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Pictures:
         try:
             found = entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
-            raise of_host(error) or DataError(f"its images cannot be read any more: {error}") from error
+            raise host_error(error) or DataError(f"its images cannot be read any more: {error}") from error
         files = []
         for number, entry in enumerate(found, 1):
             try:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.base.errors import DataError, RltrainError, first_line, of_host
+from rltrain.base.errors import DataError, RltrainError, first_line, host_error
 from rltrain.base.seeds import stream
 from rltrain.base.storage import patiently
 from rltrain.data.checks import VIDEOS, Keys, check_columns, check_schema
@@ -142,7 +142,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
 
 def unreadable(path: str, error: Exception) -> RltrainError:
     """The error to raise of a file of which Arrow or the system says this."""
-    return of_host(error) or DataError(
+    return host_error(error) or DataError(
         f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
         f"({first_line(error)[:200]}). Write or copy it again."
     )

@@ -133,7 +133,7 @@ class Trainer(Watcher):
         if ppo.rewards.has_validation and first:
             found = self._validate(ppo)
             self.watchers.on_metrics(first_step, found)
-            saver.best.take(first_step, found)
+            saver.best.observe(first_step, found)
             untested = self._owes_validation = untested and not found
         if trainer.val_only:
             return True
@@ -162,10 +162,10 @@ class Trainer(Watcher):
         if stop.requested and trainer.save_at_end and saver.last_step < done:
             saver.save(done, ppo.progress)
             saver.finish()
-        if enough := "" if stop.requested else saver.best.stalled():
-            log.info("%s", enough)
+        if stalled := "" if stop.requested else saver.best.stalled():
+            log.info("%s", stalled)
         # A run that lacks its last validation has not got to its end, though all steps are made.
-        return bool(enough) or (done == total and not untested)
+        return bool(stalled) or (done == total and not untested)
 
     def _keep_and_test(self, ppo: PPOTrainer, saver: Saver, metrics: Metrics) -> bool:
         """Save and validate where that is due; ``metrics`` gets what was found.
@@ -188,7 +188,7 @@ class Trainer(Watcher):
             # A validation that a signal has cut short returns nothing.
             untested = not found
             try:
-                saver.best.take(step, found)
+                saver.best.observe(step, found)
             except ConfigError:
                 saver.finish()
                 raise

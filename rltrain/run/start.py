@@ -82,7 +82,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         """Called wherever the driver waits, for workers or for scorers."""
         check()
         watchers.on_wait()
-        stop.check()
+        stop.raise_if_asked()
 
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):

@@ -80,7 +80,9 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
     with logs.waiting(f"waiting for {logs.count(nodes, 'node')} with {logs.count(each, 'device')} each"):
         placement = reserve(cfg, device)
     closing.callback(free, placement)
-    group = WorkerGroup("doctor", placement, device, threads_per_worker(each), None, stop.check, Deadlines(300.0, 1.0))
+    group = WorkerGroup(
+        "doctor", placement, device, threads_per_worker(each), None, stop.raise_if_asked, Deadlines(300.0, 1.0)
+    )
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     with logs.waiting("looking at the nodes"), _folder(Path(cfg.trainer.default_local_dir)) as folder:
         checks = look_at_nodes(group, cfg, folder)

@@ -277,7 +277,7 @@ class _Bin:
         self._prompts: set[int] = set()
         self._images: set[int] = set()
 
-    def take(self, chunk: _Chunk, budget: PassBudget) -> bool:
+    def add_if_room(self, chunk: _Chunk, budget: PassBudget) -> bool:
         """Add the chunk if there is room. A sample that alone is over the budget gets a bin of its own."""
         known, seen = chunk.key in self._prompts, chunk.key in self._images
         tokens = chunk.tokens - known * chunk.prompt_tokens
@@ -326,7 +326,7 @@ def _place(chunk: _Chunk, bins: list[_Bin], heap: list[tuple[float, int]], budge
     while heap and not placed and len(refused) < _TRIES:
         entry = heapq.heappop(heap)
         chosen = bins[entry[1]]
-        placed = chosen.take(chunk, budget)
+        placed = chosen.add_if_room(chunk, budget)
         if not placed:
             refused.append(entry)
         elif budget.max_samples is None or len(chosen.ids) < budget.max_samples:

@@ -24,7 +24,7 @@ from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards, accuracy, known_number
-from rltrain.trainer.roles import Early, Policy
+from rltrain.trainer.roles import Policy, RankListener
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers.rollout.contract import Sampling
@@ -67,9 +67,12 @@ class Experience:
         """The epoch (from 0) of the newest prompts."""
         return self.sampler.epoch(max(self.batches_drawn - 1, 0))
 
-    def collect(self, timer: StepTimer, early: Early | None = None) -> tuple[Samples, Metrics]:
-        """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major. early: see `Policy.generate`."""
-        rounds = [self._round(timer, early)]
+    def collect(self, timer: StepTimer, rank_listener: RankListener | None = None) -> tuple[Samples, Metrics]:
+        """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major.
+
+        rank_listener: see `Policy.generate`.
+        """
+        rounds = [self._round(timer, rank_listener)]
         samples = rounds[0].samples
         found: Metrics = {}
         if self._cfg.algorithm.filter_groups.enable:
@@ -94,12 +97,12 @@ class Experience:
         shape = m.rollout_metrics([each.generated for each in rounds], replicas, at_once)
         return samples, m.join_rounds([each.metrics for each in rounds]) | shape | found
 
-    def _round(self, timer: StepTimer, early: Early | None = None) -> _Round:
+    def _round(self, timer: StepTimer, rank_listener: RankListener | None = None) -> _Round:
         started = self.line.take(self._draw)
         n = self._rollout.n
         sampling = self._sampling(self._rollout, greedy=not self._rollout.do_sample)
         # Begun before generation, so that the first answers can be scored while the last are still generated.
-        arrivals = self._rewards.begin("train", len(started) * n)
+        arrivals = self._rewards.begin_scoring("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
         # The number of a prompt's own draw and not of this round: a prompt that is tried again in a later step gets the
         # same random numbers.
@@ -107,13 +110,13 @@ class Experience:
         terms = self.line.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
         with timer("gen"):
-            generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started), early)
+            generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started), rank_listener)
         samples = generated
         if self.line.stops_early:
             samples, ids, found = self.line.settle(started, generated)
             metrics |= found
             if arrivals:
-                arrivals.keep(ids)
+                arrivals.select(ids)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
         # A reward model's score has no fixed scale, so it is no solve rate.

@@ -27,7 +27,7 @@ from rltrain.trainer.roles import Pass
 
 
 @dataclass(frozen=True)
-class EarlyPass:
+class OverlappedPass:
     """A pass of `Policy`."""
 
     begin: Callable[[Samples, Layout, range], Pass]
@@ -40,9 +40,9 @@ class EarlyPass:
 
 @dataclass
 class Overlap:
-    """The early passes of one step."""
+    """The passes of one step that may overlap its generation."""
 
-    passes: Sequence[EarlyPass]
+    passes: Sequence[OverlappedPass]
     block: int
     """So many neighbours of ``world`` workers hold all weights among them."""
     world: int
@@ -52,7 +52,7 @@ class Overlap:
     num_samples: int = 0
     """Added up over passes."""
     _under_way: dict[int, Pass] = field(default_factory=dict)
-    _todo: dict[int, Iterator[Pass]] = field(default_factory=dict)
+    _to_do: dict[int, Iterator[Pass]] = field(default_factory=dict)
     _busy: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -60,19 +60,19 @@ class Overlap:
         """Of the passes' samples, those that did not wait."""
         return self.num_samples / max(sum(int(one.covered.sum()) for one in self.passes), 1)
 
-    def arrived(self, samples: Samples, generation: Handle[Any], handle: Handle[Any], rank: int) -> None:
+    def rank_returned(self, samples: Samples, generation: Handle[Any], handle: Handle[Any], rank: int) -> None:
         """Give the block of ``rank`` its next micro-batch, once it has none and while others generate."""
         block = rank // self.block
         self._busy[block] = self._busy.get(block, self.block) - 1
         if self._busy[block]:
             return
         if before := self._under_way.pop(block, None):
-            self.measured.append(before.finish())
+            self.measured.append(before.collect())
         if generation.done:
             return
-        todo = self._todo.setdefault(block, self._micro_batches(samples, block))
-        if following := next(todo, None):
-            generation.also(following.handle)
+        to_do = self._to_do.setdefault(block, self._micro_batches(samples, block))
+        if following := next(to_do, None):
+            generation.add(following.handle)
             self._under_way[block], self._busy[block] = following, self.block
             self.num_samples += sum(map(len, following.layout.ids))
 

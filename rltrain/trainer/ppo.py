@@ -32,7 +32,7 @@ from rltrain.trainer.efficiency import decode_metrics, flops_metrics
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
-from rltrain.trainer.overlap import EarlyPass, Overlap
+from rltrain.trainer.overlap import Overlap, OverlappedPass
 from rltrain.trainer.plan import PassBudget, Plan
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
@@ -98,15 +98,15 @@ class PPOTrainer:
         plan, passes, timer = self.plan, self.plan.passes, StepTimer(self._on_phase)
         bytes_before = self._bytes()
         with timer("step"):
-            early = self._overlap(step)
-            samples, metrics = self.experience.collect(timer, early)  # y ~ pi_old(. | x), n answers each, and r(x, y)
+            overlap = self._overlap(step)
+            samples, metrics = self.experience.collect(timer, overlap)  # y ~ pi_old(. | x), n answers each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
             # Before any update: a run that stops here still has the weights of the step before.
             self._alarms.damaged(metrics)
             record.metrics |= self._alarms.collapsed(samples[c.SCORE])
-            if early:
-                record.measured = join(early.measured)
-                record.metrics["perf/overlap_share"] = early.share
+            if overlap:
+                record.measured = join(overlap.measured)
+                record.metrics["perf/overlap_share"] = overlap.share
             if passes.greedy_baseline:
                 self.experience.add_greedy_baseline(samples, timer)
             if passes.old_log_probs != "none":
@@ -117,7 +117,7 @@ class PPOTrainer:
                     left = np.flatnonzero(samples.without(self.actor.ref_column))
                     layout = self._lay_out(samples, plan.budgets["ref"], plan.ref_data_parallel_size, left)
                     record.layouts["ref"] = layout
-                    self.actor.ref_log_probs(samples, layout).finish()
+                    self.actor.ref_log_probs(samples, layout).collect()
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
                     ranks = plan.critic_data_parallel_size
@@ -143,14 +143,14 @@ class PPOTrainer:
         plan, passes = self.plan, self.plan.passes
         if not plan.ranks_with_all_weights:
             return None
-        early = []
+        overlapped = []
         if passes.old_log_probs != "none":
             covered, ranks = self._covered(step), plan.data_parallel_size
-            early.append(EarlyPass(self.actor.log_probs, covered, plan.budgets["old_log_prob"], ranks))
+            overlapped.append(OverlappedPass(self.actor.log_probs, covered, plan.budgets["old_log_prob"], ranks))
         if passes.ref:
             every, ranks = np.ones(plan.samples_per_step, dtype=bool), plan.ref_data_parallel_size
-            early.append(EarlyPass(self.actor.ref_log_probs, every, plan.budgets["ref"], ranks))
-        return Overlap(early, plan.ranks_with_all_weights, plan.num_devices, self._workload)
+            overlapped.append(OverlappedPass(self.actor.ref_log_probs, every, plan.budgets["ref"], ranks))
+        return Overlap(overlapped, plan.ranks_with_all_weights, plan.num_devices, self._workload)
 
     def _covered(self, step: int) -> NDArray[np.bool_]:
         """The samples [n] that the old_log_prob pass is for."""
@@ -173,7 +173,7 @@ class PPOTrainer:
             left = np.flatnonzero(covered & samples.without(c.OLD_LOG_PROBS))
             layout = self._lay_out(samples, self.plan.budgets["old_log_prob"], ids=left)
             record.layouts["old_log_prob"] = layout
-            record.measured = join([record.measured, self.actor.log_probs(samples, layout).finish()])
+            record.measured = join([record.measured, self.actor.log_probs(samples, layout).collect()])
             if self._alarms.stops_on_gap:  # then the pass is a full one: a gap ends the run before it learns
                 self._alarms.gap(m.policy_metrics(record.measured))
 

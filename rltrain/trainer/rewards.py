@@ -55,7 +55,7 @@ class Rewards:
     def data_sources(self, split: str) -> list[str]:
         return [row.data_source for row in self._rows[split]]
 
-    def begin(self, split: str, num_samples: int) -> AnswersInScoring | None:
+    def begin_scoring(self, split: str, num_samples: int) -> AnswersInScoring | None:
         """Rule rewards of answers that are about to be generated; None where scoring does not overlap generation."""
         return AnswersInScoring(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
 
@@ -72,7 +72,7 @@ class Rewards:
         if self._pool:
             begun = begun or AnswersInScoring(self._pool.begin(split, len(samples)))
             begun.add_missing(samples)
-            found = begun.finish()
+            found = begun.collect()
             self.seconds = begun.seconds
         if self._weights:
             found[c.SCORE] = self._weigh(found)
@@ -124,7 +124,7 @@ class AnswersInScoring:
         """Hand out what waits, without waiting."""
         self._scoring.advance()
 
-    def keep(self, ids: Ids) -> None:
+    def select(self, ids: Ids) -> None:
         """Only the samples ``ids`` stay, as 0, 1, and so on. Scores of the others are dropped."""
         # Called once, while no id is -1 yet: a second call would read -1 as the last sample.
         new_id = np.full(1 + max(int(each.max()) for each in (ids, *self._ids)), -1)
@@ -142,7 +142,7 @@ class AnswersInScoring:
                 ids = part.ids[missing]
                 self._add(part.ref, ids, samples[c.ROW][ids], part.rows[missing])
 
-    def finish(self) -> dict[str, Column]:
+    def collect(self) -> dict[str, Column]:
         """Wait for the scores and return their columns, by sample."""
         columns, ids = self._scoring.finish(), np.concatenate(self._ids)
         wanted = ids >= 0

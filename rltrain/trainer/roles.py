@@ -60,7 +60,7 @@ class Pass:
     nodes: Sequence[int]
     """Both: of each data-parallel rank the first worker, and where it is."""
 
-    def finish(self) -> dict[str, Moments]:
+    def collect(self) -> dict[str, Moments]:
         """Wait for it. The samples get its numbers and columns; returns its moments."""
         self.handle.collect()
         # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
@@ -73,10 +73,10 @@ class Pass:
         return join(found.moments for _, _, (_, found) in having)
 
 
-class Early(Protocol):
-    """Is told when ranks have nothing left to generate, and may have `Handle.also` wait for more work of theirs."""
+class RankListener(Protocol):
+    """Is told when ranks have nothing left to generate, and may add more work of theirs to the handle."""
 
-    def arrived(self, samples: Samples, generation: Handle[Any], handle: Handle[Any], rank: int) -> None:
+    def rank_returned(self, samples: Samples, generation: Handle[Any], handle: Handle[Any], rank: int) -> None:
         """``rank`` has returned its part of ``generation``, or of a ``handle`` that was added."""
 
 
@@ -144,12 +144,12 @@ class Policy(_Remote):
         task: GenerateTask,
         listener: Listener | None = None,
         begun: Request | None = None,
-        early: Early | None = None,
+        rank_listener: RankListener | None = None,
     ) -> tuple[Samples, Metrics]:
         """Have the engine replicas answer the prompts. Returns samples, their payload by reference, and metrics.
 
         listener: is told of answers while others are still generated (with ``task.stream``). begun: the payload of
-        answers that have some tokens already. early: is told of ranks that are done.
+        answers that have some tokens already. rank_listener: is told of ranks that are done.
         """
         n = task.num_samples
         self._calls += 1
@@ -172,8 +172,8 @@ class Policy(_Remote):
         for one, rank in handle.arrivals(stream=stream):
             if one is handle:
                 self._take_answers(samples, rank, handle.of(rank), pictures=task.is_learnt_from)
-            if early:
-                early.arrived(samples, handle, one, rank)
+            if rank_listener:
+                rank_listener.rank_returned(samples, handle, one, rank)
         # Replicas are counted as far as they have served.
         served = samples[c.SERVED]
         samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
@@ -254,7 +254,7 @@ class Policy(_Remote):
         numbers = [c.SCORE, c.POLICY_TOKENS, *([c.BASELINE] if self._passes.greedy_baseline else [])]
         coefs = [kl_coef] * len(layout.ids)
         made = [c.ADVANTAGES, c.RETURNS]
-        return self._pass(roles.Advantages.advantages, coefs, samples, layout, wanted, made, numbers).finish()
+        return self._pass(roles.Advantages.advantages, coefs, samples, layout, wanted, made, numbers).collect()
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[UpdateNumbers]:
         """Run the optimizer steps; returns the numbers of each data-parallel rank."""
@@ -309,7 +309,7 @@ class Critic(_Remote):
     def values(self, samples: Samples, layout: Layout) -> None:
         """Attach ``values``."""
         sizes = layout.all_sizes()
-        self._pass(roles.Critic.values, sizes, samples, layout, c.PROMPT_AND_ANSWER, [c.VALUES]).finish()
+        self._pass(roles.Critic.values, sizes, samples, layout, c.PROMPT_AND_ANSWER, [c.VALUES]).collect()
 
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float

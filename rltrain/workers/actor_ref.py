@@ -343,7 +343,7 @@ class ActorRefWorker(Actor):
     def stage(self, task: SaveTask) -> bool:
         """Take model and optimizer, adapters, and the weights of an export, as they are now (a collective)."""
         self._task = task
-        self._writer.settle()
+        self._writer.reshard_and_synchronize()
         if task.export and self._export is None:
             self._export = Export(self.policy, self._spec.load_config(), chat_encoder(self._cfg))
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rltrain.algorithms.aggregation import loss_mask, token_weights
-from rltrain.algorithms.losses import LossShare, aggregate, finish
+from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share
 from rltrain.algorithms.value_loss import value_loss
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
@@ -68,12 +68,12 @@ class CriticWorker(Critic):
         mask = loss_mask(micro, old)
         losses, statistics = value_loss(values, old.values, returns, self._cfg.cliprange_value)
         loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode or TOKEN_MEAN, mask, mini.denominators))
-        return finish(loss, {"vf_loss": loss}, statistics, mask)
+        return make_loss_share(loss, {"vf_loss": loss}, statistics, mask)
 
     def stage(self, task: SaveTask) -> bool:
         """Take model and optimizer as they are now (a collective)."""
         self._folder = task.folder
-        self._writer.settle()
+        self._writer.reshard_and_synchronize()
         return self._writer.stage(self._writer.room(task.copies))
 
     def write(self) -> tuple[list[Any], Written]:

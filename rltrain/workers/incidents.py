@@ -50,7 +50,7 @@ class Incident:
     """Further fields of the task, by name."""
 
 
-def keep(
+def write_incident(
     run: Path, role: str, micros: Sequence[Batch], mini: MiniBatch, terms: Mapping[str, float], model: PackedModel
 ) -> str:
     """Write it (a collective) below ``run``/incidents. Returns a sentence that says where it is and what to type."""

@@ -44,7 +44,7 @@ class StateWriter:
         self._metadata: Metadata | None = None  # rank 0 has it
         self._hosts: dict[str, torch.Tensor] = {}
 
-    def settle(self) -> None:
+    def reshard_and_synchronize(self) -> None:
         """Before anything is read: the parameters are shards, and what was on its way to the device has arrived."""
         reshard(self._packed)
         self._device.synchronize()

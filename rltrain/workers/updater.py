@@ -28,7 +28,7 @@ from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import clip_gradients, make_optimizer
-from rltrain.workers.incidents import keep
+from rltrain.workers.incidents import write_incident
 from rltrain.workers.results import Array, UpdateNumbers
 from rltrain.workers.tasks import MiniBatch
 
@@ -134,7 +134,7 @@ class Updater:
         self, micros: Sequence[Batch], mini: MiniBatch, terms: Mapping[str, float], share: LossShare
     ) -> None:
         parts = ", ".join(f"{name}={float(value):.4g}" for name, value in _parts(share).items())
-        kept = keep(Path(self._trainer.default_local_dir), self._role, micros, mini, terms, self._model)
+        kept = write_incident(Path(self._trainer.default_local_dir), self._role, micros, mini, terms, self._model)
         raise NonFiniteError(
             f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no "
             f"optimizer step was made. {kept} To go on past such batches set trainer.on_nonfinite=skip."

@@ -18,7 +18,7 @@ from rltrain.controller.launch import gather as module
 from rltrain.controller.launch import ray_node as launch_ray
 from rltrain.controller.launch.board import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
 from rltrain.controller.launch.command import run_command
-from rltrain.controller.launch.files import announce, beside, own_token, take_token, withdraw, write
+from rltrain.controller.launch.files import announce, own_token, take_token, token_file, withdraw, write
 from rltrain.controller.launch.words import read
 
 ENV = (
@@ -126,17 +126,17 @@ def test_a_head_makes_a_token_for_its_user_alone(say, tmp_path):
     token = own.read_text().strip()
     assert len(token) == 64
     write(file, "127.0.0.1:1")  # an earlier head, where nobody answers
-    write(beside(file), "of an earlier head")
+    write(token_file(file), "of an earlier head")
     own.chmod(0o644)  # as Ray's own command leaves it
     assert own_token(file) == token
-    assert not file.exists() | beside(file).exists()
+    assert not file.exists() | token_file(file).exists()
     announce(file, "10.0.0.1:6379", token)
-    assert own.read_text() == beside(file).read_text() == f"{token}\n"
-    assert [each.stat().st_mode & 0o777 for each in (own, beside(file))] == [0o600, 0o600]
+    assert own.read_text() == token_file(file).read_text() == f"{token}\n"
+    assert [each.stat().st_mode & 0o777 for each in (own, token_file(file))] == [0o600, 0o600]
     withdraw(file, "10.0.0.2:6379")
-    assert file.exists() & beside(file).exists()
+    assert file.exists() & token_file(file).exists()
     withdraw(file, "10.0.0.1:6379")
-    assert not file.exists() | beside(file).exists()
+    assert not file.exists() | token_file(file).exists()
     # A user's own stands before it.
     say("head", RAY_AUTH_TOKEN="abc")
     assert own_token(file) == "abc"

@@ -295,7 +295,7 @@ def test_a_bin_knows_what_its_samples_weigh(rows, size):
     work = with_images(work, groups, rows) if rows else work
     budget, chosen = PassBudget(10_000, None), balance._Bin()
     for chunk in balance._chunks(np.arange(4), work, size, budget):
-        assert chosen.take(chunk, budget)
+        assert chosen.add_if_room(chunk, budget)
     assert chosen.cost == pytest.approx(work.cost(np.arange(4)))
     assert chosen._tokens == work.tokens(np.arange(4)) == 90 + 40 + 2090 + 90
     assert chosen._rows == work.rows(np.arange(4)) == sum(rows or [])

@@ -34,7 +34,7 @@ def best_of(mode="max", patience=None, values=()) -> Best:
     words = [f"trainer.keep_best={METRIC}", f"trainer.keep_best_mode={mode}"]
     best = Best(load_config([*words, *([f"trainer.patience={patience}"] if patience else [])]).config.trainer)
     for step, value in enumerate(values):
-        best.take(step, {METRIC: value})
+        best.observe(step, {METRIC: value})
     return best
 
 
@@ -58,7 +58,7 @@ def test_patience_counts_validations_since_the_best():
 
 def test_a_metric_that_no_validation_finds_is_told_with_those_it_does():
     with pytest.raises(ConfigError, match=r"keep_best=val-core/x/acc/mean@1: .*such as val-core/y/acc/mean@1"):
-        best_of().take(3, {"val-core/y/acc/mean@1": 0.1, "timing_s/testing": 3.0})
+        best_of().observe(3, {"val-core/y/acc/mean@1": 0.1, "timing_s/testing": 3.0})
 
 
 def test_a_torn_line_is_no_validation(tmp_path):

@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_not_the_best(folder):
     (folder.step_folder(2) / "actor" / "shard.bin").unlink()
     saver, _ = saver_of(folder, "trainer.keep_best=m", "trainer.max_actor_ckpt_to_keep=1")
     for step, value in enumerate((0.3, 0.9, 0.1, 0.1, 0.1), start=1):
-        saver.best.take(step, {"m": value})
+        saver.best.observe(step, {"m": value})
     saver.save(5, Progress())
     assert folder.steps() == [1, 2, 5]
 

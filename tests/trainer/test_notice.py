@@ -64,7 +64,7 @@ def test_without_a_notice_every_step_is_finished(asked):
 def checked_to_the_end(stop) -> None:
     while stop.left_s > 0:
         time.sleep(0.05)
-        stop.check()
+        stop.raise_if_asked()
 
 
 def test_a_step_slower_than_usual_keeps_time_for_its_updates():
@@ -76,9 +76,9 @@ def test_a_step_slower_than_usual_keeps_time_for_its_updates():
         stop.finishing = "finishing this step, saving"
         notice.before_step(3)
         signal.raise_signal(signal.SIGTERM)
-        stop.check()
+        stop.raise_if_asked()
         with pytest.raises(StepLeft, match="step 3 needs about 0 s more, its save 1 s"):
             checked_to_the_end(stop)
         assert stop.left_s > 0.9
         notice.after_step(3)
-        stop.check()  # what saves the step before is not cut short
+        stop.raise_if_asked()  # what saves the step before is not cut short

@@ -10,7 +10,7 @@ from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.controller.samples import Samples, whole
 from rltrain.trainer.balance import Workload, lay_out
-from rltrain.trainer.overlap import EarlyPass, Overlap
+from rltrain.trainer.overlap import Overlap, OverlappedPass
 from rltrain.trainer.plan import PassBudget
 from rltrain.trainer.roles import Pass, Policy
 from rltrain.workers.results import GenerationNumbers, PassNumbers
@@ -32,7 +32,7 @@ class FakeHandle:
     def done(self):
         return self.came == set(self.ranks)
 
-    def also(self, other):
+    def add(self, other):
         self.added.append(other)
 
     def collect(self):
@@ -51,8 +51,8 @@ class Step:
         budget = PassBudget(max_tokens=15, max_samples=None)
         self.overlap = Overlap(
             [
-                EarlyPass(self._begin("old"), covered, budget, num_ranks),
-                EarlyPass(self._begin("ref"), np.ones(8, dtype=bool), budget, num_ranks),
+                OverlappedPass(self._begin("old"), covered, budget, num_ranks),
+                OverlappedPass(self._begin("ref"), np.ones(8, dtype=bool), budget, num_ranks),
             ],
             block=2,
             world=4,
@@ -79,7 +79,7 @@ class Step:
             ids = np.flatnonzero(rank == ENGINES)
             self.samples.put(ids, {c.SERVED: np.ones(len(ids), dtype=bool), c.ENGINE: np.full(len(ids), rank)})
             self.samples.attach([whole(f"answers of {rank}", c.GENERATED, ids)])
-        self.overlap.arrived(self.samples, self.generation, handle, rank)
+        self.overlap.rank_returned(self.samples, self.generation, handle, rank)
 
     def both_end(self, handle):
         for rank in handle.ranks:
@@ -187,10 +187,10 @@ def test_a_block_may_have_taken_no_answer(key, answers):
     policy = Policy(group, make_step_passes(load_config([f"{key}=True"]).config))
     budget, every = PassBudget(max_tokens=15, max_samples=None), np.ones(8, dtype=bool)
     work = Workload(np.full(8, 5), LENGTHS, -1 - np.arange(8))
-    early = [EarlyPass(begin, every, budget, 4) for begin in (policy.log_probs, policy.ref_log_probs)]
+    early = [OverlappedPass(begin, every, budget, 4) for begin in (policy.log_probs, policy.ref_log_probs)]
     overlap = Overlap(early, block, group.world, lambda samples: work)
     task = GenerateTask("train", np.arange(4, dtype=np.int32), 2, Sampling(10, 1.0), seed=1, step=1)
-    samples, _ = policy.generate(task, early=overlap)
+    samples, _ = policy.generate(task, rank_listener=overlap)
     assert samples[c.SERVED].all()
     all_of_them = answers is not LATE
     assert overlap.share == all_of_them
@@ -200,6 +200,6 @@ def test_a_block_may_have_taken_no_answer(key, answers):
     for begin, made in ((policy.log_probs, c.OLD_LOG_PROBS), (policy.ref_log_probs, policy.ref_column)):
         left = np.flatnonzero(samples.without(made))
         assert len(left) == (0 if all_of_them else 8)
-        begin(samples, lay_out([left], work, 4, budget)).finish()
+        begin(samples, lay_out([left], work, 4, budget)).collect()
         assert not samples.without(made).any()
     assert [sum(sizes) for _, ranks, sizes in group.begun if len(ranks) == 4] == ([0, 0] if all_of_them else [8, 8])

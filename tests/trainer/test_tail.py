@@ -62,7 +62,7 @@ class Watch:
         self._generate, policy.generate = policy.generate, self.generate
         self._settle, line.settle = line.settle, self.settle
 
-    def generate(self, task, listener=None, begun=None, early=None):
+    def generate(self, task, listener=None, begun=None, rank_listener=None):
         samples, metrics = self._generate(task, listener, begun)
         n, steps = task.num_samples, np.broadcast_to(task.step, len(task.rows))
         ids = np.flatnonzero(samples["served"])

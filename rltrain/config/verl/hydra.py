@@ -60,7 +60,7 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
             "Write its settings with the keys of --help; a key by its name there is answered with the one here."
         )
     composer = _Composer([file.parent, *roots])
-    composer.take(file, "", "")
+    composer.merge(file, "", "")
     if composer.problems:
         raise ConfigError("\n".join(composer.problems))
     composer.tree.pop("hydra", None)
@@ -163,7 +163,7 @@ class _Composer:
         self.roots, self.tree, self.problems = list(roots), Tree(), list[str]()
         self._chosen: dict[str, str] = {}
 
-    def take(self, file: Path, group: str, package: str) -> None:
+    def merge(self, file: Path, group: str, package: str) -> None:
         """Merge ``file`` and what its list names. group: its folder within its root; package: the dotted key that its
         content goes under."""
         text, content = read_yaml(file)
@@ -199,7 +199,7 @@ class _Composer:
             )
             found = next((at for root in self.roots if (at := root / f"{full}.yaml").is_file()), None)
             if found:
-                self.take(found, posixpath.dirname(full), under)
+                self.merge(found, posixpath.dirname(full), under)
             elif (known := stock(full)) is not None:
                 _merge(self.tree, known)
             elif full.split("/")[0] not in _STOCK_GROUPS and "optional" not in words:

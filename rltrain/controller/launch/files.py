@@ -26,7 +26,7 @@ def own_token(file: Path | None) -> str:
     own = Path.home() / _OWN_TOKEN
     if file:
         file.unlink(missing_ok=True)
-        beside(file).unlink(missing_ok=True)
+        token_file(file).unlink(missing_ok=True)
     if token := first_set("RAY_AUTH_TOKEN"):
         return token
     if named := first_set("RAY_AUTH_TOKEN_PATH"):
@@ -43,7 +43,7 @@ def own_token(file: Path | None) -> str:
 
 def announce(file: Path, address: str, token: str) -> None:
     """Leave the head's address for the other nodes, and before it the token."""
-    write(beside(file), token)
+    write(token_file(file), token)
     write(file, address)
 
 
@@ -51,7 +51,7 @@ def withdraw(file: Path, address: str) -> None:
     """Take the address back, unless another head has come since."""
     if text(file) == address:
         file.unlink(missing_ok=True)
-        beside(file).unlink(missing_ok=True)
+        token_file(file).unlink(missing_ok=True)
 
 
 def named_token() -> str:
@@ -62,14 +62,14 @@ def named_token() -> str:
 
 def take_token(file: Path | None) -> Path | None:
     """Use the token beside the head's file, else this user's; returns where it was, None where there is none."""
-    if file and (token := text(beside(file))):
+    if file and (token := text(token_file(file))):
         use_token(token)
-        return beside(file)
+        return token_file(file)
     own = Path.home() / _OWN_TOKEN
     return own if text(own) else None
 
 
-def beside(file: Path) -> Path:
+def token_file(file: Path) -> Path:
     """Where the token of the head is whose address stands in the file."""
     return file.with_name(f"{file.name}.token")
 

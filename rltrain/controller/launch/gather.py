@@ -22,7 +22,7 @@ from rltrain.base.env import first_set, tell_supervisor
 from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
 from rltrain.base.logs import count
 from rltrain.base.stop import listed_signals
-from rltrain.base.versions import fingerprint, unlike
+from rltrain.base.versions import differences, fingerprint
 from rltrain.controller.launch.board import (
     BEAT,
     END,
@@ -250,8 +250,8 @@ def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> 
         end_processes(mark)
     here.stranger = False
     own = fingerprint()
-    if problem := unlike(own, head["fingerprint"]):
-        here.refused = f"it has {unlike(head['fingerprint'], own)}"
+    if problem := differences(own, head["fingerprint"]):
+        here.refused = f"it has {differences(head['fingerprint'], own)}"
         raise ConfigError(f"this node and the head differ. The head has {problem}.")
     if head["stays"] != bool(launch.command):
         with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")

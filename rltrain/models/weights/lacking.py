@@ -48,9 +48,9 @@ def notes(key: str, entries: Entries, placing: Placing) -> Iterator[str]:
     if left := [each for each in placing.left if not any(re.search(pattern, each) for pattern in ignored)]:
         model = type(placing.plain).__name__
         deeper = _of_layers(left, placing)
-        yield f"{name}: {model} does not take {count(len(left), 'weight')} of {files}: {_shown(left)}{deeper}"
+        yield f"{name}: {model} does not take {count(len(left), 'weight')} of {files}: {_listed(left)}{deeper}"
     if placing.computed:
-        yield f"{name}: what is not in {files} starts as the configuration says: {_shown(placing.computed)}"
+        yield f"{name}: what is not in {files} starts as the configuration says: {_listed(placing.computed)}"
 
 
 def unknown_rule(placing: Placing) -> str | None:
@@ -72,7 +72,7 @@ def _missing(entries: Entries, placing: Placing) -> str | None:
     total, model = placing.total, type(placing.plain).__name__
     number = f"all {total:,}" if len(short) == total else f"{len(short):,} of the {total:,}"
     return (
-        f"{number} weights of {model} are missing in {_files(entries)}: {_shown(lacking)}. Training would begin with "
+        f"{number} weights of {model} are missing in {_files(entries)}: {_listed(lacking)}. Training would begin with "
         f"random numbers there. {_instead(entries, placing)}"
     )
 
@@ -90,7 +90,7 @@ def _instead(entries: Entries, placing: Placing) -> str:
         adapted = any(map(_ADAPTER.search, left)) or "base_layer" in what
         then = "Merge its adapters (peft: merge_and_unload) and save" if adapted else "Save"
         return f"{what} and {most} without it. {then} the model itself, not its wrapper."
-    return f"It has {count(len(left), 'other name')} instead: {_shown(left)}. {again}"
+    return f"It has {count(len(left), 'other name')} instead: {_listed(left)}. {again}"
 
 
 def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
@@ -137,7 +137,7 @@ def _adapters(entries: Entries, placing: Placing) -> str | None:
     if not left:
         return None
     return (
-        f"adapters in {_files(entries)} are not merged, and training would leave them out: {_shown(left)}. Merge "
+        f"adapters in {_files(entries)} are not merged, and training would leave them out: {_listed(left)}. Merge "
         "them (peft: merge_and_unload) and save the model again."
     )
 
@@ -192,5 +192,5 @@ def _files(entries: Entries) -> str:
     return names[0] if len(names) == 1 else f"its {len(names)} files ({names[0]}, …)"
 
 
-def _shown(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")

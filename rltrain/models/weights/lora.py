@@ -76,7 +76,7 @@ def exclusion_note(model: PreTrainedModel, lora: Lora) -> str | None:
     """What to say of an exclusion that leaves out nothing (peft takes it for a model with other layers)."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     key = f"{lora.section}.exclude_modules"
-    if not isinstance(lora.exclude_modules, str) or _matching(key, lora.exclude_modules, names, must=False):
+    if not isinstance(lora.exclude_modules, str) or _matching(key, lora.exclude_modules, names, required=False):
         return None
     return f"{key}={lora.exclude_modules} matches no linear layer, so it leaves out none"
 
@@ -219,8 +219,8 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         chosen = set(_below(language_model(model), model, chosen)) or chosen
     if lora.exclude_modules:
         # A pattern may be meant for the layers of another model, such as those of a vision tower.
-        must = not isinstance(lora.exclude_modules, str)
-        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, must=must)
+        required = not isinstance(lora.exclude_modules, str)
+        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, required=required)
     if not chosen:
         left = f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
         none = f"{type(model).__name__} has no linear layer below its head. Train all its weights."
@@ -264,10 +264,10 @@ def _below(part: nn.Module, model: PreTrainedModel, names: Iterable[str]) -> lis
     return [name for name in names if id(model.get_submodule(name)) in inside]
 
 
-def _matching(key: str, wanted: Any, linear: list[str], *, must: bool = True) -> set[str]:
+def _matching(key: str, wanted: Any, linear: list[str], *, required: bool = True) -> set[str]:
     """The layers that a list of names (or ends of names) or a pattern chooses.
 
-    Raises ConfigError for no match where there ``must`` be one.
+    Raises ConfigError for no match where one is ``required``.
     """
     chosen = set()
     for wish in [wanted] if isinstance(wanted, str) else wanted:
@@ -277,11 +277,11 @@ def _matching(key: str, wanted: Any, linear: list[str], *, must: bool = True) ->
                 found = {name for name in linear if re.fullmatch(wanted, name)}
             except re.error as error:
                 raise ConfigError(f"{key}={wanted} is neither a name nor a pattern: {error}") from error
-        if not found and must:
+        if not found and required:
             leaves = sorted({name.rpartition(".")[2] for name in linear})
             near = difflib.get_close_matches(wish, [*leaves, *linear], n=3, cutoff=0.5)
-            meant = f"Did you mean {', '.join(near)}?" if near else f"There are {', '.join(leaves[:20])}."
-            raise ConfigError(f"{key}={wanted}: no linear layer below the head matches '{wish}'. {meant}")
+            hint = f"Did you mean {', '.join(near)}?" if near else f"There are {', '.join(leaves[:20])}."
+            raise ConfigError(f"{key}={wanted}: no linear layer below the head matches '{wish}'. {hint}")
         chosen |= found
     return chosen
 

@@ -26,7 +26,7 @@ class Best:
             if line.get("step", math.inf) <= step:
                 self._remember(int(line["step"]), line.get(self._metric or ""))
 
-    def take(self, step: int, metrics: Mapping[str, float]) -> None:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """What the validation after ``step`` has found. Raises ConfigError where it does not have the metric."""
         if not self._metric or not metrics:
             return

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import xxhash
 
-from rltrain.base.aside import goes_on
+from rltrain.base.background import heartbeat
 from rltrain.base.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
 from rltrain.base.storage import patiently
 from rltrain.models.files.safe import METADATA, read_metadata
@@ -386,7 +386,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def _sync(path: Path) -> int:
     """Bring a file or folder to the disk. Returns its size, which network storage is sure of once a file is open."""
-    goes_on()  # a checkpoint has many files
+    heartbeat()  # a checkpoint has many files
     # A folder can be opened for reading only, and that is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -10,9 +10,9 @@ TRACKERS = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
 
 def of_verl(folder: Path) -> str:
     """What is said of a checkpoint ``folder`` that verl or EasyR1 has written; nothing of any other."""
-    beside = any((folder.parent / tracker).is_file() for tracker in TRACKERS)
+    has_tracker = any((folder.parent / tracker).is_file() for tracker in TRACKERS)
     inside = any(next(folder.glob(pattern), None) for pattern in ("actor/model_world_size_*", "actor/dist_ckpt"))
-    if not (inside or (beside and not (folder / "progress.json").exists())):
+    if not (inside or (has_tracker and not (folder / "progress.json").exists())):
         return ""
     return (
         "this is a checkpoint of verl's, of which the weights alone can be read: python -m verl.model_merger merge "

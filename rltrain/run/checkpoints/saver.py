@@ -6,7 +6,7 @@ leave on the disk is bounded (`room`), and where there is room for one checkpoin
 Problem: writing takes minutes in which the devices could train. Choice: the workers copy what is to be saved to their
 hosts and write it while the next steps are made (`workers.saving`). The driver looks every now and then how far that
 is, and makes a checkpoint of it; a save is over before the next one begins and before the run ends. What the driver has
-to do with the disk is done aside too (`aside`), because storage may take minutes for it.
+to do with the disk is done in the background too (`base.background`), because storage may take minutes for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.aside import Aside, goes_on
+from rltrain.base.background import BackgroundJob, heartbeat
 from rltrain.base.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.config.schema import Config
 from rltrain.controller.lifeline import check
@@ -57,13 +57,13 @@ class _Pending:
     folder: Path
     parts: list[RoleSave]
     began: float
-    opening: Aside[None]
+    opening: BackgroundJob[None]
     written_at: float = math.inf
-    closing: Aside[int] | None = None
+    closing: BackgroundJob[int] | None = None
     """Makes a checkpoint of it, and returns its size in bytes."""
 
 
-def _over(work: Aside[Any], waits: bool) -> bool:
+def _over(work: BackgroundJob[Any], waits: bool) -> bool:
     """Whether ``work`` is done, with ``waits`` once it is."""
     while waits and not work.ready(_LOOK_S):
         check()
@@ -95,7 +95,7 @@ class Saver(Watcher):
         self.best = Best(cfg.trainer)
         self._saved_at = time.monotonic()  # when the last save began, or training
         self._by_time: dict[int, bool] = {}
-        self._room: Aside[bool] | None = None
+        self._room: BackgroundJob[bool] | None = None
         self._pending: _Pending | None = None
         self._news: dict[str, float] = {}
         self._told = False
@@ -115,8 +115,8 @@ class Saver(Watcher):
         late = trainer.saves_by_time and time.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
         if not late or self._pending:
             return False
-        # Aside, as the disk may not answer: then it is asked again after the next step.
-        self._room = self._room or Aside("room", partial(self._has_room_for_two, step))
+        # In the background, as the disk may not answer: then it is asked again after the next step.
+        self._room = self._room or BackgroundJob("room", partial(self._has_room_for_two, step))
         if not self._room.ready(_LOOK_S):
             return False
         fits, self._room = self._room.result(), None
@@ -231,7 +231,7 @@ class Saver(Watcher):
                 there = self._watchers.written(pending.step, left_s if waits else 0.0)
                 if not there and left_s and not waits:
                     return None
-                pending.closing = Aside(f"save of step {pending.step}", partial(self._close, pending, written))
+                pending.closing = BackgroundJob(f"save of step {pending.step}", partial(self._close, pending, written))
             return pending.closing.result() if _over(pending.closing, waits) else None
 
     def _close(self, pending: _Pending, written: list[Written]) -> int:
@@ -278,7 +278,7 @@ class Saver(Watcher):
         asked, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
         exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
         files = files_of(progress, step, self._cfg, self._fingerprint, self._by_time[step])
-        opening = Aside(f"save of step {step}", partial(self._open, step, files))
+        opening = BackgroundJob(f"save of step {step}", partial(self._open, step, files))
         if progress.answers:  # written by the call of a worker, before those of the next step
             _over(opening, True)
             opening.result()
@@ -302,7 +302,7 @@ class Saver(Watcher):
         """Make the folder, with the driver's own files. Raises DiskError naming needed and free space."""
         while free_bytes(self._folder.path) < self._bytes_needed:
             if time.monotonic() < self._folder.pruned_at + _FREED_S:
-                goes_on()
+                heartbeat()
                 time.sleep(_LOOK_S)
                 continue
             room = describe_room(self._folder.path, self._bytes_needed)

@@ -20,7 +20,7 @@ from pathlib import Path
 from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.base.logs import count
-from rltrain.base.versions import fingerprint, unlike
+from rltrain.base.versions import differences, fingerprint
 from rltrain.config.schema import Config
 from rltrain.controller.calls import bind
 from rltrain.controller.cluster import ray_logs
@@ -202,7 +202,7 @@ def _versions(nodes: Sequence[Facts]) -> Check:
         f"{node.name} has other versions than this command ({differ}). Install the same everywhere, and start Ray anew "
         "there."
         for node in nodes
-        if (differ := unlike(here, node.versions))
+        if (differ := differences(here, node.versions))
     ]
     return Check("versions", ", ".join(f"{name} {here[name]}" for name in ("torch", "python", "ray")), problems)
 

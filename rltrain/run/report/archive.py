@@ -106,7 +106,7 @@ class Archive(Watcher):
         """Whether the answers of the steps up to ``step`` are written, or are within that time: a run that is killed
         behind a checkpoint makes none of them again."""
         self._hear(self._writer.flush(wait_s, step))
-        return not self._writer.holds(step)
+        return not self._writer.has_unwritten(step)
 
     def close(self, wait: bool = True) -> None:
         """Wait (a minute at most) until everything is written, and say what is not."""

@@ -284,11 +284,11 @@ class WriterProcess:
     def flush(self, wait_s: float, step: int | None = None) -> list[Written]:
         """Wait up to ``wait_s`` for the jobs of the steps up to ``step`` (None: for all). Returns outcomes."""
         found, deadline = self._take(0), time.monotonic() + wait_s
-        while self.holds(step) and time.monotonic() < deadline:
+        while self.has_unwritten(step) and time.monotonic() < deadline:
             found += self._take(min(_POLL_S, wait_s))
         return found
 
-    def holds(self, step: int | None = None) -> bool:
+    def has_unwritten(self, step: int | None = None) -> bool:
         """Whether a job of the steps up to ``step`` (None: any) is not written."""
         return any(step is None or job.step <= step for job in [*self._running.values(), *self._waiting])
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.aside import Lines
+from rltrain.base.background import Appender
 from rltrain.base.errors import first_line
 from rltrain.base.storage import disk_errors
 from rltrain.config.load import to_dict
@@ -55,7 +55,7 @@ class JsonLines:
 
     def __init__(self, file: Path) -> None:
         with disk_errors(file), file.open("ab"):
-            self._file, self._lines = file, Lines(file)
+            self._file, self._lines = file, Appender(file)
         self._told = False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

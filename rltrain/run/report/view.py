@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.base.errors import DataError, command, of_host, plain
+from rltrain.base.errors import DataError, command, host_error, plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,7 +73,7 @@ def read_samples(run: Path | str, step: int | None = None, split: str = "train")
     try:
         return pd.read_parquet(files[step])
     except (OSError, pa.ArrowException) as error:
-        raise of_host(error) or DataError(f"{files[step]} cannot be read: {error}") from error
+        raise host_error(error) or DataError(f"{files[step]} cannot be read: {error}") from error
 
 
 def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.DataFrame:

@@ -51,7 +51,7 @@ class Notice(Watcher):
     def on_phase(self, name: str) -> None:
         """Raises StepLeft."""
         if self._in_step:
-            self._stop.check()
+            self._stop.raise_if_asked()
             if name.startswith("update_") and self._updates_began is None:
                 self._updates_began = time.monotonic()
 

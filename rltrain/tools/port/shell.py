@@ -125,12 +125,12 @@ def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
         text = script.read_text("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"{script} cannot be read: {error.strerror}.") from error
-    beside = _beside(script)
-    others = "\n".join(content for name, content in beside.items() if name.endswith((".sh", ".env")))
+    neighbours = _neighbours(script)
+    others = "\n".join(content for name, content in neighbours.items() if name.endswith((".sh", ".env")))
     values = {name: _stand_in(name) for name in expected_variables(text, others)}
 
     def run(prelude: str, given: dict[str, str]) -> dict[str, Any]:
-        return _jailed(script, text, arguments, given, {**beside, "/bin/prelude": prelude})
+        return _jailed(script, text, arguments, given, {**neighbours, "/bin/prelude": prelude})
 
     # A script may give up before its launch because something it looks for is missing; then it is asked to go on.
     for prelude in (_PRELUDE, _PRELUDE + _NO_EXIT):
@@ -283,7 +283,7 @@ def _going_on(text: str) -> str:
     return re.sub(r"(?m)(\bset\s.*)-o\s+(errexit|nounset)", r"\1", text)
 
 
-def _beside(script: Path) -> dict[str, str]:
+def _neighbours(script: Path) -> dict[str, str]:
     """Small text files of the script's folder, by their place in the jail. No links: they may lead to any file."""
     found: dict[str, str] = {}
     room = _MOST_BYTES

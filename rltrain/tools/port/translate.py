@@ -76,10 +76,10 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__", other: Re
         ported.without_effect = list(other.notes)
     last = {key.lstrip("+"): text for key, text in written if not key.startswith("~")}
     _own_classes(ported, last)
-    together = _together(ported, last)
+    older = _older_spellings(ported, last)
     for key, text in last.items():
-        if key not in together:
-            _take(ported, key, text)
+        if key not in older:
+            _translate_key(ported, key, text)
     _min_lr(ported, last)
     _totals(ported, last)
     if not other:  # which writes its defaults, and reads what it writes
@@ -105,7 +105,7 @@ def _own_classes(ported: Ported, last: dict[str, str]) -> None:
             ported.put(key.replace("data.", "data.own_keys.", 1), last.pop(key), "only your own class reads it")
 
 
-def _together(ported: Ported, written: Mapping[str, str]) -> set[str]:
+def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
     """Keys of which several stand for one of ours: taken as one where an old spelling is among them; returns them."""
     keys = {key for key in written if key in OLD_KEYS or key.startswith("algorithm.rollout_correction.")}
     if keys.isdisjoint(OLD_KEYS):
@@ -122,7 +122,7 @@ def _together(ported: Ported, written: Mapping[str, str]) -> set[str]:
     return keys
 
 
-def _take(ported: Ported, key: str, text: str) -> None:
+def _translate_key(ported: Ported, key: str, text: str) -> None:
     if _is_total(key) or key.endswith(".optim.min_lr"):
         return  # later, when all is known
     rule = rule_of(key)

@@ -45,7 +45,7 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
         ("Left out, it changes nothing here", ported.without_effect),
     ):
         if notes:
-            lines += [f"# {title}:", *(f"#   {_shown(note, placeholders)}" for note in dict.fromkeys(notes))]
+            lines += [f"# {title}:", *(f"#   {_comment(note, placeholders)}" for note in dict.fromkeys(notes))]
     for name, value in launch.exported:
         if SECRET.search(name):
             lines.append(f"# export {name}=…  (a secret: not copied)")
@@ -56,14 +56,14 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
     lines.append("ARGS=(")
     order = {key: number for number, key in enumerate(all_keys())}
     for key in sorted(ported.settings, key=lambda key: order.get(free_form_parent(key) or key, len(order))):
-        lines += [f"    # {_shown(why, placeholders)}" for why in ported.comments.get(key, [])]
+        lines += [f"    # {_comment(why, placeholders)}" for why in ported.comments.get(key, [])]
         # A key of a file's may hold anything, so what is no plain name is quoted with its value.
         name = f"{key}=" if _PLAIN.fullmatch(key) else ""
         lines.append(f"    {name}{_quoted(('' if name else f'{key}=') + ported.settings[key], placeholders)}")
     return [*lines, ")", 'python -m rltrain.main_ppo "${ARGS[@]}" "$@"', ""]
 
 
-def _shown(note: str, placeholders: Mapping[str, str]) -> str:
+def _comment(note: str, placeholders: Mapping[str, str]) -> str:
     return restored(flat(note), placeholders)
 
 

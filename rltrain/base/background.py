@@ -1,8 +1,8 @@
-"""Work that storage may hold up, in a thread of its own while the rest goes on.
+"""Jobs that storage may hold up, in a thread of their own while the rest goes on.
 
 A call of storage that does not answer cannot be cut short, by no signal and no time-out: whoever makes it waits, and so
-may the end of the process. Choice: such work is done aside by a thread that nobody has to wait for, and the driver's
-watch (`controller.lifeline`) asks here for how long each has come no further.
+may the end of the process. Choice: such work is a background job of a thread that nobody has to wait for, and the
+driver's watch (`controller.lifeline`) asks here for how long each has come no further.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 # How long whoever adds a line waits for storage that has answered so far.
 _PATIENCE_S = 1.0
-_running: set[Aside[Any]] = set()
+_running: set[BackgroundJob[Any]] = set()
 
 
-class Hand(threading.Thread):
-    """A thread that does one work after the other until `end`: it is there when the process has no memory for another,
+class WorkerThread(threading.Thread):
+    """A thread that does one job after the other until `end`: it is there when the process has no memory for another,
     where `Thread.start` would wait for ever."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._given: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.give = self._given.put
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.submit = self._jobs.put
         self.start()
 
     def run(self) -> None:
-        while do := self._given.get():
-            do()
-            del do  # whoever gave it may go
+        while job := self._jobs.get():
+            job()
+            del job  # whoever gave it may go
 
     def end(self) -> None:
         """Once it has done what it was given."""
-        self.give(None)
+        self.submit(None)
 
 
-class Aside(Generic[T]):
-    """Does ``work`` once, from now on, by a thread of its own or by ``hand``. The process may end before it has."""
+class BackgroundJob(Generic[T]):
+    """Does ``work`` once, from now on, by a thread of its own or by ``thread``. The process may end before it has."""
 
-    def __init__(self, name: str, work: Callable[[], T], hand: Hand | None = None) -> None:
+    def __init__(self, name: str, work: Callable[[], T], thread: WorkerThread | None = None) -> None:
         self.name, self._work = name, work
         self.ident: int | None = None  # of the thread, once it works
         self._found: list[T] = []
@@ -53,8 +53,8 @@ class Aside(Generic[T]):
         self._over = threading.Event()
         self.beat = time.monotonic()
         _running.add(self)
-        if hand:
-            hand.give(self._do)
+        if thread:
+            thread.submit(self._do)
         else:
             threading.Thread(target=self._do, name=name, daemon=True).start()
 
@@ -80,19 +80,19 @@ class Aside(Generic[T]):
         return self._found[0]
 
 
-def goes_on() -> None:
-    """The work that calls this has come further, however long it may still take."""
+def heartbeat() -> None:
+    """The job that calls this has come further, however long it may still take."""
     for each in running():
         if each.ident == threading.get_ident():
             each.beat = time.monotonic()
 
 
-def running() -> list[Aside[Any]]:
-    """What is being done aside."""
+def running() -> list[BackgroundJob[Any]]:
+    """The jobs that are not done yet."""
     return list(_running)
 
 
-class Lines:
+class Appender:
     """A file that lines are added to, on storage that may be full or may not answer.
 
     Whoever adds one waits for a second at most, and not at all while an earlier one is still being written. What could
@@ -102,8 +102,8 @@ class Lines:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._late: deque[bytes] = deque()  # the first may begin within a line
-        self._writing: Aside[OSError | None] | None = None
-        self._hand: Hand | None = None
+        self._writing: BackgroundJob[OSError | None] | None = None
+        self._thread: WorkerThread | None = None
 
     @property
     def num_late(self) -> int:
@@ -120,9 +120,9 @@ class Lines:
         if self._writing:
             self._writing.ready(wait_s)
         error = self._push(wait_s) if self._late else None
-        if self._hand:
-            self._hand.end()
-            self._hand = None
+        if self._thread:
+            self._thread.end()
+            self._thread = None
         return error
 
     def _push(self, wait_s: float) -> OSError | None:
@@ -130,8 +130,8 @@ class Lines:
         if self._writing and not self._writing.ready():
             return unanswered
         name = f"writing {self._file.name}"
-        self._hand = self._hand or Hand(name)
-        self._writing = Aside(name, self._write, self._hand)
+        self._thread = self._thread or WorkerThread(name)
+        self._writing = BackgroundJob(name, self._write, self._thread)
         return self._writing.result() if self._writing.ready(wait_s) else unanswered
 
     def _write(self) -> OSError | None:

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from rltrain.base import aside
-from rltrain.base.aside import Aside, Lines, goes_on, running
+from rltrain.base import background
+from rltrain.base.background import Appender, BackgroundJob, heartbeat, running
 
 
 class Rang(Exception):
@@ -19,14 +19,14 @@ def ring(*_):
 
 def test_work_is_done_aside_and_tells_what_came_of_it():
     gate = threading.Event()
-    work = Aside("work", lambda: gate.wait(10) and "done")
+    work = BackgroundJob("work", lambda: gate.wait(10) and "done")
     assert not work.ready(0.01)
     assert work in running()
     gate.set()
     assert work.result() == "done"
     assert work.ready()
     assert work not in running()
-    failed = Aside("work", lambda: 1 // 0)
+    failed = BackgroundJob("work", lambda: 1 // 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             failed.result()
@@ -34,7 +34,7 @@ def test_work_is_done_aside_and_tells_what_came_of_it():
 
 def test_a_signal_cuts_the_wait_short_and_not_the_work():
     gate = threading.Event()
-    work = Aside("work", lambda: gate.wait(10))
+    work = BackgroundJob("work", lambda: gate.wait(10))
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
@@ -48,20 +48,20 @@ def test_a_signal_cuts_the_wait_short_and_not_the_work():
 
 def test_work_that_comes_further_is_not_taken_for_one_that_hangs():
     steps = [threading.Event() for _ in range(2)]
-    work = Aside("work", lambda: [goes_on() or each.wait(10) for each in steps])
+    work = BackgroundJob("work", lambda: [heartbeat() or each.wait(10) for each in steps])
     began = work.beat
     steps[0].set()
     while work.beat == began:
         time.sleep(0.001)
     steps[1].set()
     work.result()
-    goes_on()  # outside of such work it means nothing
+    heartbeat()  # outside of such work it means nothing
 
 
 def test_lines_wait_for_storage_that_does_not_answer_and_nobody_waits_for_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(aside, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(background, "_PATIENCE_S", 0.05)
     os.mkfifo(file := tmp_path / "lines")  # nobody opens it, so whoever would write hangs
-    lines = Lines(file)
+    lines = Appender(file)
     assert "does not answer" in lines.add("1\n").strerror
     started = time.monotonic()
     for number in range(2, 1000):
@@ -82,7 +82,7 @@ def test_the_thread_that_writes_lines_is_there_before_it_is_needed(tmp_path):
     def writers() -> list[int | None]:
         return [each.ident for each in threading.enumerate() if each.name == f"writing {tmp_path.name}.log"]
 
-    lines = Lines(tmp_path / f"{tmp_path.name}.log")
+    lines = Appender(tmp_path / f"{tmp_path.name}.log")
     assert lines.add("1\n") is None
     first = writers()
     assert len(first) == 1

@@ -17,7 +17,8 @@ TYPED = [
     "rltrain.controller.launch", "rltrain.cli", "rltrain.main_ppo",
 ]  # fmt: skip
 IMPORTED = [
-    "rltrain.aside", "rltrain.batch", "rltrain.chips", "rltrain.columns", "rltrain.device", "rltrain.dry_run",
+    "rltrain.algorithms.value_loss", "rltrain.aside", "rltrain.base.aside",
+    "rltrain.batch", "rltrain.chips", "rltrain.columns", "rltrain.device", "rltrain.dry_run",
     "rltrain.env", "rltrain.errors", "rltrain.help", "rltrain.imports", "rltrain.logs", "rltrain.plugin",
     "rltrain.plugins", "rltrain.port.shell", "rltrain.port.translate", "rltrain.ragged", "rltrain.report",
     "rltrain.rewards.jail.limits", "rltrain.rewards.processes.output",

@@ -25,7 +25,9 @@ _HOMES = {
 MOVED = {
     **{f"rltrain.{name}": f"rltrain.{home}.{name}" for home, names in _HOMES.items() for name in names.split()},
     **{f"rltrain.{name}": f"rltrain.{home}" for name, home in _PACKAGES.items()},
+    "rltrain.algorithms.value_loss": "rltrain.algorithms.losses",
     "rltrain.aside": "rltrain.base.background",
+    "rltrain.base.aside": "rltrain.base.background",
     "rltrain.columns": "rltrain.base.columns.names",
     "rltrain.help": "rltrain.config.help",
     "rltrain.report": "rltrain.run.report.table",

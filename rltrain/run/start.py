@@ -22,7 +22,7 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.controller.cluster import free, reserve, share
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import check, unless_lost
+from rltrain.controller.lifeline import raise_if_lost, unless_lost
 from rltrain.run.assemble import make_trainer
 from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
@@ -80,7 +80,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
 
     def on_wait() -> None:
         """Called wherever the driver waits, for workers or for scorers."""
-        check()
+        raise_if_lost()
         watchers.on_wait()
         stop.raise_if_asked()
 

@@ -28,7 +28,6 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening
 from rltrain.trainer.alarms import Alarms
 from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
-from rltrain.trainer.efficiency import decode_metrics, flops_metrics
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
@@ -37,7 +36,7 @@ from rltrain.trainer.plan import PassBudget, Plan
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, Policy
-from rltrain.trainer.timing import StepTimer
+from rltrain.trainer.timing import StepTimer, decode_metrics, flops_metrics
 from rltrain.trainer.validation import validation_metrics
 from rltrain.workers.tasks import UpdateTask
 

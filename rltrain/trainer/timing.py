@@ -1,10 +1,21 @@
-"""Wall-clock timers of a step's phases, as the driver sees them."""
+"""Seconds of a step's phases, as the driver sees them, and how much they have used of what the devices can do: FLOP/s
+of passes, memory bandwidth of decoding.
+
+Passes are counted twice. What is computed: a prompt that answers share counts once, as do its images. What others
+count: every sample brings its prompt along, whether that was computed or not, so that shared prompts show as a higher
+share. Neither counts recomputed activations.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+
+from rltrain.config.passes import PASSES
+from rltrain.trainer.balance import LayoutCost
+
+Metrics = dict[str, float]
 
 # Phases that add up to the step. reshard and generate_sequences are parts of gen and measured inside the workers.
 STEP_PHASES = ("gen", "reward", "gen_max", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -34,3 +45,49 @@ class StepTimer:
             claimed = sum(self.seconds.get(name, 0.0) for name in STEP_PHASES)
             timing["timing_s/other"] = self.seconds["step"] - claimed
         return timing
+
+
+def flops_metrics(
+    costs: Mapping[str, LayoutCost], timing: Metrics, sizes: Mapping[str, float], num_devices: int
+) -> Metrics:
+    """``perf/tflops/*``: 10^12 model FLOP/s of a device; ``perf/mfu/*``: their share of its bf16 peak, where it is
+    known, and with ``_prompts_repeated`` the same with every prompt counted for each of its answers.
+
+    costs: by phase, in tokens, their attention and images included. A token takes 2 FLOPs per weight in a forward and 6
+    in an update, without the input embedding (Narayanan et al. 2021, appendix, halved for causality). Costs are in
+    tokens of the actor; a critic of another model has its own weights and attention.
+    """
+    metrics: Metrics = {}
+    for phase, cost in costs.items():
+        name, owner = PASSES[phase].rate, "critic_" if PASSES[phase].role == "critic" else ""
+        weights, width = sizes[f"{owner}matmul_parameters"], sizes.get(f"{owner}attention_width", 1)
+        # Attention and images, as forward FLOPs per unit of cost that is no token.
+        unit = 2 * sizes["matmul_parameters"] * width / max(sizes.get("attention_width", 1), 1)
+        for suffix, total, tokens in (
+            ("", cost.cost, cost.tokens),
+            ("_prompts_repeated", cost.repeated_cost, cost.repeated_tokens),
+        ):
+            flops = 2 * weights * tokens + unit * (total - tokens)
+            if PASSES[phase].updates:
+                # Gradients of activations and weights take as much again each; those of frozen weights are left out.
+                flops = 3 * flops - 2 * (weights - min(sizes[f"{owner}trained_parameters"], weights)) * tokens
+            rate = float(flops / (timing[f"timing_s/{phase}"] * num_devices))
+            metrics |= {} if suffix else {f"perf/tflops/{name}": rate / 1e12}
+            if peak := sizes.get("peak_flops"):
+                metrics[f"perf/mfu/{name}{suffix}"] = rate / peak
+    return metrics
+
+
+def decode_metrics(metrics: Metrics, sizes: Mapping[str, float], num_devices: int) -> Metrics:
+    """``perf/mbu/rollout``: bytes that decoding must read / (generate_sequences x devices x bandwidth of a device).
+
+    They are the weights once per decode step of a replica, and the keys and values of the context once per token: a
+    lower bound, so the share is one too. Not where answers have tokens of earlier steps, which are not told apart, or
+    where the bandwidth is unknown.
+    """
+    bandwidth = sizes.get("peak_bandwidth")
+    if not bandwidth or metrics.get("rollout/tail/carried_tokens"):
+        return {}
+    read = metrics["perf/decode_steps"] * sizes["decode_bytes"]
+    read += metrics["perf/decode_context_tokens"] * sizes["cache_bytes_per_token"]
+    return {"perf/mbu/rollout": read / (metrics["timing_s/generate_sequences"] * num_devices * bandwidth)}

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from rltrain.algorithms.aggregation import loss_mask, token_weights
-from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share
-from rltrain.algorithms.value_loss import value_loss
+from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.config.passes import passes_of, updates_of

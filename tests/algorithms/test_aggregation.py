@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.aggregation import AGGREGATION_MODES, Denominators, token_weights
-from rltrain.algorithms.losses import actor_loss, aggregate
+from rltrain.algorithms.losses import actor_loss, aggregate, value_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from rltrain.algorithms.value_loss import value_loss
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.model import Aggregation

@@ -12,7 +12,7 @@ from rltrain.run.report.table import learning_summary, phase_table, read_metrics
 from rltrain.run.report.table import main as report_main
 from rltrain.run.report.tracking import JsonLines
 from rltrain.trainer.balance import Layout, Workload, cost_of
-from rltrain.trainer.efficiency import decode_metrics, flops_metrics
+from rltrain.trainer.timing import decode_metrics, flops_metrics
 
 
 def lines(count: int) -> list[dict]:

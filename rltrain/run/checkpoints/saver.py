@@ -25,7 +25,7 @@ from typing import Any
 from rltrain.base.background import BackgroundJob, heartbeat
 from rltrain.base.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.config.schema import Config
-from rltrain.controller.lifeline import check
+from rltrain.controller.lifeline import raise_if_lost
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card
 from rltrain.run.checkpoints.folder import RunFolder, read_record, size_of
@@ -66,7 +66,7 @@ class _Pending:
 def _over(work: BackgroundJob[Any], waits: bool) -> bool:
     """Whether ``work`` is done, with ``waits`` once it is."""
     while waits and not work.ready(_LOOK_S):
-        check()
+        raise_if_lost()
     return work.ready()
 
 

@@ -47,19 +47,9 @@ class RoleSave:
     def finish(self) -> Written:
         """Wait until everything is written. Raises DiskError where it could not be."""
         (sealed,) = self._seal().collect()
-        written = [each for _, each in self._write().collect()]
+        parts = [part for _, part in self._write().collect()]
+        digests = [*(part.digests for part in parts), sealed]
         return Written(
-            {name: digest for each in [*(each.digests for each in written), sealed] for name, digest in each.items()},
-            [problem for each in written for problem in each.problems],
+            {name: digest for files in digests for name, digest in files.items()},
+            [problem for part in parts for problem in part.problems],
         )
-
-
-class Saves:
-    """A role that can be saved."""
-
-    _group: WorkerGroup
-    _saved_as: type[roles.Actor | roles.Critic]
-
-    def begin_save(self, task: SaveTask) -> RoleSave:
-        """Have model and optimizer, and what else ``task`` says, written in the background."""
-        return RoleSave(self._group, self._saved_as, task)

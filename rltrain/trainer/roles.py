@@ -25,11 +25,11 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.lengths import ResponseLengths
 from rltrain.trainer.metrics import Metrics
-from rltrain.trainer.role_save import Saves
+from rltrain.trainer.role_save import RoleSave
 from rltrain.workers import roles
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
 from rltrain.workers.rollout.waiting import WRITTEN
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, UpdateTask
+from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, UpdateTask
 
 # How long a worker may wait for a finished answer before it says that there is none yet.
 _POLL_S = 0.5
@@ -80,7 +80,7 @@ class RankListener(Protocol):
         """``rank`` has returned its part of ``generation``, or of a ``handle`` that was added."""
 
 
-class _Remote(Saves):
+class _Remote:
     """Calls methods of a role on all ranks, with samples by reference.
 
     A data-parallel rank is a group of neighbouring workers that share sequences. A layout has one entry per
@@ -127,8 +127,6 @@ class _Remote(Saves):
 
 class Policy(_Remote):
     """Actor, rollout engine and reference."""
-
-    _saved_as = roles.Actor
 
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group)
@@ -283,6 +281,10 @@ class Policy(_Remote):
             ]
         )
 
+    def begin_save(self, task: SaveTask) -> RoleSave:
+        """Have model and optimizer, and what else ``task`` says, written in the background."""
+        return RoleSave(self._group, roles.Actor, task)
+
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back. Returns notes for the log."""
         return self._group.call(roles.Actor.load, folder, weights_only)[0]
@@ -299,8 +301,6 @@ class Policy(_Remote):
 
 class Critic(_Remote):
     """The value function."""
-
-    _saved_as = roles.Critic
 
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group)
@@ -322,6 +322,10 @@ class Critic(_Remote):
                 for ids, mini_batches in zip(layout.ids, work, strict=True)
             ]
         )
+
+    def begin_save(self, task: SaveTask) -> RoleSave:
+        """Have model and optimizer written in the background."""
+        return RoleSave(self._group, roles.Critic, task)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back. Returns notes for the log."""

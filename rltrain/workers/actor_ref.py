@@ -355,13 +355,13 @@ class ActorRefWorker(Actor):
             self._export.gather(copies)
         if self._model_cfg.uses_lora:
             self._adapters = adapter_weights(self.policy.model)
-        return self._writer.stage(copies)
+        return self._writer.stage(task.folder, copies)
 
     def write(self) -> tuple[list[Any], Written]:
         """Write what was taken: every rank its shards, rank 0 adapters and export. Raises DiskError."""
         task, problems = self._task, list[str]()
+        places, digests = self._writer.write()
         with told_as_disk_error(task.folder):
-            places, digests = self._writer.write(task.folder)
             if self._adapters:
                 base, folder = self._model_cfg.path, f"{task.folder}/lora_adapter"
                 write_adapter(self.policy.model, self._adapters, base, folder, digests)
@@ -372,8 +372,7 @@ class ActorRefWorker(Actor):
 
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
         """Rank 0: ``.metadata``, which says what is where."""
-        with told_as_disk_error(self._task.folder):
-            return self._writer.seal(self._task.folder, places)
+        return self._writer.seal(places)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""

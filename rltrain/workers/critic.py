@@ -22,7 +22,7 @@ from rltrain.models.weights.state import load_training_state
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Critic
-from rltrain.workers.saving import StateWriter, told_as_disk_error
+from rltrain.workers.saving import StateWriter
 from rltrain.workers.tasks import MiniBatch, SaveTask, Written
 from rltrain.workers.updater import Updater, idle
 
@@ -71,20 +71,17 @@ class CriticWorker(Critic):
 
     def stage(self, task: SaveTask) -> bool:
         """Take model and optimizer as they are now (a collective)."""
-        self._folder = task.folder
         self._writer.reshard_and_synchronize()
-        return self._writer.stage(self._writer.room(task.copies))
+        return self._writer.stage(task.folder, self._writer.room(task.copies))
 
     def write(self) -> tuple[list[Any], Written]:
         """Write this rank's shards. Raises DiskError."""
-        with told_as_disk_error(self._folder):
-            places, digests = self._writer.write(self._folder)
+        places, digests = self._writer.write()
         return places, Written(digests, [])
 
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
         """Rank 0: ``.metadata``, which says what is where."""
-        with told_as_disk_error(self._folder):
-            return self._writer.seal(self._folder, places)
+        return self._writer.seal(places)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""

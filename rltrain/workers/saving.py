@@ -2,10 +2,14 @@
 
 Problem: writing takes minutes, and optimizer steps change the tensors meanwhile. Choice: `stage` copies them into host
 memory that is kept for the next save, `write` runs in a thread beside the steps, and `seal` makes the shards of all
-ranks a checkpoint. Only the first `stage` of a run is a collective: which rank writes what is settled once. Where the
-host lacks room for the copy, the tensors themselves are written, and nothing may change them meanwhile. Everything is
-read where it is: what rests on the host does not go through the device, which may have no room for it. Left out:
-copying while the next step generates; it would have to end before each of the things that move or change weights.
+ranks a checkpoint. Each waits for what the driver alone hears of: `stage` for the end of a step, and the next one waits
+for its answer; `write` for the folder, which a disk that does not answer may hold up; `seal` for all ranks, since the
+place of a tensor is known only once it is written. Only the first `stage` of a run is a collective: which rank writes
+what is settled once. Where the host lacks room for the copy, the tensors themselves are written, and nothing may change
+them meanwhile. Everything is read where it is: what rests on the host does not go through the device, which may have no
+room for it. Left out: a collective at the end of `write` in place of `seal`, which would run beside those of the steps
+over connections of its own; copying while the next step generates, which would have to end before each of the things
+that move or change weights.
 """
 
 from __future__ import annotations
@@ -65,9 +69,10 @@ class StateWriter:
             of_host[host] += size
         return all(of_host[host] < _SHARE * free for host, _, free in everybody)
 
-    def stage(self, copies: bool) -> bool:
-        """Take the state as it is now (the first time a collective): with ``copies``, which `room` has found room for,
-        training may go on while `write` runs. Returns ``copies``."""
+    def stage(self, folder: str, copies: bool) -> bool:
+        """Take the state as it is now (the first time a collective), to be written into ``folder``: with ``copies``,
+        which `room` has found room for, training may go on while `write` runs. Returns ``copies``."""
+        self._folder = folder
         self._planner.set_up_planner(training_state(self._packed, self._optimizer), None, dist.get_rank() == 0)
         state = {name: each for name, each in self._planner.state_dict.items() if isinstance(each, torch.Tensor)}
         if self._plan is None:
@@ -103,22 +108,25 @@ class StateWriter:
         self._device.synchronize()
         return {name: like(tensor, self._hosts[name]) for name, tensor in state.items()}
 
-    def write(self, folder: str) -> tuple[list[Any], Digests]:
-        """Write what `stage` has taken. Returns where what is, for `seal`, and the digests of the files."""
+    def write(self) -> tuple[list[Any], Digests]:
+        """Write what `stage` has taken. Returns where what is, for `seal`, and the digests of the files. Raises
+        DiskError, as `seal`."""
         assert self._plan is not None, "stage comes first"
-        writer = HashingWriter(folder)
-        writer.prepare_local_plan(self._plan)
-        results = writer.write_data(self._plan, self._planner).wait()
+        writer = HashingWriter(self._folder)
+        with told_as_disk_error(self._folder):
+            writer.prepare_local_plan(self._plan)
+            results = writer.write_data(self._plan, self._planner).wait()
         # The tensors are let go, except for the copies.
         self._planner.drop()
         self._planner.state_dict = {}
         return results, writer.fs.digests
 
-    def seal(self, folder: str, results: list[list[Any]]) -> Digests:
+    def seal(self, places: list[list[Any]]) -> Digests:
         """Rank 0, once every rank has written: say in ``.metadata`` where what is."""
-        writer = HashingWriter(folder)
+        writer = HashingWriter(self._folder)
         assert self._metadata is not None, "rank 0 has settled it"
-        writer.finish(self._metadata, results)
+        with told_as_disk_error(self._folder):
+            writer.finish(self._metadata, places)
         return writer.fs.digests
 
 

@@ -39,7 +39,7 @@ class Written:
     """What a rank has written."""
 
     digests: dict[str, str]
-    """SHA-256 by file."""
+    """XXH3 by file."""
     problems: list[str]
     """Of the exported model."""
 

@@ -170,12 +170,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments.overrides = [word for word in words if not word.startswith("-") and storable(word) == word]
     if arguments.config_path or arguments.config_name or arguments.config_dir:
         # Imported here, so that --help and --version need not wait for it.
-        from rltrain.config.verl.defaults import as_written
+        from rltrain.config.verl.defaults import chosen_settings
         from rltrain.config.verl.hydra import named
 
         try:
             tree = named(arguments.config_path, arguments.config_name, arguments.config_dir)
-            arguments.config.insert(0, as_written(tree))
+            arguments.config.insert(0, chosen_settings(tree))
         except ConfigError as error:
             arguments.problems.append(str(error))
     return arguments

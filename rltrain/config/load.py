@@ -27,7 +27,7 @@ from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import is_known
 from rltrain.config.verl import easyr1
-from rltrain.config.verl.defaults import as_written
+from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import compose, flow, parsed
 
 OmegaConf.register_resolver("devices_here", devices_here, replace=True)
@@ -49,7 +49,7 @@ def load_config(
     for file in files:
         reader.direct.clear()
         try:
-            settings = as_written(compose(Path(file))) if isinstance(file, str) else file
+            settings = chosen_settings(compose(Path(file))) if isinstance(file, str) else file
             if easyr1.is_easyr1(settings):
                 overrides = _take_over(reader, settings, overrides)
                 continue

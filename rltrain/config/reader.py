@@ -35,8 +35,8 @@ from rltrain.config.verl.spellings import (
     OLD_KEYS,
     OVERRIDES,
     VALUES,
-    of_old_keys,
     sizes_not_written,
+    translate_old_keys,
 )
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
@@ -138,7 +138,7 @@ class Reader:
         """Take over what earlier versions of verl said with other keys, and switches that stand for several keys."""
         old = {key: self.foreign.pop(key)[1] for key in OLD_KEYS if key in self.foreign}
         try:
-            for key, value, note in of_old_keys(old, self._value):
+            for key, value, note in translate_old_keys(old, self._value):
                 self._assign(key, key, value)
                 self.notes += [note] if note else []
         except ConfigError as error:

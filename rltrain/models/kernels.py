@@ -64,7 +64,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 PLAIN = Kernels(rms_norm, swiglu, rotary)
 
 
-def of_torch_npu() -> Kernels:
+def torch_npu_kernels() -> Kernels:
     """torch_npu's operators. Not run on hardware."""
     npu = torch_npu()
 
@@ -79,7 +79,7 @@ def of_torch_npu() -> Kernels:
     )
 
 
-def of_liger() -> Kernels:
+def liger_kernels() -> Kernels:
     """Liger's, for CUDA. Not run on hardware. Raises ConfigError where the package is missing."""
     try:
         from liger_kernel.transformers import functional as liger
@@ -97,7 +97,7 @@ def of_liger() -> Kernels:
 
 def kernels_of(device: Device, wanted: bool) -> Kernels | None:
     """The fused kernels of a device, or None for the plain ones. A CPU has none."""
-    made = {"npu": of_torch_npu, "cuda": of_liger}.get(device.kind) if wanted else None
+    made = {"npu": torch_npu_kernels, "cuda": liger_kernels}.get(device.kind) if wanted else None
     return made() if made else None
 
 

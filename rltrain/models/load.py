@@ -53,7 +53,7 @@ def load_config(
     return config
 
 
-def by_owner(config: PretrainedConfig, override: dict[str, Any]) -> dict[str, Any]:
+def split_by_owner(config: PretrainedConfig, override: dict[str, Any]) -> dict[str, Any]:
     """``override`` with what `load_config` gave to the decoder of ``config`` under ``text_config``, as engines ask."""
     of_decoder = {key: value for key, value in override.items() if not hasattr(config, key)}
     own = {key: value for key, value in override.items() if key not in of_decoder}

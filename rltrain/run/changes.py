@@ -126,14 +126,14 @@ def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
     now = OmegaConf.create(to_dict(loaded.config))
     found = []
     for key in all_keys():
-        one, other = (_meant(each, key) for each in (before, now))
+        earlier, current = (_effective_value(each, key) for each in (before, now))
         # A key that a newer version has brought has its default in both runs, unless it is set now.
-        if one != other and (one is not _MISSING or key in loaded.explicit):
-            found.append((key, "(not known)" if one is _MISSING else one, other))
+        if earlier != current and (earlier is not _MISSING or key in loaded.explicit):
+            found.append((key, "(not known)" if earlier is _MISSING else earlier, current))
     return found
 
 
-def _meant(tree: Any, key: str) -> Any:
+def _effective_value(tree: Any, key: str) -> Any:
     """The value of a key; where it is null, the one that the loss takes then: earlier versions wrote it out."""
     value = OmegaConf.select(tree, key, default=_MISSING)
     if value is not None or not key.endswith(".loss_agg_mode"):

@@ -23,8 +23,8 @@ from rltrain.controller.group import Handle, WorkerGroup
 from rltrain.controller.samples import Request, Samples, StoredRows, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
-from rltrain.trainer.lengths import ResponseLengths
 from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.progress import ResponseLengths
 from rltrain.trainer.role_save import RoleSave
 from rltrain.workers import roles
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest

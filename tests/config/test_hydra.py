@@ -12,7 +12,7 @@ from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.load import load_config, to_yaml
 from rltrain.config.notes import other_meanings
 from rltrain.config.step_passes import make_step_passes
-from rltrain.config.verl.defaults import as_written
+from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import compose, named
 
 # "57 key=value": in the trees that verl 0.5 and 0.7 (and 9: 0.9) save, by default.
@@ -89,7 +89,7 @@ def test_a_loss_of_a_saved_tree_keeps_mean_and_clip(version, tmp_path):
 
 @pytest.mark.parametrize("version", "579")
 def test_a_saved_tree_means_what_its_script_meant(version):
-    written = as_written(saved(version, **CHOSEN))
+    written = chosen_settings(saved(version, **CHOSEN))
     assert written.items() >= CHOSEN.items()
     # What verl and rltrain say differently is kept, and nothing else.
     assert len(written) < 24
@@ -100,11 +100,11 @@ def test_a_key_of_nobody_in_a_saved_tree_is_told(key):
     tree = OmegaConf.create(saved("9"))
     OmegaConf.update(tree, key, 7, force_add=True)
     with pytest.raises(ConfigError, match=key):
-        load_config([], [as_written(OmegaConf.to_container(tree))])
+        load_config([], [chosen_settings(OmegaConf.to_container(tree))])
 
 
 def test_a_short_file_keeps_every_value():
-    assert as_written({"actor_rollout_ref": {"rollout": {"seed": 42}}}) == {"actor_rollout_ref.rollout.seed": 42}
+    assert chosen_settings({"actor_rollout_ref": {"rollout": {"seed": 42}}}) == {"actor_rollout_ref.rollout.seed": 42}
 
 
 def test_a_configuration_of_ours_keeps_every_value(tmp_path):
@@ -115,9 +115,9 @@ def test_a_configuration_of_ours_keeps_every_value(tmp_path):
 
 def test_a_tree_as_wandb_saves_it_is_read(tmp_path):
     tree = {key: {"desc": None, "value": value} for key, value in saved("7", **CHOSEN).items()}
-    assert as_written(tree).items() >= CHOSEN.items()
+    assert chosen_settings(tree).items() >= CHOSEN.items()
     own = {"_wandb": {"desc": None, "value": {"cli_version": "0.19"}}, "wandb_version": 1}
-    assert as_written(own | tree) == as_written(tree)
+    assert chosen_settings(own | tree) == chosen_settings(tree)
 
 
 def test_a_text_with_an_interpolation_in_it_was_chosen():
@@ -130,7 +130,7 @@ def test_a_text_with_an_interpolation_in_it_was_chosen():
     for key, value in (chosen | follows).items():
         section, name = key.split(".")
         tree[section][name] = value
-    written = as_written(tree)
+    written = chosen_settings(tree)
     assert written.items() >= chosen.items()
     assert not follows.keys() & written.keys()
 

@@ -46,7 +46,7 @@ def of_doubles(monkeypatch):
     doubles = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(doubles)
     monkeypatch.setattr(kernels, "torch_npu", lambda: doubles)
-    return kernels.of_torch_npu()
+    return kernels.torch_npu_kernels()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

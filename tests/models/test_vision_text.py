@@ -16,7 +16,7 @@ from rltrain.base.device import get_device
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, ScalarModel, model_numbers
-from rltrain.models.load import by_owner, load_config, without_dropout
+from rltrain.models.load import load_config, split_by_owner, without_dropout
 from rltrain.models.vision import placeholder_ids, tower
 from rltrain.models.weights.lora import Lora, lora_layers
 from rltrain.models.weights.names import whole_weights
@@ -164,7 +164,7 @@ def test_a_change_of_the_config_reaches_the_decoder(folders):
     config = load_config(folders["qwen3_vl"], override=override)
     assert config.get_text_config().max_position_embeddings == 99
     nested = {"tie_word_embeddings": True, "text_config": {"max_position_embeddings": 99}}
-    assert by_owner(config, override) == nested
+    assert split_by_owner(config, override) == nested
 
 
 def test_the_embedded_engine_answers_as_transformers(folder):

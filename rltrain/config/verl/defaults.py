@@ -101,7 +101,7 @@ _SWITCHES = ("enable", "enabled", "trainer_mode", "rank", "url")
 _FOLLOWS = re.compile(r"\$\{(oc\.select:)?[\w.]+(,([^{}]|\$\{[^{}]*\})*)?\}")
 
 
-def as_written(tree: Mapping[str, Any], asked: Collection[str] = ()) -> dict[str, Any]:
+def chosen_settings(tree: Mapping[str, Any], asked: Collection[str] = ()) -> dict[str, Any]:
     """The tree by dotted keys, without what nobody chose: class names, values that are missing, and in a tree that a
     program wrote verl's defaults. asked: keys that are told whatever they say."""
     tree = {key: value for key, value in tree.items() if key not in ("_wandb", "wandb_version")}

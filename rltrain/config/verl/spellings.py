@@ -101,13 +101,13 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
 # Importance weights as verl 0.6 wrote them, beside `rollout_correction` and not in it.
 _IS = "algorithm.rollout_is"
 _ENDS_OF_06 = ("", "_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")
-# Keys that `of_old_keys` reads beside ours.
+# Keys that `translate_old_keys` reads beside ours.
 OLD_KEYS = (_TIS, _LOWER, _VETO, *(_IS + end for end in _ENDS_OF_06))
 _BATCH, _MINI = "data.train_batch_size", _A + "actor.ppo_mini_batch_size"
 _BUDGET = _R + "max_num_batched_tokens"
 
 
-def of_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
+def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
     """(our key, its value, what to say) for what was once written with other keys.
 
     old: the values of `OLD_KEYS` that were written. value: that of a key of ours. Raises ConfigError.

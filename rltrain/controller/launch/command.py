@@ -15,7 +15,7 @@ from pathlib import Path
 from rltrain.base.env import ATTEMPT, attempt_file, tell_supervisor, told_supervisor
 from rltrain.base.errors import ConfigError
 from rltrain.controller.launch.board import MARK, group_is_alive
-from rltrain.controller.launch.supervise import meant_by
+from rltrain.controller.launch.supervise import interpret_exit
 from rltrain.controller.launch.words import Launch
 
 _POLL_S = 0.5
@@ -32,10 +32,10 @@ def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[
         code = _run(launch.command, asked, heed, os.environ | own | {ATTEMPT: file})
         told = told_supervisor(file)
     told["pids"] = [pid for pid in told["pids"] if pid != os.getpid()]
-    meant, cause = meant_by(code, told)
-    if meant != code:
+    exit_code, cause = interpret_exit(code, told)
+    if exit_code != code:
         tell_supervisor(error=cause)
-    return meant
+    return exit_code
 
 
 def _run(words: list[str], asked: list[int], heed: Callable[[], None], environment: dict[str, str]) -> int:

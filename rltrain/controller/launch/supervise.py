@@ -149,7 +149,7 @@ class Supervisor:
         told = self._told()
         if "folder" in told:
             self._folder = Path(told["folder"])
-        code, cause = meant_by(code, told)
+        code, cause = interpret_exit(code, told)
         cause = cause.partition("\n")[0]
         if code > 128 and not cause:
             with suppress(ValueError):
@@ -280,7 +280,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
 
-def meant_by(code: int, told: dict[str, Any]) -> tuple[int, str]:
+def interpret_exit(code: int, told: dict[str, Any]) -> tuple[int, str]:
     """Exit code and cause of a program that has ended with ``code``. A library may have ended it below Python with
     another than it was about to end with, as Ray does where its own processes are gone."""
     cause = str(told.get("error", ""))

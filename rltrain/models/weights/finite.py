@@ -39,8 +39,8 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
     # Bounds that are infinite are no damage.
     buffers = ((huggingface_name(name), each) for name, each in packed.named_buffers() if each.is_floating_point())
     damaged += [name for name, each in buffers if bool(each.isnan().any())]
-    told = _told(damaged, "numbers that are not finite (NaN or infinity)", "Give another copy of the model", files)
-    told += _told(too_large, "numbers beyond those of float16 (65,504)", "Compute in bfloat16", files)
+    told = _describe(damaged, "numbers that are not finite (NaN or infinity)", "Give another copy of the model", files)
+    told += _describe(too_large, "numbers beyond those of float16 (65,504)", "Compute in bfloat16", files)
     found = torch.tensor(len(told))
     dist.all_reduce(found, dist.ReduceOp.MAX)
     if not found:
@@ -51,7 +51,7 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
     raise NonFiniteError(f"{key}: {first}")
 
 
-def _told(names: list[str], what: str, way_out: str, files: Callable[[str], str]) -> list[str]:
+def _describe(names: list[str], what: str, way_out: str, files: Callable[[str], str]) -> list[str]:
     if not names:
         return []
     shown = ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")

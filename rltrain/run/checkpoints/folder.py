@@ -29,7 +29,7 @@ from rltrain.base.background import heartbeat
 from rltrain.base.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
 from rltrain.base.storage import patiently
 from rltrain.models.files.safe import METADATA, read_metadata
-from rltrain.run.checkpoints.foreign import of_verl
+from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
     try:
         files = _manifest(folder)
     except (OSError, ValueError, RecursionError) as error:
-        return of_verl(folder) or f"its {_MANIFEST} cannot be read ({error})"
+        return describe_verl_checkpoint(folder) or f"its {_MANIFEST} cannot be read ({error})"
     for name, expected in files.items():
         file = folder / name
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 TRACKERS = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
 
 
-def of_verl(folder: Path) -> str:
+def describe_verl_checkpoint(folder: Path) -> str:
     """What is said of a checkpoint ``folder`` that verl or EasyR1 has written; nothing of any other."""
     has_tracker = any((folder.parent / tracker).is_file() for tracker in TRACKERS)
     inside = any(next(folder.glob(pattern), None) for pattern in ("actor/model_world_size_*", "actor/dist_ckpt"))
@@ -21,6 +21,6 @@ def of_verl(folder: Path) -> str:
     )
 
 
-def holds_verls(folder: Path) -> bool:
+def has_verl_checkpoints(folder: Path) -> bool:
     """Whether checkpoints of verl's or of EasyR1's lie in ``folder``."""
     return any((folder / tracker).is_file() for tracker in TRACKERS)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rltrain.base.errors import ConfigError, command
 from rltrain.base.logs import count
-from rltrain.config.verl.defaults import as_written
+from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import compose
 from rltrain.tools.port.launches import Launch, launches
 from rltrain.tools.port.shell import Call, Recording, record, restored
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give a launch script or a configuration")
     source: Path = arguments.source
     if source.suffix in (".yaml", ".yml"):
-        settings = {key: typed(value) for key, value in as_written(compose(source), ASKED).items()}
+        settings = {key: typed(value) for key, value in chosen_settings(compose(source), ASKED).items()}
         return _write(source.name, [Launch.of(source.name, settings)], [], {}, arguments.output)
     recording = record(source, arguments.arguments)
     folders = [Path.cwd(), source.absolute().parent, *source.absolute().parents]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.verl import easyr1
-from rltrain.config.verl.defaults import as_written
+from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import compose, named
-from rltrain.tools.port.rules import parsed
+from rltrain.tools.port.rules import parsed_or_text
 from rltrain.tools.port.shell import Call, inside_out
 from rltrain.tools.port.translate import ASKED, typed
 
@@ -52,7 +52,7 @@ class Launch:
         exported = tuple(call.exported.items()) if call else ()
         if not (_EASYR1.fullmatch(entry) or easyr1.is_easyr1(settings)):
             return cls(entry, tuple(settings.items()), tuple(lost), exported)
-        reading = easyr1.read({key: parsed(text) for key, text in settings.items()})
+        reading = easyr1.read({key: parsed_or_text(text) for key, text in settings.items()})
         ours = tuple((key, typed(value)) for key, value in reading.settings.items())
         return cls(entry, ours, (*lost, *reading.refused), exported, reading)
 
@@ -124,7 +124,7 @@ def _file(name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], st
     found = next((at for folder in folders if (at := folder / inside_out(name)).is_file()), None)
     if not found:
         return [], f"config={name}: there is no such file here, and it says most of the run. Port where it is"
-    return [(key, typed(value)) for key, value in as_written(compose(found)).items()], ""
+    return [(key, typed(value)) for key, value in chosen_settings(compose(found)).items()], ""
 
 
 def _named(path: str, name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:
@@ -135,5 +135,5 @@ def _named(path: str, name: str, folders: Sequence[Path]) -> tuple[list[tuple[st
         except ConfigError as error:
             problem = problem or str(error)
         else:
-            return [(key, typed(value)) for key, value in as_written(tree, ASKED).items()], ""
+            return [(key, typed(value)) for key, value in chosen_settings(tree, ASKED).items()], ""
     return [], problem

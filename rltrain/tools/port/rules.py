@@ -13,7 +13,7 @@ from yaml import YAMLError
 from rltrain.config.verl import hydra
 
 
-def parsed(text: str) -> Any:
+def parsed_or_text(text: str) -> Any:
     """The value that a text on the command line stands for, or the text where it is none."""
     try:
         return hydra.parsed(text)
@@ -49,7 +49,7 @@ def _modules(value: str) -> str | None:
     """Megatron's names of a layer's products -> those of Hugging Face models."""
     names = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
     names["linear_fc2"] = "down_proj"
-    found = parsed(value)
+    found = parsed_or_text(value)
     found = found if isinstance(found, list) else [found]
     if set(names) <= set(found):
         return "all-linear"

@@ -25,8 +25,8 @@ from rltrain.config.schema.keys import all_keys, followed, get, is_known
 from rltrain.config.verl.easyr1 import Reading
 from rltrain.config.verl.keys import rename, verdict
 from rltrain.config.verl.spellings import CLASSES, OLD_KEYS
-from rltrain.run.checkpoints.foreign import holds_verls
-from rltrain.tools.port.rules import SPREAD, parsed, rule_of
+from rltrain.run.checkpoints.foreign import has_verl_checkpoints
+from rltrain.tools.port.rules import SPREAD, parsed_or_text, rule_of
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -101,7 +101,7 @@ def _own_classes(ported: Ported, last: dict[str, str]) -> None:
             chosen = True
             del last[pair[0]], last[pair[1]]
     for key in [key for key in last if chosen and key.startswith("data.") and not is_known(rename(key))]:
-        if not ((said := verdict(key, parsed(last[key]))) and said.refused):
+        if not ((said := verdict(key, parsed_or_text(last[key]))) and said.refused):
             ported.put(key.replace("data.", "data.own_keys.", 1), last.pop(key), "only your own class reads it")
 
 
@@ -171,14 +171,14 @@ def _try(ported: Ported, key: str, text: str, said: Mapping[str, str]) -> None:
 
 def _reason(key: str, text: str, error: ConfigError) -> str:
     """What is wrong with the setting itself: that everything else is missing in this trial goes without saying."""
-    said = " ".join(line for line in str(error).splitlines() if line not in _of_any_trial())
-    for head in (f"{key}={parsed(text)}: ", f"{key}={text}: ", f"{key}: "):
+    said = " ".join(line for line in str(error).splitlines() if line not in _problems_of_any_trial())
+    for head in (f"{key}={parsed_or_text(text)}: ", f"{key}={text}: ", f"{key}: "):
         said = said.removeprefix(head)
     return said
 
 
 @functools.cache
-def _of_any_trial() -> tuple[str, ...]:
+def _problems_of_any_trial() -> tuple[str, ...]:
     try:
         load_config(["=", f"{_R}tensor_model_parallel_size=1"])
     except ConfigError as error:
@@ -200,7 +200,7 @@ def _is_total(key: str) -> bool:
 def _totals(ported: Ported, written: Mapping[str, str]) -> None:
     """Micro-batch sizes over all ranks, which verl divides by them."""
     for key, text in written.items():
-        size = parsed(text)
+        size = parsed_or_text(text)
         if not _is_total(key) or size is None:
             continue
         if f"{key}_per_gpu" in ported.settings:
@@ -216,7 +216,7 @@ def _totals(ported: Ported, written: Mapping[str, str]) -> None:
 
 def _count(written: Mapping[str, str], key: str) -> Any:
     """A number of devices as written, with verl's defaults; a text where variables decide it."""
-    value = parsed(written.get(key, "null"))
+    value = parsed_or_text(written.get(key, "null"))
     if value is not None:
         return value
     source = followed(key)
@@ -224,7 +224,7 @@ def _count(written: Mapping[str, str], key: str) -> Any:
 
 
 def _number(written: Mapping[str, str], key: str, default: int) -> int:
-    value = parsed(written.get(key, "null"))
+    value = parsed_or_text(written.get(key, "null"))
     return value if isinstance(value, int) and value > 0 else default
 
 
@@ -232,7 +232,7 @@ def _min_lr(ported: Ported, written: Mapping[str, str]) -> None:
     """Megatron's lowest rate as a share of the rate."""
     for key, text in written.items():
         if key.endswith(".optim.min_lr"):
-            low, lr = parsed(text), parsed(written.get(key.replace("min_lr", "lr"), "null"))
+            low, lr = parsed_or_text(text), parsed_or_text(written.get(key.replace("min_lr", "lr"), "null"))
             if low and isinstance(low, int | float) and isinstance(lr, int | float):
                 ported.put(key.replace("min_lr", "min_lr_ratio"), f"{low / lr:g}", f"was min_lr={text}")
             elif low:
@@ -243,7 +243,7 @@ def _not_read(ported: Ported) -> None:
     """What a policy loss of verl's does not read, and ours does."""
     settings, correction, mode = ported.settings, "algorithm.rollout_correction.", _A + "actor.loss_agg_mode"
     loss = settings.get(LOSS_KEY, "vanilla")
-    bypass = parsed(settings.get(correction + "bypass_mode", "False"))
+    bypass = parsed_or_text(settings.get(correction + "bypass_mode", "False"))
     if bypass and settings.get(correction + "loss_type", "ppo_clip") == "ppo_clip" and loss != "vanilla":
         ported.decisions.append(f"loss_mode={settings.pop(LOSS_KEY)}: under bypass_mode verl puts vanilla in its place")
         return
@@ -269,7 +269,7 @@ def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
     # A loss that is not known here may read them.
     reads = POLICY_LOSSES.get(ported.settings.get(LOSS_KEY, "vanilla"), LossTraits()).reads
     bounded = reads is None or "clip_ratio_low" in reads
-    if clip in ported.settings and parsed(ported.settings[clip]) != 0.2 and bounded:
+    if clip in ported.settings and parsed_or_text(ported.settings[clip]) != 0.2 and bounded:
         for bound in bounds:
             if bound not in written:
                 put(bound, "0.2", "verl's default, which goes before clip_ratio; here clip_ratio alone would set both")
@@ -286,9 +286,9 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
             f"{_A}model.path=FOLDER (with a reference of its own, the KL is then to these weights)"
         )
     key, own = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))
-    folder = str(parsed(ported.settings.get(key, "null")) or own)
+    folder = str(parsed_or_text(ported.settings.get(key, "null")) or own)
     named = key in ported.settings and "${" not in folder  # by other keys it is the default
-    if named or holds_verls(Path(own)):
+    if named or has_verl_checkpoints(Path(own)):
         folder = folder if named else own
         why = f"was {folder}, where verl's checkpoints lie: a run goes on from its own alone"
         ported.put(key, f"{folder.rstrip('/')}-rltrain", why)
@@ -299,7 +299,11 @@ def _drop_our_defaults(ported: Ported) -> None:
     defaults = Config()
     for key, text in list(ported.settings.items()):
         known = all_keys().get(key)
-        if known and not key.endswith(("use_dynamic_bsz", "loss_agg_mode")) and parsed(text) == get(defaults, key):
+        if (
+            known
+            and not key.endswith(("use_dynamic_bsz", "loss_agg_mode"))
+            and parsed_or_text(text) == get(defaults, key)
+        ):
             del ported.settings[key]
 
 

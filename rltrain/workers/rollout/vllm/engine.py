@@ -28,7 +28,7 @@ from rltrain.base.env import SESSION, first_set, prepare_vllm, shipped
 from rltrain.base.errors import ConfigError
 from rltrain.config.schema.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
-from rltrain.models.load import by_owner
+from rltrain.models.load import split_by_owner
 from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_of
@@ -89,7 +89,7 @@ class VLLMRollout:
             # By default vLLM returns log-probs before the temperature; these are those of `CountedSampler`, after it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
-            "hf_overrides": by_owner(config, settings.model.override),
+            "hf_overrides": split_by_owner(config, settings.model.override),
             "trust_remote_code": settings.model.trust_remote_code,
         }
         if device.is_cpu and derived_weights(config) == "latent attention":

@@ -255,6 +255,20 @@ def test_a_section_that_is_left_out_has_its_defaults():
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("critic.use_torch_compile", "critic.model.fsdp_config.use_torch_compile=True"),
+        (f"{A}ref.use_torch_compile", f"{A}ref.fsdp_config.use_torch_compile=True"),
+        ("critic.megatron.param_offload", "critic.model.fsdp_config.param_offload"),
+    ],
+)
+def test_a_sentence_names_the_section_of_the_same_model(key, place):
+    said = verdict(key, True)
+    assert said
+    assert place in said.why
+
+
 def test_switches_may_be_typed_as_0_and_1():
     for word in (f"{A}rollout.multi_turn.enable=1", f"{A}hybrid_engine=0"):
         assert problems(word)[0].startswith(f"{word}: ")

@@ -128,6 +128,13 @@ def test_megatron_becomes_fsdp2_ulysses_and_offload(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("section", "place"), [("reward_model", "reward_model.model.fsdp_config"), ("critic", "critic.model.fsdp_config")]
+)
+def test_a_setting_of_a_model_stays_with_that_model(section, place):
+    assert translate([(f"{section}.megatron.param_offload", "True")]).settings[f"{place}.param_offload"] == "True"
+
+
+@pytest.mark.parametrize(
     ("setting", "told"),
     [
         (M + "override_transformer_config.moe_aux_loss_coeff=0.01", "moe_aux_loss_coeff"),

@@ -5,7 +5,7 @@ The tables are `spellings`, `refused` and `no_effect`, sorted by section, what i
 are no part of the schema, so that help, defaults and a printed configuration show only what has an effect. A row is a
 condition (`schema.conditions`) on keys of verl's, and the sentence that is said where it holds; of several rows the
 first that fits a key decides. What turns a thing off is neither refused nor noted unless a row names it after "=". A
-sentence may hold {role}, {fsdp} and {model}: where the same model's passes, sharding and settings stand here.
+sentence may hold the names that `places_of` gives, such as {fsdp}.
 """
 
 from __future__ import annotations
@@ -22,17 +22,6 @@ from rltrain.config.verl.refused import OTHERS, REFUSED, SECTIONS
 from rltrain.config.verl.spellings import ALIASES, CLASSES
 
 _PARTS = [*ALIASES, *(part for pair in CLASSES for part in pair)]
-# Where the keys of a model stand here: by the start of the key, (its passes, its sharding, the model).
-_PLACES = {
-    "critic.": ("critic", "critic.model.fsdp_config", "critic.model"),
-    "reward": ("actor_rollout_ref.actor", "reward_model.model.fsdp_config", "reward_model.model"),
-    "actor_rollout_ref.ref.": (
-        "actor_rollout_ref.ref",
-        "actor_rollout_ref.ref.fsdp_config",
-        "actor_rollout_ref.model",
-    ),
-    "": ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"),
-}
 
 
 @dataclass(frozen=True)
@@ -99,14 +88,14 @@ def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: Non
     for row, condition, why in rows_of(key, REFUSED):
         said = applies(condition, value, lookup)
         if said or condition.operator != "=":  # of other values another row may speak
-            return Verdict(row, _placed(why, key), said, forbids=True)
+            return Verdict(row, why.format(**places_of(key)), said, forbids=True)
     for pattern, (switch, why) in SECTIONS.items():
         if fnmatchcase(f"{key}.", pattern):
             said = not is_off(value) and (not switch or key.endswith(f".{switch}"))
-            return Verdict(pattern, _placed(why, key), said, forbids=True)
+            return Verdict(pattern, why.format(**places_of(key)), said, forbids=True)
     for row, condition, why in rows_of(key, NO_EFFECT):
         if _is_owned(key, condition.key):
-            return Verdict(row, _placed(why, key), applies(condition, value))
+            return Verdict(row, why.format(**places_of(key)), applies(condition, value))
     # What is turned off of these is nobody's, and may be a mistyped key of ours.
     others = () if is_off(value) else rows_of(key, OTHERS)
     return next((Verdict(row, why, True, forbids=True) for row, _, why in others), None)
@@ -117,6 +106,12 @@ def _is_owned(key: str, pattern: str) -> bool:
     return not pattern.startswith("*.") or key.rpartition(pattern[1:].partition("*")[0])[0] in OWNERS
 
 
-def _placed(why: str, key: str) -> str:
-    role, fsdp, model = next(places for start, places in _PLACES.items() if key.startswith(start))
-    return why.replace("{role}", role).replace("{fsdp}", fsdp).replace("{model}", model)
+def places_of(key: str) -> dict[str, str]:
+    """Where the settings of the key's model stand here: its passes (role), sharding (fsdp), model and optimizer."""
+    if key.startswith("critic."):
+        return {"role": "critic", "fsdp": "critic.model.fsdp_config", "model": "critic.model", "optim": "critic.optim"}
+    role = "actor_rollout_ref.ref" if key.startswith("actor_rollout_ref.ref.") else "actor_rollout_ref.actor"
+    places = {"role": role, "fsdp": f"{role}.fsdp_config", "model": "actor_rollout_ref.model"}
+    if key.startswith("reward"):
+        places |= {"fsdp": "reward_model.model.fsdp_config", "model": "reward_model.model"}
+    return places | {"optim": "actor_rollout_ref.actor.optim"}

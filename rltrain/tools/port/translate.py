@@ -23,7 +23,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.schema.keys import all_keys, followed, get, is_known
 from rltrain.config.verl.easyr1 import Reading
-from rltrain.config.verl.keys import rename, verdict
+from rltrain.config.verl.keys import places_of, rename, verdict
 from rltrain.config.verl.spellings import CLASSES, OLD_KEYS
 from rltrain.run.checkpoints.foreign import has_verl_checkpoints
 from rltrain.tools.port.rules import SPREAD, parsed_or_text, rule_of
@@ -133,18 +133,10 @@ def _translate_key(ported: Ported, key: str, text: str) -> None:
     if turned is None:
         ported.lost.append(f"{key}={text}: {rule.why or 'it has no counterpart here'}")
     elif rule.target and text not in ("null", "None"):
-        names = _places(key) | {"last": key.rpartition(".")[2]}
+        names = places_of(key) | {"last": key.rpartition(".")[2]}
         _try(ported, rule.target.format(**names), turned, {"why": rule.why.format(**names)})
     elif rule.why and text not in ("null", "None", "False", "false", "1", "0"):
         ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != SPREAD else rule.why)
-
-
-def _places(key: str) -> dict[str, str]:
-    """Where the settings of the key's model stand here."""
-    if key.startswith("critic."):
-        return {"role": "critic", "fsdp": "critic.model.fsdp_config", "model": "critic.model", "optim": "critic.optim"}
-    role = _A + "ref" if key.startswith(_A + "ref.") else _A + "actor"
-    return {"role": role, "fsdp": f"{role}.fsdp_config", "model": _A + "model", "optim": _A + "actor.optim"}
 
 
 def _try(ported: Ported, key: str, text: str, said: Mapping[str, str]) -> None:

@@ -105,7 +105,9 @@ def _results(
             returned = [finished(function(*calls[0]))]
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
         return [failure(error) | {"broken": len(calls) > 1}] * len(calls)
-    return [_result(value, service) for value in returned]
+    return [
+        failure(value) if isinstance(value, BaseException) else {"status": "ok", "value": value} for value in returned
+    ]
 
 
 async def _together(
@@ -140,22 +142,24 @@ def _event_loop() -> Any:
     return asyncio.new_event_loop()
 
 
-def _result(value: Any, service: Service) -> dict[str, Any]:
-    if isinstance(value, BaseException):
-        return failure(value)
-    try:
-        json.dumps(value)
-    except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is looked at
-        return failure(Rejected(f"{service.function} returned {type(value).__name__}, which is not JSON: {error}"))
-    return {"status": "ok", "value": value}
-
-
 def _line(reply: dict[str, Any], service: Service) -> bytes:
-    line = json.dumps(reply).encode() + b"\n"
+    try:
+        line = json.dumps(reply).encode() + b"\n"
+    except Exception:  # noqa: BLE001 - a returned object may raise anything when it is looked at
+        return _line({"results": [_json(result, service) for result in reply["results"]]}, service)
     if len(line) <= MAX_REPLY_BYTES:
         return line
     too_long = Rejected(f"{service.function} returned {len(line):,} bytes; {MAX_REPLY_BYTES:,} are taken")
     return json.dumps({"results": [failure(too_long)] * len(reply["results"])}).encode() + b"\n"
+
+
+def _json(result: dict[str, Any], service: Service) -> dict[str, Any]:
+    try:
+        json.dumps(result)
+    except Exception as error:  # noqa: BLE001
+        kind = type(result["value"]).__name__
+        return failure(Rejected(f"{service.function} returned {kind}, which is not JSON: {error}"))
+    return result
 
 
 def _print_by_lines() -> None:

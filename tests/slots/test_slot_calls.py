@@ -5,6 +5,7 @@ import re
 import signal
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -41,6 +42,13 @@ TOOLS = """
 
     def imported():
         return sorted({"torch", "ray", "numpy", "rltrain.rewards"} & set(sys.modules))
+
+    def meet(number):
+        # returns once three calls are under way
+        here = os.path.dirname(__file__)
+        open(f"{here}/{number}.here", "w").close()
+        while sum(name.endswith(".here") for name in os.listdir(here)) < 3: time.sleep(0.01)
+        return 3
 
     async def fetch(page):
         await asyncio.sleep(60 if page == 3 else 0.3)
@@ -142,3 +150,15 @@ def test_a_tool_that_is_not_there_is_an_error_of_its_key(slot, tools):
 
 def test_the_process_begins_with_nothing_heavy(slot, tools):
     assert slot.call(tools("imported")).value == []
+
+
+def test_slots_of_several_threads_work_at_once(tools):
+    """As a tool loop needs it: each conversation's call has a slot and a thread."""
+    service = Service(partial(load_plugin, "my.tools"), "the tool", "my.timeout_s", "my.memory_limit_mb")
+
+    def call(number):
+        with Slot(service, Limits(timeout_s=60.0)) as slot:
+            return slot.call(tools("meet"), number, timeout_s=30.0).value
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(call, range(3))) == [3, 3, 3]

@@ -4,8 +4,7 @@ Imports neither torch nor Ray nor NumPy: each process begins with it.
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +49,18 @@ class _Single:
     def __call__(self, *call: Any) -> Any:
         if self.is_async:
             return self._awaited(call)
-        with _named(self._custom):
+        try:
             return _read(call[0], self._function(*call))
+        except pickle.PicklingError as error:
+            _explain(error, self._custom)
+            raise
 
     async def _awaited(self, call: Sequence[Any]) -> dict[str, Any]:
-        with _named(self._custom):
+        try:
             return _read(call[0], await self._function.begin(*call))
+        except pickle.PicklingError as error:
+            _explain(error, self._custom)
+            raise
 
 
 class _Lists:
@@ -65,21 +70,20 @@ class _Lists:
         self._custom, self._function = custom, RewardFunction(custom)
 
     def __call__(self, *calls: ScorerCall) -> list[dict[str, Any]]:
-        with _named(self._custom):
+        try:
             returned = list(self._function(*map(list, zip(*calls, strict=True))))
+        except pickle.PicklingError as error:
+            _explain(error, self._custom)
+            raise
         if len(returned) != len(calls):
             raise Rejected(f"the reward function returned {len(returned)} results for {len(calls)} answers")
         return [_attempt(call[0], value) for call, value in zip(calls, returned, strict=True)]
 
 
-@contextmanager
-def _named(custom: CustomReward) -> Iterator[None]:
-    try:
-        yield
-    except pickle.PicklingError as error:
-        if custom.path.endswith(".pkl"):
-            error.args = (f"{error}{_NAMELESS}",)
-        raise
+def _explain(error: pickle.PicklingError, custom: CustomReward) -> None:
+    """Add what to do where the function was given as an object."""
+    if custom.path.endswith(".pkl"):
+        error.args = (f"{error}{_NAMELESS}",)
 
 
 def _attempt(source: str, returned: Any) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def _engine(cfg: Config, device: Device, policy: _Role, device_bytes: int | None
     return Counter({"engine weights": weights, "cache": max(share - weights, 0)})
 
 
-def of_longest(cfg: Config) -> int:
+def longest_cache_bytes(cfg: Config) -> int:
     """Bytes that one device of such an engine needs at least for keys and values of one longest sequence."""
     rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
     config = actor_spec(cfg, device).load_config()

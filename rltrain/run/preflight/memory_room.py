@@ -13,7 +13,7 @@ from rltrain.config.budgets import budget_problems, smaller
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
-from rltrain.run.preflight.memory import OWNERS, forecast, of_longest
+from rltrain.run.preflight.memory import OWNERS, forecast, longest_cache_bytes
 from rltrain.run.preflight.shadow import Owners
 from rltrain.trainer.plan import Plan, make_plan
 from rltrain.workers.full_device import least_share
@@ -60,7 +60,7 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     if ENGINES[rollout.name].embedded:
         said = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
         return "" if gen["cache"] else f"{_R}name={rollout.name}: {said}"
-    longest = of_longest(cfg)
+    longest = longest_cache_bytes(cfg)
     if gen["cache"] >= longest:
         return ""
     least = least_share(weights + longest, size)

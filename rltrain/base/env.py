@@ -312,8 +312,8 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
         return math.inf
 
 
-def scorer_environment() -> dict[str, str]:
-    """Environment of a process that scores one answer at a time: a pool of threads would only eat its address space."""
+def slot_environment() -> dict[str, str]:
+    """Environment of a process that makes one call at a time: a pool of threads would only eat its address space."""
     # What the user has set stands last and wins.
     return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | os.environ
 

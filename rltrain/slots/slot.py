@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from rltrain.base.env import scorer_environment
+from rltrain.base.env import slot_environment
 from rltrain.base.errors import storable
 from rltrain.slots.limits import Limits, kill_tree
 from rltrain.slots.output import Printed, lost_process
@@ -177,7 +177,7 @@ class Slot:
             # A process group of its own, which `kill_tree` can end as one.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=self._printed.writer,
-                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True, env=scorer_environment(),
+                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True, env=slot_environment(),
             )  # fmt: skip
         # A large service (reward_kwargs) may fill the socket, and an interpreter that fails to start never reads it.
         self._channel.settimeout(START_TIMEOUT_S)

@@ -4,6 +4,9 @@ A cluster fails to gather for dull reasons: a token that only one node has, an a
 that an earlier run has left, code that was copied to all nodes but one, a driver on every node. So whatever a node can
 know before it joins is compared first, and whoever waits says for whom. Left out: starting processes on other nodes
 (the scheduler or the user runs the script there), and nodes that come or go during a run.
+
+`ray symmetric-run` starts Ray and waits too, but it does not say for whom, hands no signal on, returns 0 on every node
+but the head whatever became of the command, and ends with `ray stop`, which ends all clusters of the node.
 """
 
 from __future__ import annotations

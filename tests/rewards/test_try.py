@@ -37,6 +37,8 @@ def attempt(tmp_path, monkeypatch, capsys):
     def run(*more):
         words = ["try", str(tmp_path / "my_reward.py"), str(tmp_path / "rows.parquet"), *map(str, more)]
         monkeypatch.setattr(sys, "argv", words)
+        # Tests of names import it; runpy warns of that.
+        monkeypatch.delitem(sys.modules, "rltrain.tools.try_reward", raising=False)
         with pytest.raises(SystemExit) as ended:
             runpy.run_module("rltrain.tools.try_reward", run_name="__main__")
         monkeypatch.delitem(sys.modules, "my_rule", raising=False)

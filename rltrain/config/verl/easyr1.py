@@ -76,11 +76,12 @@ class Reading:
         """Carry over one key by the tables."""
         if any(fnmatchcase(key, pattern) for pattern in TOGETHER):
             return
-        for _, condition, why in rows_of(key, NO_EFFECT):
-            self.notes += [f"{key}: no effect: {why}"] if applies(condition, value) else []
-            return
-        for _, condition, why in rows_of(key, REFUSED):
-            self.refused += [f"{key}={as_text(value)}: {why}."] if applies(condition, value) else []
+        if rows := [*rows_of(key, NO_EFFECT), *rows_of(key, REFUSED)]:
+            row, condition, why = rows[0]
+            if applies(condition, value) and row in NO_EFFECT:
+                self.notes.append(f"{key}: no effect: {why}")
+            elif applies(condition, value):
+                self.refused.append(f"{key}={as_text(value)}: {why}.")
             return
         table = next((each for pattern, each in VALUES.items() if fnmatchcase(key, pattern)), {})
         turned = table.get(value, value) if isinstance(value, str | int) else value

@@ -54,9 +54,9 @@ def wall_clock(pool: RewardPool, texts: list[str]) -> float:
     """Seconds the pool takes for these answers."""
     reference, every = ray.put(texts), np.arange(len(texts))
     started = time.perf_counter()
-    scoring = pool.begin("train", len(texts))
+    scoring = pool.begin_scoring("train", len(texts))
     scoring.add(reference, every, every)
-    columns = scoring.finish()
+    columns = scoring.collect()
     seconds = time.perf_counter() - started
     assert columns["score"].sum() == sum(text != "hostile" for text in texts)
     assert columns["reward_timeout"].sum() == texts.count("hostile")
@@ -108,7 +108,7 @@ def main() -> None:
         splits = {"train": ray.put(read_rows(str(Path(folder, "rows.parquet"))))}
         cfg = Config(custom_reward_function=CustomRewardConfig(str(reward)), reward=RewardConfig(timeout_s=TIMEOUT_S))
         pool = RewardPool(cfg, WORKERS, splits)
-        pool.check("train", [0])
+        pool.score_truths("train", [0])
         alone, clean = median(lambda: in_this_process(easies)), median(lambda: wall_clock(pool, easies))
         attacked = wall_clock(pool, mixed)
         pool.shutdown()

@@ -87,7 +87,7 @@ class LocalPool:
         self._rows = rows
         self.twist = lambda row, score: score
 
-    def begin(self, split, total):
+    def begin_scoring(self, split, total):
         return LocalScoring(self, split)
 
     def score(self, split, jobs):
@@ -122,7 +122,7 @@ class LocalScoring:
     def advance(self) -> None:
         pass
 
-    def finish(self):
+    def collect(self):
         return self._pool.score(self._split, self._jobs)
 
 

@@ -214,7 +214,7 @@ def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str
                 # A scorer of our own may want a form; a function of the user's is asked once.
                 if isinstance(scorer, ScoringSlot) and not custom and row.reward_style == "rule":
                     answer, how = _in_best_form(scorer, row)
-                score = scorer.check((source, answer, row.ground_truth, row.extra_info))
+                score = scorer.score_truth((source, answer, row.ground_truth, row.extra_info))
                 seconds = time.perf_counter() - started
                 scores.append(score)
                 printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())

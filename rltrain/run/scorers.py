@@ -45,7 +45,7 @@ def start_pool(
     pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch, places)
     deadlines.show("scorers", pool.stacks)
     for split in splits:
-        scores = pool.check(split)
+        scores = pool.score_truths(split)
         if split == "train":
             check_columns(cfg, scores)
     return pool

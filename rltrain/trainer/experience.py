@@ -98,7 +98,7 @@ class Experience:
         return samples, m.join_rounds([each.metrics for each in rounds]) | shape | found
 
     def _round(self, timer: StepTimer, rank_listener: RankListener | None = None) -> _Round:
-        started = self.line.take(self._draw)
+        started = self.line.next_prompts(self._draw)
         n = self._rollout.n
         sampling = self._sampling(self._rollout, greedy=not self._rollout.do_sample)
         # Begun before generation, so that the first answers can be scored while the last are still generated.
@@ -113,7 +113,7 @@ class Experience:
             generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started), rank_listener)
         samples = generated
         if self.line.stops_early:
-            samples, ids, found = self.line.settle(started, generated)
+            samples, ids, found = self.line.collect_complete(started, generated)
             metrics |= found
             if arrivals:
                 arrivals.select(ids)

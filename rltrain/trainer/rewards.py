@@ -57,7 +57,7 @@ class Rewards:
 
     def begin_scoring(self, split: str, num_samples: int) -> AnswersInScoring | None:
         """Rule rewards of answers that are about to be generated; None where scoring does not overlap generation."""
-        return AnswersInScoring(self._pool.begin(split, num_samples)) if self._pool and self._overlap else None
+        return AnswersInScoring(self._pool.begin_scoring(split, num_samples)) if self._pool and self._overlap else None
 
     def score(
         self, split: str, samples: Samples, begun: AnswersInScoring | None = None, at_once: int | None = None
@@ -70,7 +70,7 @@ class Rewards:
         nothing = np.zeros(len(samples))
         found = {c.SCORE: nothing, c.REWARD_FAILED: nothing, c.REWARD_TIMEOUT: nothing}
         if self._pool:
-            begun = begun or AnswersInScoring(self._pool.begin(split, len(samples)))
+            begun = begun or AnswersInScoring(self._pool.begin_scoring(split, len(samples)))
             begun.add_missing(samples)
             found = begun.collect()
             self.seconds = begun.seconds
@@ -144,7 +144,7 @@ class AnswersInScoring:
 
     def collect(self) -> dict[str, Column]:
         """Wait for the scores and return their columns, by sample."""
-        columns, ids = self._scoring.finish(), np.concatenate(self._ids)
+        columns, ids = self._scoring.collect(), np.concatenate(self._ids)
         wanted = ids >= 0
         # The ids are 0 to n - 1, each once, so sorting by them puts every score at its sample.
         by_sample = np.argsort(ids[wanted])

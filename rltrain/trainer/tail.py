@@ -52,7 +52,7 @@ class PromptLine:
         self._n = plan.answers_per_prompt
         self._waiting: list[Prompt] = []
 
-    def take(self, draw: Callable[[], list[Prompt]]) -> list[Prompt]:
+    def next_prompts(self, draw: Callable[[], list[Prompt]]) -> list[Prompt]:
         """The prompts of a step: waiting ones, then new ones."""
         # Whole draws are added, because a sampler is asked once per draw; what is too much waits for the next step.
         while len(self._waiting) < self._num_started:
@@ -100,7 +100,7 @@ class PromptLine:
         answers.update({c.SLOT: np.concatenate(ids)})
         return answers.request(np.arange(len(answers)), c.ANSWER, [c.SLOT])
 
-    def settle(self, started: Sequence[Prompt], samples: Samples) -> tuple[Samples, Ids, Metrics]:
+    def collect_complete(self, started: Sequence[Prompt], samples: Samples) -> tuple[Samples, Ids, Metrics]:
         """The batch (the first prompts in line that are complete), the ids of its samples, and metrics.
 
         The other prompts go to the front of the line.

@@ -76,12 +76,12 @@ class StateWriter:
         self._planner.set_up_planner(training_state(self._packed, self._optimizer), None, dist.get_rank() == 0)
         state = {name: each for name, each in self._planner.state_dict.items() if isinstance(each, torch.Tensor)}
         if self._plan is None:
-            self._settle()
+            self._agree_on_plan()
         if copies:
             self._planner.state_dict = self._copy(state)
         return copies
 
-    def _settle(self) -> None:
+    def _agree_on_plan(self) -> None:
         """Agree with the other ranks on who writes what."""
         writer, is_first = HashingWriter(""), dist.get_rank() == 0
         everybody: list[Any] = [None] * dist.get_world_size() if is_first else []

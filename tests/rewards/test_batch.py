@@ -30,7 +30,7 @@ def test_all_answers_go_into_one_call(batch_slot):
     scores = slot.score_all(CALLS)
     assert [(score.value, score.status) for score in scores] == [(13.0, "ok"), (13.0, "ok"), (15.0, "ok")]
     assert [score.extras for score in scores] == [{"calls": 3.0}] * 3
-    assert slot.check(CALLS[0]).value == 13.0
+    assert slot.score_truth(CALLS[0]).value == 13.0
 
 
 def test_an_async_function_scores_all_answers_at_the_same_time(custom):

@@ -93,7 +93,7 @@ def test_waiting_for_a_process_that_could_not_start_is_an_error_and_no_timeout(c
     """So that the trial before training ends the run, and once: no other form of the ground truth is tried."""
     code = LOST.format(method) + "    with context.Pool(1) as pool: return pool.map(Same(), [1])[0]"
     with ScoringSlot(custom(code), timeout_s=1.5) as slot:
-        score = slot.check(CALL)
+        score = slot.score_truth(CALL)
     assert score.status == "crashed"
     assert score.error.startswith("no score after 1.5 s (reward.timeout_s); a process that it started by multiproc")
     assert score.error.endswith("ModuleNotFoundError: No module named 'no_such_module'")

@@ -162,5 +162,5 @@ def test_a_reward_file_sees_its_neighbours_and_hides_no_package(custom, tmp_path
 
 def test_a_check_tries_the_usual_forms_where_the_truth_fails(slot):
     picky = slot("return len(solution_str.split('#### ')[1])")
-    assert picky.check(("s", "42", "42", {})).value == 2.0
-    assert slot("return None").check(("s", "42", "42", {})).status == "rejected"
+    assert picky.score_truth(("s", "42", "42", {})).value == 2.0
+    assert slot("return None").score_truth(("s", "42", "42", {})).status == "rejected"

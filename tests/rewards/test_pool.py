@@ -52,10 +52,10 @@ def scores(ray, pool, texts, rows, positions=None):
 
 
 def scores_of_lists(pool, lists):
-    scoring = pool.begin("train", sum(len(rows) for _, rows, _ in lists))
+    scoring = pool.begin_scoring("train", sum(len(rows) for _, rows, _ in lists))
     for texts, rows, positions in lists:
         scoring.add(texts, np.array(rows), np.array(positions))
-    return scoring.finish()
+    return scoring.collect()
 
 
 def test_scores_come_back_in_job_order_with_the_built_in_scorer(local_ray, pool):
@@ -113,21 +113,21 @@ def test_a_mostly_failing_batch_stops_with_the_first_traceback(local_ray, pool, 
 
 def test_check_finds_a_broken_reward_file_before_training(pool, custom):
     with pytest.raises(RewardError) as caught:
-        pool(custom("import no_such_module_anywhere")).check("train")
+        pool(custom("import no_such_module_anywhere")).score_truths("train")
     assert "No module named 'no_such_module_anywhere'" in str(caught.value)
     assert "ray::" not in str(caught.value)
 
 
 def test_check_scores_the_ground_truth_as_the_answer(pool, custom):
     made = pool()
-    assert [score.value for score in made.check("train")] == [1.0]
-    assert [score.value for score in made.check("train", [3, 4])] == [1.0, 1.0]
+    assert [score.value for score in made.score_truths("train")] == [1.0]
+    assert [score.value for score in made.score_truths("train", [3, 4])] == [1.0, 1.0]
     zero = pool(custom("def compute_score(**kwargs): return 0"), num_workers=1)
-    assert zero.check("train")[0].value == 0.0
+    assert zero.score_truths("train")[0].value == 0.0
     sometimes = (
         "def compute_score(ground_truth, **kwargs):\n    if ground_truth == '1': raise ValueError('bare')\n    return 1"
     )
-    assert [score.status for score in pool(custom(sometimes)).check("train", [0, 1])] == ["crashed", "ok"]
+    assert [score.status for score in pool(custom(sometimes)).score_truths("train", [0, 1])] == ["crashed", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_check_scores_the_ground_truth_as_the_answer(pool, custom):
 def test_a_function_that_fails_on_every_trial_row_stops_at_once(pool, custom, caplog, body, said):
     made = pool(custom(f"def compute_score(**kwargs): {body}"), num_workers=1)
     with pytest.raises(RewardError) as caught:
-        made.check("train", [0, 1])
+        made.score_truths("train", [0, 1])
     for part in (
         "compute_score",
         "my_reward.py",
@@ -152,7 +152,7 @@ def test_a_function_that_fails_on_every_trial_row_stops_at_once(pool, custom, ca
 def test_prints_and_the_first_failures_are_in_the_log(local_ray, pool, custom, caplog, tmp_path):
     code = LENGTH.replace('if solution_str == "hang"', 'print("saw", solution_str)\n        if solution_str == "hang"')
     made = pool(custom(code), log_file=tmp_path / "reward.log")
-    made.check("train")
+    made.score_truths("train")
     for _ in range(2):
         scores(local_ray, made, ["aaa", "crash", "b", "crash", "a", "c"], [0, 1, 2, 3, 4, 5])
     text = (tmp_path / "reward.log").read_text()
@@ -175,7 +175,7 @@ def wait_until_gone(pids):
 
 def test_a_killed_worker_is_told_and_takes_its_process_along(local_ray, pool, custom):
     made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"), num_workers=1)
-    pid = int(made.check("train")[0].value)
+    pid = int(made.score_truths("train")[0].value)
     worker = int(re.search(r"PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
     os.kill(worker, signal.SIGKILL)
     with pytest.raises(WorkerLost) as caught:

@@ -217,12 +217,12 @@ def rows(tmp_path):
 def test_the_pool_scores_at_the_address_and_checks_it_first(local_ray, serve, pool, rows):
     server = serve(echo)
     made = pool(rows, url=server.url, url_concurrency=2, timeout_s=60.0)
-    assert [score.value for score in made.check("train")] == [2.0]
-    scoring = made.begin("train", 4)
+    assert [score.value for score in made.score_truths("train")] == [2.0]
+    scoring = made.begin_scoring("train", 4)
     scoring.add(local_ray.put(["a", "bb", "ccc", "dddd"]), np.arange(4), np.arange(4))
-    columns = scoring.finish()
+    columns = scoring.collect()
     assert columns["score"].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert columns["scorer/acc"].tolist() == [1.0] * 4
     server.close()
     with pytest.raises(RewardError, match=r"reward\.url='http.*gives no score for data_source='mine'"):
-        made.check("train")
+        made.score_truths("train")

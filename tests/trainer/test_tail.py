@@ -60,7 +60,7 @@ class Watch:
         self.born: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # step in which each token was sampled
         policy, line = self.experience._policy, self.experience.line
         self._generate, policy.generate = policy.generate, self.generate
-        self._settle, line.settle = line.settle, self.settle
+        self._collect, line.collect_complete = line.collect_complete, self.collect_complete
 
     def generate(self, task, listener=None, begun=None, rank_listener=None):
         samples, metrics = self._generate(task, listener, begun)
@@ -80,8 +80,8 @@ class Watch:
             self.born[key] += [self.step] * (len(answer) - len(before))
         return samples, metrics
 
-    def settle(self, started, samples):
-        batch, ids, metrics = self._settle(started, samples)
+    def collect_complete(self, started, samples):
+        batch, ids, metrics = self._collect(started, samples)
         self.batches.append(batch)
         self.keys.append([(started[i // 4].row, started[i // 4].draw, i % 4) for i in ids.tolist()])
         self.step += 1
@@ -226,10 +226,10 @@ def line_of(make, **changes) -> PromptLine:
 def test_the_batch_is_the_oldest_prompts_that_are_complete(make):
     line = line_of(make, **OVERSAMPLE, **{ROLLOUT + "tail_max_age": 2})
     draws = iter([[Prompt(5, 1), Prompt(6, 1)], [Prompt(7, 2), Prompt(8, 2)], [Prompt(9, 3), Prompt(5, 3)]])
-    started = line.take(lambda: next(draws))
+    started = line.next_prompts(lambda: next(draws))
     assert [prompt.row for prompt in started] == [5, 6, 7]
     assert line.terms(started) == {"enough": 2, "must": 0, "todo": None}
-    _, ids, metrics = line.settle(started, samples_of([[True, False], [True, True], [True, True]]))
+    _, ids, metrics = line.collect_complete(started, samples_of([[True, False], [True, True], [True, True]]))
     assert ids.tolist() == [2, 3, 4, 5]
     assert metrics["rollout/tail/tokens_thrown_away"] == 6
     assert metrics["rollout/tail/tokens_generated"] == 18
@@ -237,12 +237,12 @@ def test_the_batch_is_the_oldest_prompts_that_are_complete(make):
     restored = line_of(make, **OVERSAMPLE)
     restored.restore(json.loads(json.dumps(line.state())))
     assert restored.state() == line.state()
-    started = line.take(lambda: next(draws))
+    started = line.next_prompts(lambda: next(draws))
     assert [prompt.row for prompt in started] == [5, 8, 9]
     # All are complete: the last has to wait, although it has its answers.
-    line.settle(started, samples_of([[False, False], [True, True], [True, True]]))
+    line.collect_complete(started, samples_of([[False, False], [True, True], [True, True]]))
     assert line.state() == [[5, 1, 2], [5, 3, 0]]
-    started = line.take(lambda: [Prompt(1, 4), Prompt(2, 4)])
+    started = line.next_prompts(lambda: [Prompt(1, 4), Prompt(2, 4)])
     assert line.terms(started)["must"] == 1
 
 
@@ -256,16 +256,16 @@ def test_one_too_old_prompt_makes_all_thrown_away_ones_awaited(make):
 
 def test_carried_answers_stay_and_only_missing_are_asked_for(make):
     line = line_of(make, **CARRY)
-    started = line.take(lambda: [Prompt(5, 1), Prompt(6, 1), Prompt(7, 1)])
+    started = line.next_prompts(lambda: [Prompt(5, 1), Prompt(6, 1), Prompt(7, 1)])
     assert line.begun(started) is None
-    line.settle(started, samples_of([[True, True], [False, True], [True, True]]))
-    (waiting,) = line.take(lambda: [Prompt(8, 2), Prompt(9, 2)])[:1]
+    line.collect_complete(started, samples_of([[True, True], [False, True], [True, True]]))
+    (waiting,) = line.next_prompts(lambda: [Prompt(8, 2), Prompt(9, 2)])[:1]
     assert (waiting.row, waiting.age) == (6, 1)
     assert line.terms([Prompt(8, 2), waiting])["todo"].tolist() == [[True, True], [True, False]]
     assert line.terms([waiting, Prompt(8, 2)])["enough"] == 2
     assert waiting.answers["token_ages"].tolist() == [3, 3]
     second = samples_of([[True, True], [False, False]], length=9, unserved=(3,))
-    _, ids, metrics = line.settle([Prompt(8, 2), waiting], second)
+    _, ids, metrics = line.collect_complete([Prompt(8, 2), waiting], second)
     assert ids.tolist() == [0, 1]
     assert metrics["rollout/tail/tokens_generated"] == 9 + 9 + (9 - 3)
     (again,) = [prompt for prompt in line._waiting if prompt.age]

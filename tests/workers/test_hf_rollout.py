@@ -322,7 +322,7 @@ def test_memory_is_planned_for_the_states_of_a_row(family):
     plain = plain_model(family)
     engine, cache = make_engine(plain), KeyValues(torch.device("cpu"), 4)
     engine._prefill(jobs_of(PROMPTS, 2), cache)
-    cache.keep(np.ones(12, dtype=bool))
+    cache.drop_dead_rows(np.ones(12, dtype=bool))
     taken = sum(each.nbytes for state in cache._states._rows.values() for each in state)
     assert taken == 12 * bytes_per_row(plain.config, torch.float32)
     (layer,) = cache._layers.values()  # the other one keeps no keys

@@ -99,7 +99,7 @@ class RewardPool:
         # Asked at once, since who is gone cannot say who it was.
         self._who = [worker.who.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
 
-    def check(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:
+    def score_truths(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:
         """Score rows with their ground truth as the answer, on every worker, before anything is trained.
 
         ``rows`` is by default the first row per data source. Raises RewardError where nothing could ever be scored: no
@@ -108,7 +108,7 @@ class RewardPool:
         an answer.
         """
         # On every worker, since a package or the reward file may be missing on a single node.
-        calls = [worker.check.remote(split, rows if rows is None else list(rows)) for worker in self.workers]
+        calls = [worker.score_truths.remote(split, rows if rows is None else list(rows)) for worker in self.workers]
         results = self._tried(calls)
         for _, (worker, printed) in results:
             self.log.printed(worker, printed)
@@ -123,7 +123,7 @@ class RewardPool:
         self.log.failures(scores)
         return scores
 
-    def begin(self, split: str, total: int) -> Scoring:
+    def begin_scoring(self, split: str, total: int) -> Scoring:
         """Score ``total`` answers as they arrive."""
         return Scoring(self, split, total)
 
@@ -269,7 +269,7 @@ class Scoring:
         while self._take(wait_s=0):
             pass
 
-    def finish(self) -> Columns:
+    def collect(self) -> Columns:
         """Wait for all scores and return them as columns, in the order in which answers were added.
 
         ``score``, ``reward_failed`` and ``reward_timeout`` (0 or 1), and ``scorer/NAME`` per extra: float64 (NaN where

@@ -59,7 +59,7 @@ class RemoteScorer:
         """Score answers, several at a time; in their order."""
         return self._loop.run_until_complete(self._gather(calls))
 
-    def check(self, call: ScorerCall) -> Score:
+    def score_truth(self, call: ScorerCall) -> Score:
         """Score one answer. Raises RewardError unless a score comes back."""
         score = self.score(*call)
         if score.status != "ok":

@@ -47,7 +47,7 @@ class ScoringSlot(Slot):
         outcomes = self.call_all(calls[0][0], calls)
         return [_score_of(outcome, call) for outcome, call in zip(outcomes, calls, strict=True)]
 
-    def check(self, call: ScorerCall) -> Score:
+    def score_truth(self, call: ScorerCall) -> Score:
         """Score a ground truth as the answer; where that fails, in the other `FORMS` until one does not.
 
         Like ``score``, it raises only where nothing could be scored.

@@ -52,12 +52,12 @@ class RewardWorker:
         scores = self._scorer.score_all(calls)
         return number, scores, time.perf_counter() - started, (self._name, self._scorer.take_printed())
 
-    def check(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
+    def score_truths(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
         """Score rows with their own ground truth as the answer (by default the first row per data source)."""
         of_split = self._rows[split]
         chosen = list(of_split.data_sources().values()) if rows is None else rows
         calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
-        return [self._scorer.check(call) for call in calls], (self._name, self._scorer.take_printed())
+        return [self._scorer.score_truth(call) for call in calls], (self._name, self._scorer.take_printed())
 
     def who(self) -> tuple[int, str]:
         """Process id and host."""

@@ -123,7 +123,7 @@ class HFRollout:
                 return turns.give_up()
             running = ~turns.ended[rows]
             if not running.any() or running.mean() < 1 - _DEAD:
-                order = kv.keep(running)
+                order = kv.drop_dead_rows(running)
                 rows, tokens = rows[order], tokens[torch.from_numpy(order).to(tokens.device)]
             if len(rows):
                 kv.begin_step()

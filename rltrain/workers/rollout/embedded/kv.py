@@ -118,14 +118,14 @@ class KeyValues:
         self._states.add(places, num_rows)
         return places
 
-    def keep(self, alive: NDArray[np.bool_]) -> Ints:
+    def drop_dead_rows(self, alive: NDArray[np.bool_]) -> Ints:
         """Drop the rows that are not alive, and prompts without rows.
 
         Returns the old number of each row that is left.
         """
         rows = _without_holes(alive)
         self._states.enter()
-        self._states.keep(torch.from_numpy(rows))
+        self._states.select_rows(torch.from_numpy(rows))
         answered = np.zeros(len(self._prompt_lengths), dtype=bool)
         answered[self._place_of_row[rows]] = True
         places = _without_holes(answered)

@@ -56,7 +56,7 @@ class RowStates:
             self._rows[layer] = State(*(torch.cat(parts) for parts in zip(*old, *new, strict=True)))
         self._prompts, self._entering = {}, []
 
-    def keep(self, order: Tensor) -> None:
+    def select_rows(self, order: Tensor) -> None:
         """The rows with these numbers, in this order."""
         for layer, state in self._rows.items():
             self._rows[layer] = State(*(each.index_select(0, order.to(each.device)) for each in state))

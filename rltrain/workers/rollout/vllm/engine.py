@@ -145,7 +145,7 @@ class VLLMRollout:
         started = time.perf_counter()
         engine = self._llm.llm_engine
         running: dict[str, Turn] = {}
-        self._sampler.begin(sampling)
+        self._sampler.set_sampling(sampling)
         self._num_calls += 1
         step = 0
         while True:

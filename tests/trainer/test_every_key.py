@@ -23,6 +23,7 @@ CORRECTION = ALGORITHM + "rollout_correction."
 BASE = {
     ACTOR + "use_kl_loss": False, ACTOR + "entropy_coeff": 0, ACTOR + "ppo_epochs": 3, ACTOR + "optim.lr": 0.01,
     "critic.optim.lr": 0.01, "trainer.total_training_steps": 4,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": False,
 }  # fmt: skip
 COSINE = {ACTOR + "optim.lr_scheduler_type": "cosine"}
 COUNTED = {ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_micro_batch_size_per_gpu": 4}
@@ -120,24 +121,24 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def traces(tiny_model, arithmetic_files, tmp_path_factory):
-    """traces(keys): everything a run of two steps shows, but for time; kept for the next one who asks."""
+    """traces(keys, steps): everything that a run's first steps show, but for time; kept for the next one who asks."""
     folder, kept = tmp_path_factory.mktemp("runs"), {}
 
     def arguments(keys: dict) -> list[str]:
         changes = {name.replace(".", "__"): value for name, value in keys.items()}
         return small_run(tiny_model, arithmetic_files, folder, **changes)
 
-    def trace(keys: dict):
-        marks = tuple(sorted((name, str(value)) for name, value in keys.items()))
+    def trace(keys: dict, steps: int):
+        marks = steps, *sorted((name, str(value)) for name, value in keys.items())
         if marks not in kept:
-            kept[marks] = run(arguments(keys))
+            kept[marks] = run(arguments(keys), steps)
         return kept[marks]
 
     trace.arguments = arguments
     return trace
 
 
-def run(arguments: list[str]):
+def run(arguments: list[str], steps: int):
     handed = []
     original = shard.fully_shard
     shard.fully_shard = lambda module, **kwargs: (
@@ -149,12 +150,17 @@ def run(arguments: list[str]):
     finally:
         shard.fully_shard = original
     engine_is_off(trainer)
-    metrics = [numbers_of(trainer.step(step).metrics) for step in (1, 2)]
+    metrics = [numbers_of(trainer.step(step).metrics) for step in range(1, steps + 1)]
     return actor_weights(trainer), metrics, dataclasses.asdict(trainer.plan), handed, trainer.progress
 
 
 def differ(one, other) -> bool:
     return not torch.equal(one[0], other[0]) or one[1:] != other[1:]
+
+
+def shows(traces, one: dict, other: dict) -> bool:
+    """Whether the runs differ in their first step or, for what begins later, in their second."""
+    return any(differ(traces(one, steps), traces(other, steps)) for steps in (1, 2))
 
 
 def notes(arguments: list[str], key: str) -> list[str]:
@@ -179,6 +185,10 @@ def test_the_cases_are_all_keys():
     assert keys - {ACTOR + name for name in silent} == set(CASES)
 
 
+def test_two_runs_of_the_same_keys_do_not_differ(traces):
+    assert not differ(traces(BASE, 2), run(traces.arguments(BASE), 2))
+
+
 @pytest.mark.parametrize("key", CASES)
 def test_a_key_has_an_effect_or_a_line_says_why_not(traces, key):
     value, surroundings = CASES[key]
@@ -187,8 +197,8 @@ def test_a_key_has_an_effect_or_a_line_says_why_not(traces, key):
         assert said, "the key never shows, and nothing says so"
         return
     if not said:
-        assert differ(traces(BASE), traces(BASE | {key: value})), "no effect, and no word about it"
+        assert shows(traces, BASE, BASE | {key: value}), "no effect, and no word about it"
     if surroundings:
         alive = BASE | surroundings
         assert not notes(traces.arguments(alive | {key: value}), key)
-        assert differ(traces(alive), traces(alive | {key: value})), "no effect in the mode it is for"
+        assert shows(traces, alive, alive | {key: value}), "no effect in the mode it is for"

@@ -151,7 +151,8 @@ def run(arguments: list[str], steps: int):
         shard.fully_shard = original
     engine_is_off(trainer)
     metrics = [numbers_of(trainer.step(step).metrics) for step in range(1, steps + 1)]
-    return actor_weights(trainer), metrics, dataclasses.asdict(trainer.plan), handed, trainer.progress
+    drawn = trainer.progress.batches_drawn, trainer.progress.kl_coef
+    return actor_weights(trainer), metrics, dataclasses.asdict(trainer.plan), handed, drawn
 
 
 def differ(one, other) -> bool:

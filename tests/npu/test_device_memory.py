@@ -17,7 +17,9 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_phase_needs_what_was_foretold(made, case):
-    compared = compare(made, case, steps=1, room=1.02)  # a device of little more than that
+    # With nothing offloaded, AdamW has no state on the device until the first update ends.
+    steps = 2 if case == "grpo, nothing offloaded" else 1
+    compared = compare(made, case, steps, room=1.02)  # a device of little more than that
     found = {phase: (told, owners, peak) for phase, told, owners, peak in compared}
     for phase, (told, owners, peak) in found.items():
         assert told.total() == pytest.approx(peak, rel=0.1), phase

@@ -117,8 +117,9 @@ def forecast(
     if "gen" in phases:
         found["gen"] = together("gen", engine)
     if "sync" in phases or ("gen" in phases and not engine):
-        load, weights = _load(cfg, device, roles["actor"])
-        found["sync"] = together("sync", load)
+        parts, weights = _load(cfg, device, roles["actor"])
+        # Compared with what lies beside them: the mask, which is no part of their own activations.
+        found["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
         if "gen" in phases and not engine:
             found["gen"] += _generation(cfg, plan, device, roles["actor"], weights, found["gen"], device_bytes)
     return {phase: found[phase] for phase in PHASES if phase in found and phase in phases}
@@ -231,8 +232,8 @@ def _of_tower(spec: ModelSpec, plan: Plan) -> int:
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-def _load(cfg: Config, device: Device, policy: _Role) -> tuple[Owners, int]:
-    """What a sync holds at its peak, and what the engine has afterwards."""
+def _load(cfg: Config, device: Device, policy: _Role) -> tuple[tuple[Owners, Owners], int]:
+    """What the two parts of a sync hold, the load and the canary, and what the engine has afterwards."""
     rollout = cfg.actor_rollout_ref.rollout
     dtype = resolve_dtype(rollout.dtype, device)
     rows = PassBudget(None, 4)
@@ -254,7 +255,7 @@ def _load(cfg: Config, device: Device, policy: _Role) -> tuple[Owners, int]:
     load = Counter(_PEAKS[known])
     if not embedded:
         load["engine weights"] = _engine(cfg, device, policy, None)["engine weights"]
-    return max(load, canary, key=Counter.total), _PEAKS[f"{known} after"]["engine weights"]
+    return (load, canary), _PEAKS[f"{known} after"]["engine weights"]
 
 
 def _engine(cfg: Config, device: Device, policy: _Role, device_bytes: int | None) -> Owners:

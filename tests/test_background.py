@@ -59,7 +59,7 @@ def test_work_that_comes_further_is_not_taken_for_one_that_hangs():
 
 
 def test_lines_wait_for_storage_that_does_not_answer_and_nobody_waits_for_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(background, "PATIENCE_S", 0.05)
     os.mkfifo(file := tmp_path / "lines")  # nobody opens it, so whoever would write hangs
     lines = Appender(file)
     assert "does not answer" in lines.add("1\n").strerror

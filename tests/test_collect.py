@@ -52,8 +52,8 @@ def test_a_report_has_all_but_weights_and_secrets(run, tmp_path, monkeypatch, ca
 
 
 def test_big_files_are_cut_and_the_archive_is_bounded(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "_MOST_OF_A_FILE", 60)
-    monkeypatch.setattr(collect, "_MOST_BYTES", 2000)
+    monkeypatch.setattr(collect, "MOST_OF_A_FILE", 60)
+    monkeypatch.setattr(collect, "MOST_BYTES", 2000)
     assert main([str(run), str(tmp_path / "x.zip")]) == 0
     found = read(tmp_path / "x.zip")
     assert found["logs/rank_00000.log"] == "[47 bytes left out]\n" + "a" * 53 + "the end"

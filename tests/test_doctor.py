@@ -114,7 +114,7 @@ class Group:
 
 
 def test_a_pair_that_hangs_is_a_failed_row_below_the_others():
-    *_, last = checks = list(doctor._together(Group(), "cpu", is_cpu=True))
+    *_, last = checks = list(doctor.try_together(Group(), "cpu", is_cpu=True))
     assert [check.name for check in checks] == ["computing", "collectives", "together"]
     assert "rank 0 of 3 (pid 1 on a), rank 1 of 3" in last.problems[0]
 

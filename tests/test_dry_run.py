@@ -237,7 +237,7 @@ def test_slots_of_ray_below_the_devices_are_known(dry, monkeypatch):
 
 
 def test_rows_that_are_not_looked_at_are_said(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.run.dry_run._MOST_ROWS", 8)
+    monkeypatch.setattr("rltrain.run.dry_run.MOST_ROWS", 8)
     assert "data.train_files: the first 8 of 20 rows are looked at" in dry()[1]
 
 

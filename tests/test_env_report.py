@@ -33,5 +33,5 @@ def test_the_report_names_versions_and_devices(capsys, monkeypatch):
 
 
 def test_a_checkout_names_its_commit_an_installed_package_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(env_report, "_HERE", tmp_path / "site-packages" / "rltrain")
+    monkeypatch.setattr(env_report, "INSTALLED_AT", tmp_path / "site-packages" / "rltrain")
     assert env_report.facts()["git"] is None

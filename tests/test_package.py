@@ -97,9 +97,9 @@ def test_messages_name_pages_that_are_there(monkeypatch):
 def test_the_console_command_opens_every_program(capsys):
     assert cli.main([]) == 0
     usage = capsys.readouterr().out
-    for name in (*cli._COMMANDS, "data"):
+    for name in (*cli.COMMANDS, "data"):
         assert f"\n  {name} " in usage
-    for module, _ in cli._COMMANDS.values():
+    for module, _ in cli.COMMANDS.values():
         assert callable(importlib.import_module(module).main)
     assert cli.main(["train", "--help", "lr"]) == 0
     assert "critic.optim.lr" in capsys.readouterr().out

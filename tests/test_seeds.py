@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from rltrain.base.seeds import _PURPOSES, sample_seeds, stream, uniforms
+from rltrain.base.seeds import PURPOSES, sample_seeds, stream, uniforms
 
 
 def test_random_numbers_are_a_function_of_seed_and_position():
@@ -42,7 +42,7 @@ def test_no_two_names_share_a_stream():
     """Nor does one with another that has a zero more, or a seed of two words with one of one."""
     seeds = (0, 1, 2, 3, 2**32, 2**32 + 1, -1)
     numbers = [each for count in range(4) for each in itertools.product(range(3), repeat=count)]
-    names = list(itertools.product(seeds, _PURPOSES, numbers))
+    names = list(itertools.product(seeds, PURPOSES, numbers))
     found = {int(stream(seed, purpose, *each).random_raw()) for seed, purpose, each in names}
     order = itertools.product(seeds[:4], range(3))  # as data/order.py has it
     found |= {int(np.random.Philox(np.random.SeedSequence([*each])).random_raw()) for each in order}

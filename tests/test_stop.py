@@ -33,7 +33,7 @@ def test_where_nothing_is_begun_the_first_signal_ends_the_run(stop):
 
 
 def test_one_signal_finishes_the_step_and_a_second_ends_it(stop, monkeypatch):
-    monkeypatch.setattr(module, "_ONE_REQUEST_S", 0.1)
+    monkeypatch.setattr(module, "ONE_REQUEST_S", 0.1)
     stop.reached(2, 6, 2)
     stop.finishing = "finishing this step, saving"
     signal.raise_signal(signal.SIGTERM)

@@ -17,7 +17,7 @@ def run(tmp_path, monkeypatch):
             (folder / f"run-abc{mark}").touch()
     (tmp_path / "tracking.json").write_text('{"wandb": "abc", "swanlab": "s", "mlflow": "m"}')
     monkeypatch.setattr(sync, "installed", lambda package: True)
-    monkeypatch.setattr(sync, "_refusal", lambda: "")
+    monkeypatch.setattr(sync, "refusal", lambda: "")
     return tmp_path
 
 
@@ -88,7 +88,7 @@ def test_usage(words, capsys):
 
 def test_what_stands_in_the_way_is_a_sentence(run, sent, monkeypatch, capsys):
     assert sync.main([str(run / "no")]) == 2
-    monkeypatch.setattr(sync, "_refusal", lambda: "not logged in")
+    monkeypatch.setattr(sync, "refusal", lambda: "not logged in")
     assert sync.main([str(run)]) == 2
     monkeypatch.setattr(sync, "installed", lambda package: False)
     assert sync.main([str(run)]) == 2

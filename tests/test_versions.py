@@ -104,11 +104,11 @@ def test_a_run_is_told_what_does_not_fit(installed, monkeypatch):
     installed(torch="2.15.0", transformers="5.23.0")
     found = Findings([])
     monkeypatch.setattr(preflight, "get_device", lambda name: SimpleNamespace(count=8, is_cpu=False, kind="npu"))
-    preflight._versions(Config(), found)
+    preflight.look_at_versions(Config(), found)
     assert "do not fit" in "".join(found.problems)
     assert "transformers 5.23.0 (5.5.4)" in "".join(found.notes)
     monkeypatch.setattr(preflight, "get_device", lambda name: SimpleNamespace(count=0, is_cpu=False, kind="npu"))
-    preflight._versions(Config(), login := Findings([]))
+    preflight.look_at_versions(Config(), login := Findings([]))
     assert login == Findings([])
 
 
@@ -135,7 +135,7 @@ def test_liger_is_missed_before_the_start(monkeypatch):
     config.trainer.device, config.actor_rollout_ref.rollout.name = "cuda", "hf"
     config.actor_rollout_ref.model.use_liger = True
     monkeypatch.setattr(preflight, "installed", lambda package: package != "liger_kernel")
-    assert "pip install 'rltrain[liger]'" in "".join(preflight._packages(SimpleNamespace(config=config)))
+    assert "pip install 'rltrain[liger]'" in "".join(preflight.look_at_packages(SimpleNamespace(config=config)))
 
 
 def test_without_an_engine_nothing_is_compared():

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 # How long whoever adds a line waits for storage that has answered so far.
-_PATIENCE_S = 1.0
+PATIENCE_S = 1.0
 _running: set[BackgroundJob[Any]] = set()
 
 
@@ -113,7 +113,7 @@ class Appender:
     def add(self, text: str) -> OSError | None:
         """Add ``text``. Returns why not all that was added so far is written."""
         self._late.append(text.encode(errors="backslashreplace"))
-        return self._push(_PATIENCE_S)
+        return self._push(PATIENCE_S)
 
     def close(self, wait_s: float) -> OSError | None:
         """Write what is not written yet, as far as that can be within the time. Returns as `add`."""

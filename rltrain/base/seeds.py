@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # A purpose is its place in this tuple: append, never reorder.
-_PURPOSES = ("train", "val", "mini_batches", "revisit", "selection", "subset")
+PURPOSES = ("train", "val", "mini_batches", "revisit", "selection", "subset")
 # 2^64 divided by the golden ratio: SplitMix64's increment.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -76,7 +76,7 @@ def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: i
 def _sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
     # Numbers go into the spawn key because SeedSequence([1, 2]) equals SeedSequence([1, 2, 0]).
     # The modulus makes a seed of a negative number, which SeedSequence refuses.
-    return np.random.SeedSequence(seed % 2**64, spawn_key=(_PURPOSES.index(purpose), *numbers))
+    return np.random.SeedSequence(seed % 2**64, spawn_key=(PURPOSES.index(purpose), *numbers))
 
 
 def _mix(state: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:

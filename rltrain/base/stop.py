@@ -24,7 +24,7 @@ from rltrain.base.errors import Interrupted, RltrainError, system_error
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # `timeout`, terminals and schedulers send a signal to a process and then to its group: that is one request.
-_ONE_REQUEST_S = 0.5
+ONE_REQUEST_S = 0.5
 # How long it may take to end the workers of a run that is to stop at once.
 _CLEAN_UP_S = 20.0
 # The share of the notice that is kept for ending the workers.
@@ -143,7 +143,7 @@ class Stop:
         now = time.monotonic()
         self._received.add(number)
         # Once the run is on its way out, a further signal must not tear the clean-up that the first has begun.
-        if self.at_once or (self.requested and now - self._requested_at < _ONE_REQUEST_S):
+        if self.at_once or (self.requested and now - self._requested_at < ONE_REQUEST_S):
             return
         if self.finishing and not self.requested:
             self.requested, self._requested_at = True, now

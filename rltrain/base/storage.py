@@ -16,7 +16,7 @@ from rltrain.base.errors import StorageError, unwritten
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")
-_TRIED_S, _PAUSE_S = 5.0, 0.5
+TRIED_S, PAUSE_S = 5.0, 0.5
 
 
 def patiently(path: Path, read: Callable[[], T]) -> T:
@@ -35,14 +35,14 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
             if error.errno is None:  # no word of the system: a library has read something that it cannot use
                 raise
             # Counted from the first failure, as reading itself may take long.
-            deadline = deadline or time.monotonic() + _TRIED_S
+            deadline = deadline or time.monotonic() + TRIED_S
             if time.monotonic() > deadline:
                 raise StorageError(
                     f"{path} cannot be read: {error.strerror or error}. That is no damage to pass over: see to the "
                     "storage (or its permissions) and run the same command again. If a file of a checkpoint is lost "
                     "for good, move the checkpoint's folder away."
                 ) from error
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
 
 
 def matching(name: str) -> list[Path]:

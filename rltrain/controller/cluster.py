@@ -33,7 +33,7 @@ from rltrain.controller import lifeline
 from rltrain.controller.launch.files import own_token
 
 log = logging.getLogger(__name__)
-_RESERVE_TIMEOUT_S = 120
+RESERVE_TIMEOUT_S = 120
 _POLL_S = 0.5
 _CONNECT_S = 5
 # Of the object store; what Ray makes of less is told nowhere.
@@ -130,7 +130,7 @@ def start_ray(cfg: Config) -> bool:
             f"reason in gcs_server.out and raylet.out of {ray_logs()}."
         ) from error
     # Of a node that ends, Ray prints the last lines of its log, over the run's own words.
-    ray._private.worker.print_to_stdstream = _first_sentence
+    ray._private.worker.print_to_stdstream = first_sentence
     return True
 
 
@@ -238,7 +238,8 @@ def num_nodes(cfg: Config, device: Device) -> int:
     return max(1, sum(each >= cfg.trainer.n_gpus_per_node for each in slots))
 
 
-def _first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+def first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+    """Log what Ray said, without the rest of its advice."""
     # Of a traceback, what stands behind it.
     log.warning("Ray: %s", re.split(r"\. |\n", re.sub(r"(?s)^Traceback.*\n(?=\S+:)", "", " ".join(data["lines"])))[0])
 
@@ -274,9 +275,9 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
 def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
     nnodes, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
     waiting, started, say_at = [group.ready() for group in groups], time.monotonic(), _FIRST_WORD_S
-    while waiting and (waited := time.monotonic() - started) < _RESERVE_TIMEOUT_S:
+    while waiting and (waited := time.monotonic() - started) < RESERVE_TIMEOUT_S:
         if waited > say_at:
-            left = _RESERVE_TIMEOUT_S - waited
+            left = RESERVE_TIMEOUT_S - waited
             log.info("waiting for devices: %s (%d s left)", _lacking(len(waiting), cfg, name), left)
             say_at += _SAY_EVERY_S
         # The wait is cut into short ones, because signals are handled between them.
@@ -285,7 +286,7 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
     if waiting:
         raise NodesMissing(
             f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not come up "
-            f"in {_RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
+            f"in {RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
         )
 

@@ -46,7 +46,7 @@ _UNWIND_S = 15.0
 # How long the stacks of a driver that hangs may take to be written.
 _WRITE_S = 15.0
 # What a driver that waits for storage does not do from one look to the next: compute so long, and read so much.
-_BUSY_S, _BUSY_BYTES = 0.1 * _POLL_S, 1 << 16
+BUSY_S, _BUSY_BYTES = 0.1 * _POLL_S, 1 << 16
 # How long Ray may take to let this process go.
 _GOODBYE_S = 30.0
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class _Line:
         return False
 
 
-class _Watch(threading.Thread):
+class Watch(threading.Thread):
     """lines: what to watch. session: the folder of a Ray that ends with this process, else "". deadlines: for the
     driver's own work; see `working`. reads, kept: see `watching`."""
 
@@ -129,7 +129,7 @@ class _Watch(threading.Thread):
                 if not self.over.is_set():
                     self._ray_ended(lost)
                 return
-            if self._reads and self._is_busy() and self.beat < math.inf:
+            if self._reads and self.is_busy() and self.beat < math.inf:
                 self.beat = time.monotonic()
             # What is done aside comes first: the driver may wait for it.
             beats: list[tuple[float, threading.Thread | BackgroundJob[Any]]] = [(each.beat, each) for each in running()]
@@ -137,13 +137,13 @@ class _Watch(threading.Thread):
                 if (silent_s := time.monotonic() - beat) > self._deadlines.limit_s("driver"):
                     self._driver_hangs(silent_s, thread)
 
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether this process has computed or read since the last look."""
         read = 0
         with contextlib.suppress(OSError, ValueError):  # not on macOS
             read = int(Path("/proc/self/io").read_text("utf-8").split()[1])  # "rchar: 123 …"
         before, self._done = self._done, (time.process_time() - time.thread_time(), read)
-        return self._done[0] - before[0] > _BUSY_S or self._done[1] - before[1] > _BUSY_BYTES
+        return self._done[0] - before[0] > BUSY_S or self._done[1] - before[1] > _BUSY_BYTES
 
     def _ray_ended(self, name: str) -> None:
         self.message = (
@@ -184,7 +184,7 @@ class _Watch(threading.Thread):
         os._exit(WorkerLost.exit_code)
 
 
-_watch: _Watch | None = None
+_watch: Watch | None = None
 # The process that ends after this one.
 _last: subprocess.Popen[bytes] | None = None
 _hanging = False
@@ -203,7 +203,7 @@ def watching(deadlines: Deadlines, local: bool, reads: bool = False, kept: Calla
         return
     node: Any = ray._private.worker._global_node
     lines, logs = (list(_lines(node)), node.get_logs_dir_path()) if node else ([], "")
-    found = _watch = _Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads, kept)
+    found = _watch = Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads, kept)
     found.start()
     try:
         yield

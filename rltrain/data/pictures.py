@@ -34,13 +34,13 @@ from rltrain.data.images import begins_as_image, file_bytes, measured
 log = logging.getLogger(__name__)
 
 # Of encoded images, in each process.
-_CACHE_BYTES = 128 << 20
+CACHE_BYTES = 128 << 20
 # Of a row group: Arrow cannot put more into one array of a nested column.
-_MOST_GROUP_BYTES = (2 << 30) - 1
+MOST_GROUP_BYTES = (2 << 30) - 1
 # An image as base64: its letters, those in addresses, and fewer than the smallest file has.
 _CODE, _URL_SAFE, _LEAST_CODE = re.compile(r"[A-Za-z0-9+/]+"), str.maketrans("-_", "+/"), 40
 # Rows that are looked at together, and threads that do: decoders and disks let others work meanwhile.
-_LOOK_ROWS, _MOST_THREADS = 64, 16
+LOOK_ROWS, _MOST_THREADS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class PictureFile:
         """
         metadata = _opened(self.path)[0].metadata
         largest = max((self._group_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)), default=0)
-        if largest <= _CACHE_BYTES:
+        if largest <= CACHE_BYTES:
             return
         said = (
             f"{self.path!r} holds {largest / 2**20:,.0f} MiB of column {self.column!r} in one row group, %s. Write it "
             "again with small ones: row_group_size=32 in pyarrow (docs/data.md has the lines)."
         )
-        if largest > _MOST_GROUP_BYTES:
+        if largest > MOST_GROUP_BYTES:
             raise DataError(said % "more than can be read")
         log.warning(said, "and every process that reads images keeps one and takes three times as much to read it")
 
@@ -87,7 +87,7 @@ class PictureFile:
         for group in np.unique(groups).tolist():
             start = int(ends[group - 1]) if group else 0
             wanted = numbers[groups == group] - start
-            for batch in file.iter_batches(_LOOK_ROWS, row_groups=[group], columns=[self.column]):
+            for batch in file.iter_batches(LOOK_ROWS, row_groups=[group], columns=[self.column]):
                 here = wanted[(wanted >= 0) & (wanted < batch.num_rows)]
                 yield from batch.column(0).take(pa.array(here)).to_pylist()
                 wanted = wanted - batch.num_rows
@@ -241,7 +241,7 @@ def look_through(source: PictureFile | PictureTable, numbers: np.ndarray, column
     source.check_groups()
     values = source.stream(numbers)
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
-        while chunk := list(islice(values, _LOOK_ROWS)):
+        while chunk := list(islice(values, LOOK_ROWS)):
             yield from threads.map(lambda value: _look(value, source.path, column), chunk)
 
 
@@ -288,7 +288,7 @@ class _Groups:
             if values is None:
                 values = file.read_row_group(group, columns=[of.column]).column(of.column)
             self._kept[file, of.column, group] = values
-            while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _CACHE_BYTES:
+            while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > CACHE_BYTES:
                 self._kept.popitem(last=False)
         return values[number - (int(ends[group - 1]) if group else 0)].as_py()
 

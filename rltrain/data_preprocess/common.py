@@ -30,7 +30,7 @@ _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 # Arrow cannot nest more than 2 GiB in one array: images and tests of programs are written in groups of rows.
 _GROUP_ROWS = 512
 # A run reads images when it needs them, a group at a time.
-_PICTURE_GROUP_ROWS = 32
+PICTURE_GROUP_ROWS = 32
 _SHOWN_CHARS = 2000
 
 
@@ -285,7 +285,7 @@ def _write(rows: Sequence[Row], path: Path) -> None:
         types["extra_info"] = pa.array([row["extra_info"] for row in rows]).type
         schema = pa.schema([(name, types[name]) for name in rows[0]])
         with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
-            size = _PICTURE_GROUP_ROWS if "images" in rows[0] else _GROUP_ROWS
+            size = PICTURE_GROUP_ROWS if "images" in rows[0] else _GROUP_ROWS
             for start in range(0, len(rows), size):
                 part = [_as_several(row) if several else row for row in rows[start : start + size]]
                 writer.write_table(pa.Table.from_pylist(part, schema))

@@ -43,7 +43,7 @@ from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
 
 # Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
 # `python -m rltrain.data_preprocess.lint` looks at all.
-_MOST_ROWS, _GRADED_ROWS = 20_000, 100
+MOST_ROWS, _GRADED_ROWS = 20_000, 100
 
 
 def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
@@ -64,7 +64,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         parts[1:1] = memory
     except RltrainError as error:
         found.problems.append(str(error))
-    parts += _try_reward(cfg, rows, found)
+    parts += try_reward(cfg, rows, found)
     parts += _look_at(cfg, rows, found)
     found.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
     without_effect = [note for note in notes if ": no effect: " in note]
@@ -134,14 +134,14 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
         if number is None:
             continue
         wanted[split] = number if limit <= 0 else min(number, limit)
-        if wanted[split] > _MOST_ROWS:
-            found.notes.append(f"data.{split}_files: the first {_MOST_ROWS:,} of {wanted[split]:,} rows are looked at")
+        if wanted[split] > MOST_ROWS:
+            found.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {wanted[split]:,} rows are looked at")
         try:
             # As `scan_rows` has it, 0 are all.
-            _read_split(cfg, split, as_list(files), min(wanted[split] or 1, _MOST_ROWS), rows, stores, found)
+            _read_split(cfg, split, as_list(files), min(wanted[split] or 1, MOST_ROWS), rows, stores, found)
         except RltrainError as error:
             found.problems.append(str(error))
-    is_whole = "train" in stores and wanted["train"] <= _MOST_ROWS
+    is_whole = "train" in stores and wanted["train"] <= MOST_ROWS
     if data.filter_overlong_prompts and not is_whole:
         found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
     if "train" in stores:
@@ -164,7 +164,7 @@ def _read_split(
 ) -> None:
     """Put the usable rows of a split into ``rows``, and its prompts into ``stores`` if a run would take them all."""
     # Of more rows than are looked at, the first ones and not some of them.
-    seed = cfg.data.seed if cfg.data.shuffle and most < _MOST_ROWS else None
+    seed = cfg.data.seed if cfg.data.shuffle and most < MOST_ROWS else None
     usable, problems = scan_rows(files, max_rows=most, seed=seed, **keys_of(cfg.data))
     if not len(usable):
         problems = problems or [f"no usable row in {usable.paths}."]
@@ -196,7 +196,7 @@ def _count(split: str, names: Sequence[str], found: Findings) -> int | None:
         return None
 
 
-def _try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
+def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     """What the scorers say of one row of each data source, with the ground truth as the answer: one call each."""
     custom, lines = custom_reward(cfg), []
     if not (rows or custom) or not cfg.reward_model.runs_scorers:

@@ -10,7 +10,7 @@ import sys
 from rltrain import data_preprocess
 from rltrain.base.errors import lenient_output
 
-_COMMANDS = {
+COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
     "supervise": ("rltrain.controller.launch.supervise", "run a command again when that may help: -- COMMAND ..."),
     "doctor": ("rltrain.tools.doctor", "would this cluster train? (the keys of training)"),
@@ -37,16 +37,16 @@ def main(argv: list[str] | None = None) -> int:
         words = ["train", "--version"]
     # Two words first, so that `rewards try` is not taken for a command `rewards`.
     two = " ".join(words[:2])
-    command, rest = (two, words[2:]) if two in _COMMANDS else (words[0], words[1:])
+    command, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
     if command == "data" and rest and rest[0] in _converters():
         module = f"{data_preprocess.__name__}.{rest.pop(0)}"
     elif command == "data":
         sys.stderr.write(f"error: rltrain data needs the name of a converter: {', '.join(_converters())}.\n")
         return 2
-    elif command in _COMMANDS:
-        module = _COMMANDS[command][0]
+    elif command in COMMANDS:
+        module = COMMANDS[command][0]
     else:
-        near = difflib.get_close_matches(command, _COMMANDS, n=1)
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f" Did you mean rltrain {near[0]}?" if near else ""
         hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
         sys.stderr.write(f"error: there is no command '{two}'.{hint} See rltrain --help.\n")
@@ -62,7 +62,7 @@ def _converters() -> list[str]:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<12} {text}\n" for name, (_, text) in _COMMANDS.items()]
+    lines = [f"  {name:<12} {text}\n" for name, (_, text) in COMMANDS.items()]
     lines.append(f"  {'data':<12} make a data file (rltrain data gsm8k --help)\n")
     return (
         "usage: rltrain COMMAND ...\n\n" + "".join(lines) + "\nEach is also a module: python -m rltrain.main_ppo ...\n"

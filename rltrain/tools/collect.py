@@ -23,8 +23,8 @@ _WANTED = (
     "earlier_*/metrics.jsonl",
 )  # fmt: skip
 _NEWEST_SAMPLES = 3
-_MOST_BYTES = 200 * 2**20
-_MOST_OF_A_FILE = 20 * 2**20
+MOST_BYTES = 200 * 2**20
+MOST_OF_A_FILE = 20 * 2**20
 _RAY_LOGS = re.compile(r"Ray's logs: (\S+)")
 
 
@@ -35,7 +35,7 @@ def collect(run: Path, archive: Path) -> list[str]:
             f"{run} is no run folder: it holds neither {TRAIN_LOG} nor config.yaml (trainer.default_local_dir)."
         )
     names: list[str] = []
-    room = _MOST_BYTES
+    room = MOST_BYTES
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for name, path in _files(run):
             data = _end_of(path)
@@ -63,7 +63,7 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
 def _end_of(path: Path) -> bytes:
     with open(path, "rb") as file:
         # A parquet file cannot be read in part; of logs the end is what matters, where the error is.
-        left_out = max(0, path.stat().st_size - _MOST_OF_A_FILE) if path.suffix != ".parquet" else 0
+        left_out = max(0, path.stat().st_size - MOST_OF_A_FILE) if path.suffix != ".parquet" else 0
         file.seek(left_out)
         return (f"[{left_out} bytes left out]\n".encode() if left_out else b"") + file.read()
 
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m rltrain.collect",
         description="Pack what a bug report needs of a run into one archive: configuration, plan, versions, logs, "
         "metrics, incidents, the newest answers and Ray's logs, but no weights. Values of keys that name a secret are "
-        f"masked, large files are cut to their ends, and it holds at most {_MOST_BYTES >> 20} MiB. Look through it "
+        f"masked, large files are cut to their ends, and it holds at most {MOST_BYTES >> 20} MiB. Look through it "
         "before you give it away: prompts and answers are in it.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")

@@ -89,10 +89,10 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
         # They would hang, or fail with a message that says less.
         return [*checks, Check("collectives", "not tried", notes=["mend what failed, and all devices will be tried"])]
-    return [*checks, *_together(group, cfg.trainer.device, device.is_cpu)]
+    return [*checks, *try_together(group, cfg.trainer.device, device.is_cpu)]
 
 
-def _together(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
+def try_together(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
     """Rows on what devices do. The last one names those that died or did not end."""
     try:
         yield from _tried(group, device, is_cpu)

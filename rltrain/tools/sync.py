@@ -48,7 +48,7 @@ def send(run: Path) -> int:
         return 0
     if not installed("wandb"):
         raise DataError(f"{folder} has offline files, and wandb is not installed here. Try: pip install wandb")
-    if why := _refusal():
+    if why := refusal():
         raise DataError(f"W&B takes nothing now: {why}. Mend that, and run the same command again.")
     with open(folder / "sync.lock", "w", encoding="utf-8") as lock:
         try:
@@ -69,7 +69,8 @@ def send(run: Path) -> int:
     return 75 if left else 0
 
 
-def _refusal() -> str:
+def refusal() -> str:
+    """Why W&B cannot be written to from here; empty where it can."""
     import wandb
 
     # WANDB_MODE=offline may still be set, as it was for the run.

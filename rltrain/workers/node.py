@@ -27,7 +27,7 @@ from rltrain.base.versions import fingerprint
 from rltrain.models.files.source import model_problem
 
 # A file that was made on one node may come to the others' caches late, as with NFS.
-_SEEN_S, _POLL_S = 10.0, 0.1
+SEEN_S, _POLL_S = 10.0, 0.1
 _CONNECT_S, _THREADS = 5.0, 32
 _READ_BYTES = 2**20
 _GIB = 2**30
@@ -75,7 +75,7 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-_doors: list[socket.socket] = []
+open_doors: list[socket.socket] = []
 
 
 def look(question: Question) -> Facts:
@@ -84,14 +84,14 @@ def look(question: Question) -> Facts:
     if not question.is_first:
         return device
     # Kept open until `part`: who connects need not be accepted.
-    _doors.append(socket.create_server(("", 0), backlog=1024))
+    open_doors.append(socket.create_server(("", 0), backlog=1024))
     lacking = [problem for key, path in question.models if (problem := model_problem(key, path))]
     lacking += [f"{key}={path} is not there." for key, path in question.folders if not Path(path).exists()]
     return replace(
         device,
         unshared=_unshared(question),
         lacking=lacking,
-        port=_doors[-1].getsockname()[1],
+        port=open_doors[-1].getsockname()[1],
         room=_room(question.ray),
         versions=fingerprint(),
     )
@@ -106,15 +106,15 @@ def reach(doors: Sequence[tuple[str, int]]) -> list[float | str]:
 
 def part(_: None = None) -> float:
     """Close what `look` has opened. Returns what the clock says, in seconds since 1970."""
-    while _doors:
-        _doors.pop().close()
+    while open_doors:
+        open_doors.pop().close()
     return time.time()
 
 
 def unseen(files: Sequence[Path]) -> list[str]:
     """Wait for files with their folder's name as text. Returns why each is not there, or nothing."""
     # One for all: of a hundred nodes whose files do not come, each would take the whole wait.
-    deadline = time.monotonic() + _SEEN_S
+    deadline = time.monotonic() + SEEN_S
     while any(problems := [_missing(file) for file in files]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return problems

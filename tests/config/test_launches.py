@@ -104,12 +104,12 @@ def seeing(tmp_path_factory):
 def walk(stand_ins, seeing, monkeypatch, capsys):
     """walk(launch): None, or the text of the refusal."""
     # The devices and packages of the machine that the script was written for.
-    monkeypatch.setattr(preflight, "_devices", lambda loaded: [])
-    monkeypatch.setattr(preflight, "_packages", lambda loaded: [])
+    monkeypatch.setattr(preflight, "look_at_devices", lambda loaded: [])
+    monkeypatch.setattr(preflight, "look_at_packages", lambda loaded: [])
     monkeypatch.setattr(preflight, "ray_problems", lambda cfg: [])
-    monkeypatch.setattr(dry_run, "_MOST_ROWS", 8)
+    monkeypatch.setattr(dry_run, "MOST_ROWS", 8)
     # Rows and reward functions are ours, so what they are like says nothing of the launch.
-    monkeypatch.setattr(dry_run, "_try_reward", lambda cfg, rows, found: [])
+    monkeypatch.setattr(dry_run, "try_reward", lambda cfg, rows, found: [])
     monkeypatch.setattr(dry_run, "_look_at", lambda cfg, rows, found: [])
     # Nor does the memory of tiny models; tests/config/test_recipes.py foretells that of models of the real sizes.
     monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))

@@ -180,13 +180,13 @@ def typed(tmp_path, made):
 def dry(typed, monkeypatch, capsys):
     """dry(row, *more): exit code and text of ``--dry-run``."""
     # The devices, packages and disks of the machines that it is for.
-    monkeypatch.setattr(preflight, "_devices", lambda loaded: [])
-    monkeypatch.setattr(preflight, "_packages", lambda loaded: [])
+    monkeypatch.setattr(preflight, "look_at_devices", lambda loaded: [])
+    monkeypatch.setattr(preflight, "look_at_packages", lambda loaded: [])
     monkeypatch.setattr(preflight, "ray_problems", lambda cfg: [])
     monkeypatch.setattr(dry_run, "missing_room", lambda *_: ("", ""))
     # Of models there is the configuration alone.
     monkeypatch.setattr(preflight_models, "look_at_weights", lambda *_: [])
-    monkeypatch.setattr(dry_run, "_MOST_ROWS", 8)
+    monkeypatch.setattr(dry_run, "MOST_ROWS", 8)
 
     def start(row: Row, *more: str) -> tuple[int, str]:
         code = main(typed(row, *more, "--dry-run"))

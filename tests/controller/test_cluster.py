@@ -53,7 +53,7 @@ def test_each_node_gives_its_own_devices():
 
 
 def test_nodes_that_do_not_come_up_are_counted(monkeypatch):
-    monkeypatch.setattr(subject, "_RESERVE_TIMEOUT_S", 3)
+    monkeypatch.setattr(subject, "RESERVE_TIMEOUT_S", 3)
     with pytest.raises(NodesMissing, match="1 of 3 nodes with 2 free NPU slots each did not come up in 3 s") as caught:
         reserve(settings(3), get_device("npu"))
     assert caught.value.passing  # the supervisor does not take it for a crash loop
@@ -61,7 +61,7 @@ def test_nodes_that_do_not_come_up_are_counted(monkeypatch):
 
 
 def test_what_is_missing_is_said_while_it_is_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr(subject, "_RESERVE_TIMEOUT_S", 3)
+    monkeypatch.setattr(subject, "RESERVE_TIMEOUT_S", 3)
     caplog.set_level("INFO")
     with pytest.raises(WorkerLost):
         reserve(settings(3), get_device("npu"))
@@ -193,5 +193,5 @@ def test_a_row_alone_goes_to_the_node_that_reads_it(monkeypatch):
     ],
 )  # fmt: skip
 def test_what_ray_says_is_one_line_and_no_traceback(caplog, said, told):
-    subject._first_sentence({"lines": [said]})
+    subject.first_sentence({"lines": [said]})
     assert [each.getMessage() for each in caplog.records] == [told]

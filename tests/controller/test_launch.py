@@ -91,7 +91,7 @@ def test_a_node_says_which_word_is_wrong(say, words, variables, message):
 
 
 def missing(launch, *nodes):
-    return "; ".join(module._missing(list(nodes), launch))
+    return "; ".join(module.nodes_missing(list(nodes), launch))
 
 
 def node(rank, npus=8, **changes):
@@ -116,7 +116,7 @@ def test_the_head_names_the_nodes_and_devices_it_waits_for(say):
 def test_waiting_ends_with_what_is_missing(say, capsys):
     launch = say("head", WAIT_S=3)
     with pytest.raises(WorkerLost, match=r"waited 3 s \(WAIT_S\) for rank 1"):
-        module._wait_until(lambda: "rank 1", launch, [], "all nodes")
+        module.wait_until(lambda: "rank 1", launch, [], "all nodes")
     assert re.search(r"waiting for rank 1 \(\d s left\)", capsys.readouterr().out)
 
 
@@ -265,14 +265,14 @@ def test_a_request_to_end_reaches_the_run_and_waits_for_it(say, tmp_path, monkey
     launch = say("head --nodes=1 -- x")
     launch.command[:] = ["bash", "-c", SAVES]
     thread.start()
-    assert run_command(launch, board.address, asked, lambda: module._heed(board, asked)) == 75
+    assert run_command(launch, board.address, asked, lambda: module.heed(board, asked)) == 75
     assert (tmp_path / "saved").exists()
     thread.join()
     # So that no supervisor runs it again, here or on the other nodes.
     assert json.loads((tmp_path / "told").read_text()) == {"stopped": True}
     (tmp_path / "told").unlink()
     board.told[END] = 75
-    assert module._stay(board, Node("10.0.0.2", "n2", 1), []) == 75
+    assert module.stay_until_the_end(board, Node("10.0.0.2", "n2", 1), []) == 75
     assert json.loads((tmp_path / "told").read_text()) == {"stopped": True}
 
 
@@ -350,12 +350,12 @@ def test_a_worker_leaves_a_head_that_is_silent(say, monkeypatch):
 
     board = Paper()
     board.read = read
-    monkeypatch.setattr(module, "_POLL_S", 0.05)
-    assert module._stay(board, Node("10.0.0.2", "n2", 1), []) == 7  # not at once
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    assert module.stay_until_the_end(board, Node("10.0.0.2", "n2", 1), []) == 7  # not at once
     silent = iter([True] * 1000)
-    monkeypatch.setattr(module, "_SILENT_S", 1)
+    monkeypatch.setattr(module, "SILENT_S", 1)
     monkeypatch.setattr(
-        module, "_find_head", lambda launch, asked: module._stay(board, Node("10.0.0.2", "n2", 1), asked)
+        module, "find_head", lambda launch, asked: module.stay_until_the_end(board, Node("10.0.0.2", "n2", 1), asked)
     )
     monkeypatch.setenv("RANK", "1")
     assert module.main(["--", "x"]) == 75
@@ -363,19 +363,19 @@ def test_a_worker_leaves_a_head_that_is_silent(say, monkeypatch):
 
 def test_a_worker_stays_until_the_command_has_ended(say, monkeypatch):
     here = Node("10.0.0.2", "n2", 1)
-    assert module._stay(Paper(**{END: 7}), here, []) == 7
-    monkeypatch.setattr(module, "_SAME_SIGNAL_S", -1)
+    assert module.stay_until_the_end(Paper(**{END: 7}), here, []) == 7
+    monkeypatch.setattr(module, "SAME_SIGNAL_S", -1)
     board = Paper()
     board.tell = lambda name, value: board.told.update({name: value, END: 75})
-    assert module._stay(board, here, [signal.SIGTERM]) == 75
+    assert module.stay_until_the_end(board, here, [signal.SIGTERM]) == 75
     assert board.told[STOP] == "n2 (rank 1, 10.0.0.2)"
 
 
 def test_a_worker_leaves_a_head_whose_script_was_killed(monkeypatch):
-    monkeypatch.setattr(module, "_POLL_S", 0.05)
-    monkeypatch.setattr(module, "_GONE_S", 0.5)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "GONE_S", 0.5)
     with pytest.raises(ConnectionError, match=r"Ray answers at 10.0.0.1:6379, but the script there has been killed"):
-        module._stay(Paper(**{BEAT: 1.0}), Node("10.0.0.2", "n2", 1), [])
+        module.stay_until_the_end(Paper(**{BEAT: 1.0}), Node("10.0.0.2", "n2", 1), [])
 
 
 def test_what_a_command_leaves_behind_is_not_waited_for(say, capsys):
@@ -390,7 +390,7 @@ def test_what_a_command_leaves_behind_is_not_waited_for(say, capsys):
 
 def test_a_request_to_end_is_heard_while_nodes_gather(say, capsys):
     with pytest.raises(Interrupted, match=r"stopped while waiting for all 2 nodes"):
-        module._gather(Paper(node(0), **{STOP: "n1"}), say("head --nodes=2 -- x"), [])
+        module.wait_for_nodes(Paper(node(0), **{STOP: "n1"}), say("head --nodes=2 -- x"), [])
     assert "n1 asks for an end" in capsys.readouterr().out
 
 
@@ -399,11 +399,11 @@ def join(monkeypatch):
     """join(board, launch): a worker as far as it would start Ray; returns what it told of itself."""
     monkeypatch.setattr(module, "own_address", lambda *_: "10.0.0.7")
     monkeypatch.setattr(module, "fingerprint", dict)
-    monkeypatch.setattr(module, "_take_part", lambda *_: 0)
+    monkeypatch.setattr(module, "take_part", lambda *_: 0)
 
     def worker(board, launch):
-        monkeypatch.setattr(module, "_find_head", lambda *_: board)
-        module._worker(launch, [])
+        monkeypatch.setattr(module, "find_head", lambda *_: board)
+        module.be_worker(launch, [])
 
     return worker
 
@@ -428,7 +428,7 @@ def test_a_node_of_another_run_is_refused_and_breaks_nothing(say, join, capsys, 
     assert board.told["node"]["stranger"]
     board.listed += (Node(**board.told["node"]),)
     with pytest.raises(WorkerLost, match=rf"rank 1 \(1 of 2 nodes are here\); \w+ .* was refused: .*{message}"):
-        module._gather(board, say("head --nodes=2 -- x", WAIT_S=0), [])
+        module.wait_for_nodes(board, say("head --nodes=2 -- x", WAIT_S=0), [])
 
 
 def test_a_node_that_is_in_is_told_apart_from_a_leftover(say, join, monkeypatch):
@@ -452,7 +452,7 @@ def test_a_node_that_is_in_is_told_apart_from_a_leftover(say, join, monkeypatch)
     assert not board.told["node"]["stranger"]
     board.listed = (Node(**board.told["node"]),)
     with pytest.raises(ConfigError, match=r"cannot take part: the head was given a command"):
-        module._gather(board, say("head --nodes=2 -- x"), [])
+        module.wait_for_nodes(board, say("head --nodes=2 -- x"), [])
 
 
 def test_stop_lets_a_run_save_first(say, monkeypatch, capsys):

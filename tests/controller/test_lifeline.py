@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import _BUSY_S, _Watch, unless_lost
+from rltrain.controller.lifeline import BUSY_S, Watch, unless_lost
 
 
 def test_ray_that_does_not_answer_hides_no_error(caplog):
@@ -22,19 +22,19 @@ def test_ray_that_does_not_answer_hides_no_error(caplog):
 
 
 def test_a_driver_that_reads_or_computes_does_not_hang(tmp_path):
-    watch = _Watch([], "", "", Deadlines(), reads=True)
-    watch._is_busy()
-    assert not watch._is_busy()
+    watch = Watch([], "", "", Deadlines(), reads=True)
+    watch.is_busy()
+    assert not watch.is_busy()
     (tmp_path / "data").write_bytes(bytes(1 << 20))
     (tmp_path / "data").read_bytes()
-    assert watch._is_busy()
-    assert not watch._is_busy()
+    assert watch.is_busy()
+    assert not watch.is_busy()
 
     def compute():
-        while time.thread_time() < 2 * _BUSY_S:
+        while time.thread_time() < 2 * BUSY_S:
             pass
 
     computing = threading.Thread(target=compute)
     computing.start()
     computing.join()
-    assert watch._is_busy()
+    assert watch.is_busy()

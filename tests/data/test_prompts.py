@@ -306,7 +306,7 @@ def test_a_picture_that_changed_since_names_the_row(folders, make, tmp_path):
 
 
 def test_a_store_reads_the_rows_that_were_kept(folders, make, monkeypatch):
-    monkeypatch.setattr(reading, "_LOOK_ROWS", 2)  # a row group is read in several pieces
+    monkeypatch.setattr(reading, "LOOK_ROWS", 2)  # a row group is read in several pieces
     long = (SLOT + "9" * 400, inside(png(60, 60)))
     one = make([long, (SLOT, inside(png(60, 100, 1))), ("1", [])], name="one")
     two = make([long, long, (SLOT + "2", inside(png(60, 160, 2)))], name="two")
@@ -414,7 +414,7 @@ def test_a_prompt_with_images_is_never_cut(folders, make, how):
 
 
 def test_memory_of_pictures_does_not_grow_with_the_file(tmp_path, good_row, monkeypatch):
-    monkeypatch.setattr(reading, "_CACHE_BYTES", 4 << 20)
+    monkeypatch.setattr(reading, "CACHE_BYTES", 4 << 20)
     file = png(200, 200)  # 120 kB
     row = good_row(0, images=inside(file))
     path = tmp_path / "large.parquet"
@@ -440,12 +440,12 @@ def test_memory_of_pictures_does_not_grow_with_the_file(tmp_path, good_row, monk
 
 def test_large_row_groups_are_named_with_their_cure(make, monkeypatch, caplog):
     path = make([(SLOT, inside(png(60, 60, seed))) for seed in range(4)])
-    monkeypatch.setattr(reading, "_CACHE_BYTES", 20 << 10)
+    monkeypatch.setattr(reading, "CACHE_BYTES", 20 << 10)
     read_rows(path)
     assert "column 'images' in one row group, and every process" in caplog.text
     assert "row_group_size=32" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(reading, "_MOST_GROUP_BYTES", 21 << 10)
+    monkeypatch.setattr(reading, "MOST_GROUP_BYTES", 21 << 10)
     with pytest.raises(DataError, match=f"'{path}' holds .*, more than can be read.*row_group_size=32"):
         read_rows(path)
     pq.write_table(pq.read_table(path), path, row_group_size=1)
@@ -459,7 +459,7 @@ def test_a_task_reads_each_row_group_once(folders, make, monkeypatch):
     store = encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
     rows = np.random.default_rng(0).permutation(12).astype(np.int32)
     expected = [store.encoded(row).images for row in rows]
-    monkeypatch.setattr(reading, "_CACHE_BYTES", 0)
+    monkeypatch.setattr(reading, "CACHE_BYTES", 0)
     reading._GROUPS._kept.clear()
     groups, read = [], pq.ParquetFile.read_row_group
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda self, i, **of: groups.append(i) or read(self, i, **of))

@@ -231,7 +231,7 @@ def test_there_is_one_slot_for_each_image(tmp_path, capsys):
 
 
 def test_rows_are_written_in_groups_of_one_schema(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "_PICTURE_GROUP_ROWS", 2)
+    monkeypatch.setattr(common, "PICTURE_GROUP_ROWS", 2)
     last = GEOMETRY | {"images": [{"bytes": BLUE, "path": "only-here.png"}]}
     rows = convert("geometry3k", [*[GEOMETRY] * 4, last], tmp_path)
     assert [rows.images(i)[0]["path"] for i in range(5)] == [None] * 4 + ["only-here.png"]

@@ -33,8 +33,8 @@ NO_ANSWER = "/proc/self/mem"  # EIO, as of storage that is gone
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(storage, "_TRIED_S", 0.0)
-    monkeypatch.setattr(storage, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(storage, "TRIED_S", 0.0)
+    monkeypatch.setattr(storage, "PAUSE_S", 0.01)
 
 
 def into_a_full_disk():

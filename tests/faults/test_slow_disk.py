@@ -95,7 +95,7 @@ def test_a_disk_that_never_answers_is_told(start, command, disk, tmp_path):
 
 @pytest.mark.fault("A tracker that hangs neither slows a run nor holds up its end")
 def test_a_tracker_whose_storage_does_not_answer_is_not_waited_for(disk, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tracking, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(tracking, "CLOSE_S", 0.5)
     run = tmp_path / "run"
     run.mkdir()
     (run / "tensorboard").symlink_to(disk.path)

@@ -83,7 +83,7 @@ def test_no_process_of_the_machine_is_reached(tmp_path):
     ],
 )
 def test_a_script_without_end_is_ended(tmp_path, attack, monkeypatch):
-    monkeypatch.setattr("rltrain.tools.port.shell._SECONDS", 2)
+    monkeypatch.setattr("rltrain.tools.port.shell.MOST_SECONDS", 2)
     started = time.monotonic()
     assert calls(tmp_path, f"{LAUNCH}\n{attack}")[0][2] == "verl.trainer.main_ppo"
     assert time.monotonic() - started < 15

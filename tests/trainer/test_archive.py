@@ -217,7 +217,7 @@ def test_prompts_without_a_tokenizer_to_decode_them_are_messages(make, tmp_path)
 
 def test_a_writer_that_lags_keeps_the_newest_and_never_blocks(monkeypatch):
     """With a stand-in for Ray, whose calls end when the test says so."""
-    monkeypatch.setattr(sample_writer, "_MOST_AT_ONCE", 2)
+    monkeypatch.setattr(sample_writer, "MOST_AT_ONCE", 2)
     process = object.__new__(sample_writer.WriterProcess)
     process._running, process._waiting, done = {}, [], []
 

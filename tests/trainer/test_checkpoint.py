@@ -578,8 +578,8 @@ def test_what_workers_distrust_is_passed_over_and_replaced(folder, caplog):
 @pytest.fixture
 def hiccup(monkeypatch):
     """hiccup(file) -> end: reading the file gives EIO, and its size 0, until ``end()``."""
-    monkeypatch.setattr(storage, "_TRIED_S", 0.2)
-    monkeypatch.setattr(storage, "_PAUSE_S", 0.02)
+    monkeypatch.setattr(storage, "TRIED_S", 0.2)
+    monkeypatch.setattr(storage, "PAUSE_S", 0.02)
 
     def hiccup(file):
         kept = file.rename(file.with_name("kept"))
@@ -608,7 +608,7 @@ def test_what_cannot_be_read_now_is_no_damage(folder, hiccup, monkeypatch, name)
             use()
         assert caught.value.exit_code == 75
     if name in ("manifest.json", "actor/empty"):
-        monkeypatch.setattr(storage, "_TRIED_S", 60)
+        monkeypatch.setattr(storage, "TRIED_S", 60)
         threading.Timer(0.1, end).start()
         assert folder.newest() == newest
     assert not list(folder.path.glob("damaged_*"))
@@ -625,7 +625,7 @@ def test_an_old_checkpoint_that_cannot_be_read_is_no_failed_save(folder, hiccup,
 
 def test_a_folder_that_cannot_be_looked_into_is_not_empty(folder, monkeypatch):
     """A run that took it for empty would begin anew."""
-    monkeypatch.setattr(storage, "_TRIED_S", 0)
+    monkeypatch.setattr(storage, "TRIED_S", 0)
     save(folder, 1)
     folder.path.chmod(0)
     user = os.geteuid()

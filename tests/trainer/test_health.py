@@ -51,7 +51,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run(model, tmp_path, monkeypatch):
     """Look at two nodes and give the checks by name. The one that is wrong is ``b``."""
-    monkeypatch.setattr(node, "_SEEN_S", 0.3)
+    monkeypatch.setattr(node, "SEEN_S", 0.3)
     monkeypatch.setattr(health, "ray_logs", lambda: "/tmp/ray/session_1/logs")
 
     def run(hosts: Hosts, **trainer) -> dict[str, Check]:
@@ -62,7 +62,7 @@ def run(model, tmp_path, monkeypatch):
         (tmp_path / "run").mkdir(exist_ok=True)
         found = {check.name: check for check in look_at_nodes(hosts, cfg, tmp_path / "run")}
         assert list((tmp_path / "run").iterdir()) == []
-        assert not node._doors
+        assert not node.open_doors
         return found
 
     return run
@@ -126,7 +126,7 @@ def test_a_run_that_saves_nothing_needs_no_shared_folder(run, tmp_path):
 
 @pytest.mark.parametrize("place", ["file/run", "run"], ids=["unusable", "unwritable"])
 def test_a_run_folder_that_takes_no_files_is_a_failed_row(model, tmp_path, monkeypatch, place):
-    monkeypatch.setattr(node, "_SEEN_S", 0.3)
+    monkeypatch.setattr(node, "SEEN_S", 0.3)
     monkeypatch.setattr(health, "ray_logs", lambda: "/tmp/ray/session_1/logs")
     (tmp_path / "file").touch()
     if place == "run":  # root may write anywhere
@@ -228,7 +228,7 @@ def test_a_run_refuses_all_problems_at_once_and_logs_notes(caplog):
 
 
 def test_storage_that_shows_a_file_late_is_shared_storage(tmp_path, monkeypatch):
-    monkeypatch.setattr(node, "_SEEN_S", 30.0)
+    monkeypatch.setattr(node, "SEEN_S", 30.0)
     file, asked = tmp_path / "driver", []
 
     def late(seconds: float) -> None:
@@ -246,4 +246,4 @@ def test_files_that_do_not_come_are_waited_for_together(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     assert node.unseen([tmp_path / f"rank_{rank}" for rank in range(64)]) == ["does not see it"] * 64
-    assert now[0] == pytest.approx(node._SEEN_S, abs=1)
+    assert now[0] == pytest.approx(node.SEEN_S, abs=1)

@@ -329,8 +329,8 @@ def test_a_disk_that_says_nothing_of_its_room_is_no_traceback(tiny_trainer, fold
 def test_a_checkpoint_that_is_whole_stays_one_whatever_storage_does(tiny_trainer, folder, monkeypatch):
     trainer = tiny_trainer(trainer__max_actor_ckpt_to_keep=1)
     saver = saver_of(trainer, folder)
-    monkeypatch.setattr(storage, "_TRIED_S", 0.0)
-    monkeypatch.setattr(storage, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(storage, "TRIED_S", 0.0)
+    monkeypatch.setattr(storage, "PAUSE_S", 0.01)
     saver.save(1, trainer.progress)
     for name in ("stat", "read_bytes"):
         real = getattr(Path, name)

@@ -118,7 +118,7 @@ def test_a_tracker_that_hangs_neither_slows_nor_holds_up_the_end(tmp_path, monke
 
     monkeypatch.setitem(TRACKERS, "wandb", Hanging)
     monkeypatch.setattr(tracking, "missing_package", lambda name: None)
-    monkeypatch.setattr(tracking, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(tracking, "CLOSE_S", 0.2)
     track = tracker(tmp_path, ["wandb"])
     started = time.monotonic()
     for step in range(1, 4):
@@ -134,7 +134,7 @@ def test_a_tracker_that_hangs_neither_slows_nor_holds_up_the_end(tmp_path, monke
 
 
 def test_the_queue_is_bounded_and_the_oldest_go_first(monkeypatch):
-    monkeypatch.setattr(tracking, "_MOST_KEPT", 3)
+    monkeypatch.setattr(tracking, "MOST_KEPT", 3)
     down = [True]
     sink = Recorder(lambda what: down[0])
     sender = Sender("full", lambda: sink, pauses_s=(0.01, 0.01))
@@ -186,7 +186,7 @@ def test_trackers_that_cannot_write_are_told_once(tmp_path, recorded, caplog, mo
         for step in range(1, 4):
             track.on_metrics(step, METRICS)
         until(lambda: caplog.text.count("tracker 'tensorboard' failed (") == 1 and len(recorded) == 1)
-        monkeypatch.setattr(tracking, "_CLOSE_S", 0.2)
+        monkeypatch.setattr(tracking, "CLOSE_S", 0.2)
     assert [sink.arrived for _, sink in recorded] == [[1, 2, 3, "finished"]]
     assert caplog.text.count("so a resumed run begins new tracker runs") == 1
     assert "tracker 'tensorboard': not finished, 3 entries did not arrive" in caplog.text

@@ -44,13 +44,13 @@ from rltrain.controller.launch.ray_node import dashboard, own_address, ray_start
 from rltrain.controller.launch.words import Launch, read
 
 _SAY_EVERY_S = 10
-_POLL_S = 0.5
+POLL_S = 0.5
 # A head that is silent for so long is gone; Ray itself gives up after a minute.
-_SILENT_S = 45
+SILENT_S = 45
 # Its Ray outlives the script there; a script that is suspended for a while is not gone.
-_GONE_S = 180
+GONE_S = 180
 _LEAVE_S = 20
-_SAME_SIGNAL_S = 4
+SAME_SIGNAL_S = 4
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _run(argv: list[str] | None) -> int:
     try:
         with listed_signals() as asked:
             tell_supervisor(pid=os.getpid())
-            return (_head if launch.role == "head" else _worker)(launch, asked)
+            return (_head if launch.role == "head" else be_worker)(launch, asked)
     except ConnectionError as error:
         raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
     except OSError as error:
@@ -97,7 +97,7 @@ def stop(launch: Launch) -> int:
         )
     if addresses and _ask_to_end(launch, addresses[0]):
         left = f"the run of {addresses[0]}, which saves; a second `stop` ends it at once"
-        _wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
+        wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
         say(f"the run of {addresses[0]} has ended")
         return 0
     ended = end_processes(addresses[0]) if addresses else 0
@@ -136,9 +136,9 @@ def _head(launch: Launch, asked: list[int]) -> int:
             announce(launch.file, address, token)
         say(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
         if launch.num_nodes:
-            _gather(board, launch, asked)
+            wait_for_nodes(board, launch, asked)
         kept = not launch.command
-        code = run_command(launch, board.address, asked, lambda: _heed(board, asked)) if launch.command else 0
+        code = run_command(launch, board.address, asked, lambda: heed(board, asked)) if launch.command else 0
         return code
     except ConfigError as error:
         code = error.exit_code
@@ -151,20 +151,20 @@ def _head(launch: Launch, asked: list[int]) -> int:
                 withdraw(launch.file, address)
 
 
-def _gather(board: Board, launch: Launch, asked: list[int]) -> None:
+def wait_for_nodes(board: Board, launch: Launch, asked: list[int]) -> None:
     """Wait for the nodes and devices that are expected, and say which are missing."""
 
     def missing() -> str:
-        _heed(board, asked)
+        heed(board, asked)
         nodes = board.nodes()
         refused = [node for node in nodes if node.refused]
         for node in refused:
             if not node.stranger:
                 raise ConfigError(f"{node} cannot take part: {node.refused.rstrip('.')}.")
-        lacks = [*_missing(nodes, launch)]
+        lacks = [*nodes_missing(nodes, launch)]
         return "; ".join(lacks + [f"{node} was refused: {node.refused.rstrip('.')}" for node in refused if lacks])
 
-    _wait_until(missing, launch, asked, f"all {count(launch.num_nodes or 1, 'node')}")
+    wait_until(missing, launch, asked, f"all {count(launch.num_nodes or 1, 'node')}")
     for node in board.nodes():
         devices = ", ".join(
             f"{each:.0f} {name}" for name in ("NPU", "GPU", "CPU") if (each := node.resources.get(name))
@@ -172,7 +172,7 @@ def _gather(board: Board, launch: Launch, asked: list[int]) -> None:
         say(f"{node}: {devices}")
 
 
-def _missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
+def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
     """Whom the head waits for, in words."""
     here = [node for node in nodes if node.is_in]
     ranks = [node.rank for node in here]
@@ -192,7 +192,7 @@ def _missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
             yield f"{wanted:.0f} {kind}s on {node}, which has {have:.0f}"
 
 
-def _heed(board: Board, asked: list[int]) -> None:
+def heed(board: Board, asked: list[int]) -> None:
     """Tell the nodes that this script is alive, and hear whether one of them asks for an end."""
     board.tell(BEAT, time.monotonic())
     if not asked and (who := board.read(STOP)):
@@ -211,17 +211,18 @@ def _finish(board: Board | None, code: int) -> None:
             until = time.monotonic() + _LEAVE_S
             # The head itself is one of those that have not left.
             while sum(node.is_in for node in board.nodes()) > 1 and time.monotonic() < until:
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
 
-def _worker(launch: Launch, asked: list[int]) -> int:
-    board = _find_head(launch, asked)
+def be_worker(launch: Launch, asked: list[int]) -> int:
+    """Join the head's Ray, and return the exit code of this node's part."""
+    board = find_head(launch, asked)
     head = board.read(HEAD)
     here = Node(socket.gethostname(), socket.gethostname(), launch.rank)
     try:
         here.address = own_address(launch, board.address)
         _compare(board, head, here, launch)
-        return _take_part(board, head, here, launch, asked)
+        return take_part(board, head, here, launch, asked)
     except ConfigError as error:
         here.refused = here.refused or str(error)
         with suppress(ConnectionError):
@@ -261,7 +262,7 @@ def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> 
         raise ConfigError(f"{with_it} was given a command behind --, {without} was not. Say the same on every node.")
 
 
-def _take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, asked: list[int]) -> int:
+def take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, asked: list[int]) -> int:
     """Join, and stay while the command runs."""
     # By whatever name this node knows the head, its cluster has one mark.
     mark = head.get("address", board.address)
@@ -269,7 +270,7 @@ def _take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, a
         ray_start(launch, mark, f"--address={board.address}", f"--node-ip-address={here.address}")
         board.tell_of(here)
         say(f"joined {board.address} as {here.address}")
-        return _stay(board, here, asked) if launch.command else 0
+        return stay_until_the_end(board, here, asked) if launch.command else 0
     finally:
         if launch.command:
             here.left = True
@@ -278,7 +279,7 @@ def _take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, a
             end_processes(mark)
 
 
-def _find_head(launch: Launch, asked: list[int]) -> Board:
+def find_head(launch: Launch, asked: list[int]) -> Board:
     """The store of a head that answers, has our token, and has not ended."""
     if not launch.address and not launch.file:
         raise ConfigError("a worker needs the head's address: ray_start.sh worker ADDRESS, HEAD_ADDRESS or HEAD_FILE")
@@ -311,11 +312,11 @@ def _find_head(launch: Launch, asked: list[int]) -> Board:
             return f"the head: {error}{said}{fix}"
         return f"the head: at {address}{said} is another Ray, or one that ends"
 
-    _wait_until(missing, launch, asked, "the head")
+    wait_until(missing, launch, asked, "the head")
     return found[0]
 
 
-def _stay(board: Board, here: Node, asked: list[int]) -> int:
+def stay_until_the_end(board: Board, here: Node, asked: list[int]) -> int:
     """Until the head says how the command has ended; returns that code. A signal here ends the whole run."""
     heard = asked_at = beat_at = time.monotonic()
     told, beat = False, None
@@ -323,7 +324,7 @@ def _stay(board: Board, here: Node, asked: list[int]) -> int:
         try:
             now, code = board.read(BEAT), board.read(END)
             # Whoever signals all nodes has signalled the head too.
-            if asked and not told and time.monotonic() - asked_at > _SAME_SIGNAL_S:
+            if asked and not told and time.monotonic() - asked_at > SAME_SIGNAL_S:
                 board.tell(STOP, str(here))
                 told = True
                 say("asked the head to stop; a second signal leaves at once")
@@ -332,20 +333,20 @@ def _stay(board: Board, here: Node, asked: list[int]) -> int:
                 beat, beat_at = now, heard
         except ConnectionError:
             code = None
-            if time.monotonic() - heard > _SILENT_S:
+            if time.monotonic() - heard > SILENT_S:
                 raise
         asked_at = asked_at if asked else time.monotonic()
         if code is not None:
             if board.read(STOP):
                 tell_supervisor(stopped=True)
             return int(code)
-        if time.monotonic() - beat_at > _GONE_S:
+        if time.monotonic() - beat_at > GONE_S:
             raise ConnectionError(f"Ray answers at {board.address}, but the script there has been killed")
-        time.sleep(2 * _POLL_S)
+        time.sleep(2 * POLL_S)
     raise Interrupted("left before the run had ended", 75)
 
 
-def _wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str) -> None:
+def wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str) -> None:
     """Poll until `missing` has nothing to say. Raises NodesMissing with what it says when the time is over."""
     started, say_at = time.monotonic(), 2.0
     while lacks := missing():
@@ -357,4 +358,4 @@ def _wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], wh
         if waited > say_at:
             say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
             say_at += _SAY_EVERY_S
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)

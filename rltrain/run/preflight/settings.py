@@ -31,8 +31,8 @@ _NAMES = {"cuda": "CUDA", "npu": "NPU"}
 def preflight(loaded: LoadedConfig) -> Findings:
     """Files, packages, devices, plugins and models that the config names. Takes a few seconds; starts nothing."""
     cfg = loaded.config
-    of_engine = [*_packages(loaded), *_engine_arguments(cfg)]
-    found = Findings([*missing_files(cfg), *of_engine, *_devices(loaded), *ray_problems(cfg)])
+    of_engine = [*look_at_packages(loaded), *_engine_arguments(cfg)]
+    found = Findings([*missing_files(cfg), *of_engine, *look_at_devices(loaded), *ray_problems(cfg)])
     if cfg.algorithm.needs_critic and "algorithm.adv_estimator" not in loaded.explicit:
         found.notes.append(
             "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
@@ -40,7 +40,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
         )
     found.notes += other_meanings(loaded)
     found.notes += _chosen_engine(loaded)
-    _versions(cfg, found)
+    look_at_versions(cfg, found)
     # One check's error does not hide what the other finds.
     for check in (_plugins, look_at_models):
         try:
@@ -52,7 +52,8 @@ def preflight(loaded: LoadedConfig) -> Findings:
     return found
 
 
-def _versions(cfg: Config, found: Findings) -> None:
+def look_at_versions(cfg: Config, found: Findings) -> None:
+    """Find packages of the device whose versions do not fit together."""
     device = get_device(cfg.trainer.device)
     if device.count and not device.is_cpu:  # on a login node the packages of the others are not known
         found.problems += misfits(device.kind)
@@ -88,7 +89,8 @@ def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
         )
 
 
-def _packages(loaded: LoadedConfig) -> Iterator[str]:
+def look_at_packages(loaded: LoadedConfig) -> Iterator[str]:
+    """Packages that the settings need and that are not installed."""
     roles = loaded.config.actor_rollout_ref
     engine = ENGINES[roles.rollout.name]
     if engine.package and not installed(engine.package):
@@ -124,7 +126,7 @@ def _engine_arguments(cfg: Config) -> Iterator[str]:
         yield f"{key}: {rollout.name}, as installed here, has no such argument. {way_out}"
 
 
-def _devices(loaded: LoadedConfig) -> Iterator[str]:
+def look_at_devices(loaded: LoadedConfig) -> Iterator[str]:
     """Devices that are asked for and not there. Of other nodes nothing is known yet."""
     trainer, address = loaded.config.trainer, cluster_address(loaded.config)
     device = get_device(trainer.device)

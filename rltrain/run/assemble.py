@@ -5,10 +5,13 @@ Tests give a worker group that lives in their own process, so this starts nothin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError, RltrainError
+from rltrain.base.logs import count
 from rltrain.base.plugin import is_plugin, user_traceback
 from rltrain.config.schema import Config
 from rltrain.data.custom import EpochSampler
@@ -21,7 +24,10 @@ from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Policy, RewardModel
+from rltrain.trainer.validation import Validation
 from rltrain.workers.roles import Models
+
+log = logging.getLogger(__name__)
 
 
 def make_trainer(
@@ -31,21 +37,38 @@ def make_trainer(
     group: Any,
     pool: Any,
     on_phase: Callable[[str], None] = lambda name: None,
-    *,
-    trains: bool = True,
 ) -> PPOTrainer:
     """Load the models on ``group`` and put the algorithm over it.
 
     group: has the interface of `WorkerGroup`, with a `HybridWorker` per rank. pool: has the interface of `RewardPool`
-    (None: only a reward model scores). on_phase(name): called when a phase begins. trains: if False, the
-    policy's weights go to the engines and nothing is trained.
+    (None: only a reward model scores). on_phase(name): called when a phase begins.
     """
-    sizes = group.call(Models.init_models, plan.passes, trains)[0]
-    policy = Policy(group, plan.passes)
-    rewards = Rewards(cfg, data.rows, pool, RewardModel(group) if cfg.reward_model.enable else None)
+    policy, rewards, sizes = _load(cfg, plan, data, group, pool)
     experience = Experience(cfg, plan, policy, rewards, sampler_of(cfg, plan, data.rows["train"]))
-    critic = Critic(group, plan.passes) if plan.passes.values and trains else None
+    critic = Critic(group, plan.passes) if plan.passes.values else None
     return PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes, data.prompts["train"], on_phase)
+
+
+def make_evaluation(
+    cfg: Config, plan: Plan, data: Data, group: Any, pool: Any, folder: Path | None, on_phase: Callable[[str], None]
+) -> Validation:
+    """A validation without the algorithm: ``group`` loads the policy for its engines alone.
+
+    folder: the checkpoint whose weights it has (None: those of the model's folder). The others: as of `make_trainer`.
+    """
+    policy, rewards, _ = _load(cfg, plan, data, group, pool)
+    for note in policy.load(str(folder / "actor"), True) if folder else ():
+        log.warning("note: %s", note)
+    return Validation(cfg, plan, policy, rewards, on_phase)
+
+
+def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[Policy, Rewards, dict[str, float]]:
+    """Policy and rewards, and the sizes of the models that the workers have loaded."""
+    sizes = group.call(Models.init_models, plan.passes)[0]
+    total, trained = (int(sizes[name]) for name in ("num_parameters", "trained_parameters"))
+    log.info("%s, %s parameters, %s of them trained", count(group.world, "worker"), f"{total:,}", f"{trained:,}")
+    model = RewardModel(group) if cfg.reward_model.enable else None
+    return Policy(group, plan.passes), Rewards(cfg, data.rows, pool, model), sizes
 
 
 def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:

@@ -64,16 +64,20 @@ def build(
         data = load_data(cfg)
         look_at_images(cfg, of_rows := Findings(images=data.images))
         _tell(of_rows)
-        plan = make_plan(cfg, len(data.prompts["train"]), data.prompts["train"].num_dropped, images=data.images)
+        train = data.prompts.get("train")
+        counts = (len(train), train.num_dropped) if train else ()
+        plan = make_plan(cfg, *counts, images=data.images)
         log.info("%s", describe(plan, cfg))
-        sampler_of(cfg, plan, data.rows["train"], trial=True)
+        if train:
+            sampler_of(cfg, plan, data.rows["train"], trial=True)
         folder = RunFolder(cfg.trainer.default_local_dir)
         closing.callback(folder.release)
         tell_supervisor(folder=str(folder.path))
         logs.open_train_log(folder.path)
         # Before Ray: a checkpoint that does not fit this run is refused within seconds, not after the models are
         # loaded.
-        identity, images = data.rows["train"].identity(), plan.passes.images_in_training
+        identity = data.rows["train"].identity() if train else None
+        images = plan.passes.images_in_training
 
         def find() -> Start:
             start = find_start(cfg, folder, identity, images=images)

@@ -54,8 +54,8 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
 
     Raises ConfigError if it is another experiment and neither of them has a name.
     """
-    # Weights alone start a new run, which has nothing to agree with.
-    if start.folder is None or start.weights_only:
+    # Weights alone start a new run, which has nothing to agree with; behind an evaluation no step follows.
+    if start.folder is None or start.weights_only or loaded.config.trainer.val_only:
         return []
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
     if not changes:

@@ -38,7 +38,7 @@ from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.preflight.settings import preflight
 from rltrain.run.report.tracking import tracker_notes
 from rltrain.run.scorers import check_columns
-from rltrain.run.splits import Data, encode_split, load_data
+from rltrain.run.splits import Data, encode_split, load_data, splits_of
 from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
 
 # Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
@@ -59,8 +59,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
             sampler_of(cfg, plan, rows["train"], trial=True)
         goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, found)
         parts += goes_on
-        # A validation without a checkpoint loads no more than it needs.
-        memory, too_large = look_at_memory(cfg, plan, bool(goes_on) or not cfg.trainer.val_only)
+        memory, too_large = look_at_memory(cfg, plan)
         parts[1:1] = memory
     except RltrainError as error:
         found.problems.append(str(error))
@@ -126,10 +125,7 @@ def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, in
     rows: dict[str, Rows] = {}
     stores: dict[str, PromptStore] = {}
     wanted: dict[str, int] = {}
-    for split, files, limit in (
-        ("train", data.train_files, data.train_max_samples),
-        ("val", data.val_files, data.val_max_samples),
-    ):
+    for split, files, limit in splits_of(cfg):
         number = _count(split, as_list(files), found)
         if number is None:
             continue

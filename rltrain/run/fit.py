@@ -23,6 +23,7 @@ from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
+from rltrain.trainer.validation import Validation
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Trainer(Watcher):
         closing: ExitStack,
         ppo: PPOTrainer | None = None,
         saver: Saver | None = None,
+        validation: Validation | None = None,
         watchers: Watchers | None = None,
         owes_validation: bool = False,
     ) -> None:
@@ -54,7 +56,7 @@ class Trainer(Watcher):
         self.num_steps = num_steps
         self._closing = closing
         self._stop = stop
-        self._ppo, self._saver = ppo, saver
+        self._ppo, self._saver, self._validation = ppo, saver, validation
         # A signal has cut the validation of `num_steps` short, and `fit` makes up for it.
         self._owes_validation = owes_validation
         self._under_way = num_steps
@@ -63,11 +65,13 @@ class Trainer(Watcher):
 
     @property
     def ppo(self) -> PPOTrainer:
-        """The algorithm. Raises ConfigError where the run had made all its steps before."""
+        """The algorithm. Raises ConfigError where the run had made all its steps before, and in an evaluation."""
         return self._started[0]
 
     @property
     def _started(self) -> tuple[PPOTrainer, Saver]:
+        if self.config.trainer.val_only:
+            raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
         if not self._ppo or not self._saver:
             raise ConfigError(
                 f"the run in {self.folder} has its {self.num_steps} steps. "
@@ -79,8 +83,6 @@ class Trainer(Watcher):
     def step(self) -> Metrics:
         """Make the next step of the plan; returns its metrics, which the trackers get as well."""
         ppo, _ = self._started
-        if self.config.trainer.val_only:
-            raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
         metrics = self._make(ppo, self.num_steps + 1)
         self.num_steps += 1
         self.watchers.on_metrics(self.num_steps, metrics)
@@ -88,7 +90,7 @@ class Trainer(Watcher):
 
     def validate(self) -> Metrics:
         """Answer the validation prompts with the current policy. Returns the metrics; the trackers get them too."""
-        metrics = self._validate(self._started[0])
+        metrics = self._validate()
         self.watchers.on_metrics(self.num_steps, metrics)
         return metrics
 
@@ -104,12 +106,12 @@ class Trainer(Watcher):
 
         Returns False if a signal has stopped the run before the end.
         """
-        left = self.num_steps < self.plan.total_steps or self._owes_validation or self.config.trainer.val_only
-        if not left:
+        if self.num_steps >= self.plan.total_steps and not self._owes_validation:
             return True
         with listen(self._stop), working(), self._stop.telling():
             try:
-                return self._fit(*self._started)
+                # Nothing is learnt in an evaluation, so a signal ends it at once.
+                return bool(self.validate()) if self.config.trainer.val_only else self._fit(*self._started)
             except Exception:
                 if not self._stop.at_once:
                     self.watchers.on_failure()
@@ -129,14 +131,12 @@ class Trainer(Watcher):
         stop.reached(first_step, total, saver.last_step)
         done, untested = first_step, self._owes_validation
         # Nothing is learnt here, so a signal ends it at once.
-        first = untested or trainer.val_only or (trainer.val_before_train and not first_step)
+        first = untested or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
-            found = self._validate(ppo)
+            found = self._validate()
             self.watchers.on_metrics(first_step, found)
             saver.best.observe(first_step, found)
             untested = self._owes_validation = untested and not found
-        if trainer.val_only:
-            return True
         for step in range(first_step + 1, total + 1):
             # Asked between steps: a step that has begun is worth finishing, one that has not costs nothing to leave
             # out.
@@ -183,7 +183,7 @@ class Trainer(Watcher):
         saver.on_wait()
         stop.reached(step, total, saver.last_step)
         if ppo.rewards.has_validation and trainer.validates_after(step, total):
-            found = {} if stop.requested else self._validate(ppo)
+            found = {} if stop.requested else self._validate()
             metrics |= found
             # A validation that a signal has cut short returns nothing.
             untested = not found
@@ -220,9 +220,10 @@ class Trainer(Watcher):
         finally:
             self.watchers.after_step(step)
 
-    def _validate(self, ppo: PPOTrainer) -> Metrics:
+    def _validate(self) -> Metrics:
         """The metrics of a validation; empty where a signal has cut it short."""
-        made = ppo.validate(self.num_steps, self._stop)
+        validation = self._validation or self._started[0].validation
+        made = validation.run(self.num_steps, self._stop)
         return self.watchers.on_validation(made) if made else {}
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rltrain.base import logs
 from rltrain.base.errors import DataError
@@ -33,17 +34,14 @@ class Data:
 
 
 def load_data(cfg: Config) -> Data:
-    """Read, check and tokenise the prompts of both splits.
+    """Read, check and tokenise the prompts of both splits, for an evaluation those of the validation alone.
 
     ``rows`` holds only the rows of the prompts that pass the filter.
     """
     data, encoder = cfg.data, chat_encoder(cfg)
     rows: dict[str, Rows] = {}
     prompts: dict[str, PromptStore] = {}
-    for split, files, limit in (
-        ("train", data.train_files, data.train_max_samples),
-        ("val", data.val_files, data.val_max_samples),
-    ):
+    for split, files, limit in splits_of(cfg):
         if not files:
             continue
         log.info("reading data.%s_files=%s", split, files)
@@ -56,6 +54,14 @@ def load_data(cfg: Config) -> Data:
         prompts_left, num_dropped = logs.count(len(prompts[split]), "prompt"), prompts[split].num_dropped
         log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, num_dropped)
     return Data(rows, prompts, encoder)
+
+
+def splits_of(cfg: Config) -> list[tuple[str, Any, int]]:
+    """Split, files, and the most rows (0 or less: all) of the data that the run reads."""
+    data = cfg.data
+    train = ("train", data.train_files, data.train_max_samples)
+    val = ("val", data.val_files, data.val_max_samples)
+    return [val] if cfg.trainer.val_only else [train, val]
 
 
 def encode_split(cfg: Config, split: str, found: Rows, encoder: ChatEncoder) -> tuple[Rows, PromptStore]:

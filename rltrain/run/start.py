@@ -1,8 +1,7 @@
 """Starts the workers of a run, and what is around them: scorers, trackers, the writer of samples.
 
 An ExitStack records how to end each of these, and the `Trainer` unwinds it, so that the order is right however the run
-ends. Left out: a way to start only some of these parts, except that a validation alone loads no optimizer, critic or
-reference.
+ends. An evaluation is started likewise, without what steps and their checkpoints need.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rltrain.controller.cluster import free, reserve, share
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import raise_if_lost, unless_lost
-from rltrain.run.assemble import make_trainer
+from rltrain.run.assemble import make_evaluation, make_trainer
 from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, verified
@@ -60,7 +59,7 @@ class Ready:
 
 
 def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack, deadlines: Deadlines) -> Trainer:
-    """Workers, models, scorers and trackers of a run that has steps to make.
+    """Workers, models, scorers and trackers of a run that has steps to make or validation prompts to answer.
 
     closing: ends what was begun; the trainer takes it over.
     """
@@ -103,19 +102,22 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if cfg.reward_model.enable else None})
         try_collectives(group)
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
+    ppo = saver = None
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
-        # Validation without a checkpoint needs the policy's weights alone: no optimizer, critic or reference.
-        trains = bool(start.folder) or not cfg.trainer.val_only
-        ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase, trains=trains)
-    total, trained = (int(ppo.model_sizes[each]) for each in ("num_parameters", "trained_parameters"))
-    log.info("%s, %s parameters, %s of them trained", workers, f"{total:,}", f"{trained:,}")
-    saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, watchers)
-    watchers.add(saver)
-    # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
-    saver.check_room(start.step, plan.total_steps, start.size)
-    with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
-        saver.load(start)
-    ppo.restore(start.progress, start.folder)
+        if plan.passes.trains:
+            ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase)
+            validation = ppo.validation
+        else:
+            validation = make_evaluation(cfg, plan, data, group, pool, start.folder, watchers.on_phase)
+    if ppo:
+        total, trained = (int(ppo.model_sizes[name]) for name in ("num_parameters", "trained_parameters"))
+        saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, watchers)
+        watchers.add(saver)
+        # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
+        saver.check_room(start.step, plan.total_steps, start.size)
+        with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
+            saver.load(start)
+        ppo.restore(start.progress, start.folder)
     # Only once the run can start: a start that is refused leaves the files of the run before as they are.
     set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
     write_run_files(folder, loaded, plan, group.hosts)
@@ -127,8 +129,10 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
     # Callbacks see the archive's metrics; the notice comes last, because a step has ended when all of them have.
-    watchers.add(callbacks, Drift.of(group), tracker, Notice(stop, lambda: saver.under_way_s))
-    return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, watchers, owes)
+    watchers.add(callbacks, Drift.of(group), tracker)
+    if saver:
+        watchers.add(Notice(stop, lambda: saver.under_way_s))
+    return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, validation, watchers, owes)
 
 
 def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:

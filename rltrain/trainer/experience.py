@@ -14,9 +14,7 @@ import numpy as np
 
 from rltrain.algorithms.advantages import SCORE_ROUNDING
 from rltrain.base.columns import names as c
-from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
-from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
 from rltrain.trainer import metrics as m
@@ -27,14 +25,12 @@ from rltrain.trainer.rewards import Rewards, accuracy, known_number
 from rltrain.trainer.roles import Policy, RankListener
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
-from rltrain.workers.rollout.contract import Sampling
+from rltrain.trainer.validation import rollout_seed, sampling_of
 from rltrain.workers.tasks import GenerateTask
 
 log = logging.getLogger(__name__)
 # Dynamic sampling tells how far it is every so many rounds.
 _SAY_ROUNDS = 10
-# This many answers keep an engine replica busy.
-_BUSY_ENGINE = 128
 
 
 @dataclass
@@ -60,7 +56,7 @@ class Experience:
         self.sampler = sampler
         self.line = PromptLine(cfg, plan)
         self._rollout = cfg.actor_rollout_ref.rollout
-        self._seed = cfg.data.seed if self._rollout.seed is None else self._rollout.seed
+        self._seed = rollout_seed(cfg)
 
     @property
     def epoch(self) -> int:
@@ -100,7 +96,7 @@ class Experience:
     def _round(self, timer: StepTimer, rank_listener: RankListener | None = None) -> _Round:
         started = self.line.next_prompts(self._draw)
         n = self._rollout.n
-        sampling = self._sampling(self._rollout, greedy=not self._rollout.do_sample)
+        sampling = sampling_of(self._cfg, self._rollout, greedy=not self._rollout.do_sample)
         # Begun before generation, so that the first answers can be scored while the last are still generated.
         arrivals = self._rewards.begin_scoring("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
@@ -131,10 +127,6 @@ class Experience:
         self.batches_drawn += 1
         # Counted from 1, after the increment: the number is part of the seeds of all answers, and must stay what it is.
         return [Prompt(row, self.batches_drawn) for row in rows]
-
-    def _sampling(self, cfg: RolloutConfig | ValKwargs, *, greedy: bool) -> Sampling:
-        longest, temperature = self._cfg.data.max_response_length, cfg.temperature or 1.0
-        return Sampling(longest, temperature, cfg.top_k, cfg.top_p, greedy, self._rollout.ignore_eos)
 
     def _useful_prompts(self, samples: Samples) -> Ids:
         """Prompts whose answers differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section 3.2)."""
@@ -189,33 +181,10 @@ class Experience:
                 "train",
                 rows,
                 1,
-                self._sampling(self._rollout, greedy=True),
+                sampling_of(self._cfg, self._rollout, greedy=True),
                 self._seed,
                 self.batches_drawn,
                 is_learnt_from=False,
             )
             greedy, _ = self._policy.generate(task)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
-
-    def validation(self, step: int, stop: Stop) -> tuple[Samples, dict[str, np.ndarray], int] | None:
-        """Answers to all validation prompts, scores, answers per prompt; None if ``stop`` is requested meanwhile."""
-        val = self._rollout.val_kwargs
-        num_samples = 1 if val.greedy else val.n
-        rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
-        # About as many answers at a time as a step has, so that a stop is never later than after a step.
-        step_size = self._plan.prompts_per_step * self._plan.answers_per_prompt
-        at_once = max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // num_samples)
-        parts = []
-        for first in range(0, len(rows), at_once):
-            mine = rows[first : first + at_once]
-            sampling = self._sampling(val, greedy=val.greedy)
-            task = GenerateTask("val", mine, num_samples, sampling, self._seed, step, is_learnt_from=False)
-            parts.append(self._policy.generate(task)[0])
-            if stop.requested:
-                return None
-        samples = Samples.join([(part, np.arange(len(part))) for part in parts])
-        # Each part has numbered its groups from 0; together they must differ.
-        samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
-        # In parts again: of all answers the reward model would take many times as long as in a step, and count as hung.
-        scores = self._rewards.score("val", samples, at_once=at_once * num_samples)
-        return samples, scores, num_samples

@@ -46,7 +46,7 @@ class ImageSizes:
         """stores: the prompts by split. None where no prompt of the run has images. Reads the images of one prompt."""
         if not any(store.has_images for store in stores.values()):
             return None
-        if not (train := stores["train"]).has_images:
+        if not (train := stores.get("train")) or not train.has_images:
             return cls()
         has = train.num_images > 0
         images = train.encoded(int(np.argmax(has))).images
@@ -211,6 +211,8 @@ def describe(plan: Plan, config: Config) -> str:
     """The plan in words and numbers."""
     rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss.loss_mode
     alone = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
+    if not plan.passes.trains:
+        return _table(_evaluation(plan, config))
     rows = [
         ("algorithm", f"{config.algorithm.adv_estimator} advantages{alone}, {loss} loss, {plan.passes.aggregation}"),
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
@@ -231,6 +233,23 @@ def describe(plan: Plan, config: Config) -> str:
         *_validation(config),
         ("saving", _saving(config)),
     ]  # fmt: skip
+    return _table(rows)
+
+
+def _evaluation(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    """What an evaluation has: no step, and of the models the policy and a reward model alone."""
+    rollout = config.actor_rollout_ref.rollout
+    return [
+        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
+        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
+         f"{count(rollout.tensor_model_parallel_size, 'device')})"),
+        *_rewards(plan, config),
+        ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
+        *_validation(config),
+    ]  # fmt: skip
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
     return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
 
@@ -313,16 +332,7 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))
-    if config.reward_model.enable:
-        rows.append(("reward", _reward(config)))
-    if config.reward_model.runs_scorers:
-        where = (
-            f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
-            if config.reward.url
-            else ""
-        )
-        workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
-        rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {config.reward.timeout_s:g} s an answer"))
+    rows += _rewards(plan, config)
     rollout = config.actor_rollout_ref.rollout
     if rollout.stops_early:
         ends = f"the step ends when {plan.prompts_per_step:,} are answered"
@@ -331,6 +341,20 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
         rows.append(
             ("dynamic sampling", f"at most {plan.max_generation_rounds} rounds of {plan.prompts_per_round:,} prompts")
         )
+    return rows
+
+
+def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    """Who scores the answers."""
+    rows = [("reward", _reward(config))] if config.reward_model.enable else []
+    if config.reward_model.runs_scorers:
+        where = (
+            f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
+            if config.reward.url
+            else ""
+        )
+        workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
+        rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {config.reward.timeout_s:g} s an answer"))
     return rows
 
 

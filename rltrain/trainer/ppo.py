@@ -19,7 +19,6 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.moments import Moments, join
 from rltrain.base.columns import names as c
 from rltrain.base.seeds import stream
-from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.prompts import PromptStore
@@ -37,7 +36,7 @@ from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, Policy
 from rltrain.trainer.timing import StepTimer, decode_metrics, flops_metrics
-from rltrain.trainer.validation import validation_metrics
+from rltrain.trainer.validation import Validation
 from rltrain.workers.tasks import UpdateTask
 
 
@@ -86,6 +85,7 @@ class PPOTrainer:
         self._alarms = Alarms(cfg, model_sizes["log_prob_gap_limit"])
         self._metrics: Metrics = {}  # of the newest step
         self._on_phase = on_phase
+        self.validation = Validation(cfg, plan, policy, rewards, on_phase)
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -326,27 +326,3 @@ class PPOTrainer:
         # A fixed weight follows the config, which may have changed between the two starts.
         if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":
             self.advantages.kl_coef = progress.kl_coef
-
-    def validate(self, step: int, stop: Stop) -> Answered | None:
-        """Answer every validation prompt ``val_kwargs.n`` times and score the answers.
-
-        Returns None where ``stop`` is requested meanwhile.
-        """
-        timer = StepTimer(self._on_phase)
-        with timer("testing"):
-            found = self.experience.validation(step, stop)
-        if found is None:
-            return None
-        samples, scores, num_samples = found
-        samples.update(scores)
-        # In a validation nothing is taken off the score, so `score` and `reward` are one number, and verl calls it
-        # reward.
-        hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
-        hidden |= (
-            set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
-        )  # else it is the reward itself
-        extras = {name.removeprefix(c.SCORER): values for name, values in scores.items() if name.startswith(c.SCORER)}
-        columns = extras | {name: each for name, each in scores.items() if name not in hidden and c.SCORER not in name}
-        metrics = validation_metrics(self.rewards.data_sources("val"), columns, num_samples)
-        metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
-        return Answered(step, metrics, samples, num_samples)

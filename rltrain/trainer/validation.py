@@ -1,17 +1,32 @@
-"""Validation metrics under verl's names: per data source, mean, best, worst and majority over answers to a prompt.
+"""A validation: answers to all validation prompts, their scores, and metrics under verl's names. It needs engines and
+scorers alone, so an evaluation is no more than this.
 
-Problem: verl bootstraps every figure by 1000 draws in Python, which takes the driver minutes on large sets and adds
-noise. Choice: best and worst are computed as the expectation of that bootstrap. Left out: a closed form of the
-majority, whose ties and counts have none that is cheap, so its votes are still drawn.
+The metrics are, per data source, mean, best, worst and majority over the answers to a prompt. Problem: verl bootstraps
+every figure by 1000 draws in Python, which takes the driver minutes on large sets and adds noise. Choice: best and
+worst are computed as the expectation of that bootstrap. Left out: a closed form of the majority, whose ties and counts
+have none that is cheap, so its votes are still drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rltrain.base.columns import names as c
+from rltrain.base.stop import Stop
+from rltrain.config.schema import Config
+from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
+from rltrain.controller.samples import Samples
+from rltrain.trainer.metrics import Answered
+from rltrain.trainer.plan import Plan
+from rltrain.trainer.rewards import Rewards
+from rltrain.trainer.roles import Policy
+from rltrain.trainer.timing import StepTimer
+from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.tasks import GenerateTask
 
 Floats = NDArray[np.float64]
 Column = NDArray[Any]
@@ -19,6 +34,81 @@ Column = NDArray[Any]
 # verl's names and numbers: the scorer's column that votes, and the draws and seed of its bootstrap.
 _VOTES = "pred"
 _DRAWS, _SEED = 1000, 42
+# This many answers keep an engine replica busy.
+_BUSY_ENGINE = 128
+
+
+class Validation:
+    """Answers and scores the validation prompts. on_phase(name): called when a phase begins."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        plan: Plan,
+        policy: Policy,
+        rewards: Rewards,
+        on_phase: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._cfg, self._plan, self._policy, self._rewards, self._on_phase = cfg, plan, policy, rewards, on_phase
+
+    def run(self, step: int, stop: Stop) -> Answered | None:
+        """Answer every validation prompt ``val_kwargs.n`` times and score the answers.
+
+        step: steps made so far. Returns None where ``stop`` is requested meanwhile.
+        """
+        timer = StepTimer(self._on_phase)
+        with timer("testing"):
+            answered = self._answer(step, stop)
+        if answered is None:
+            return None
+        samples, scores, num_samples = answered
+        samples.update(scores)
+        # In a validation nothing is taken off the score, so `score` and `reward` are one number, and verl calls it
+        # reward.
+        hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
+        # Without a penalty or another score the rule's is the reward itself.
+        hidden |= set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
+        extras = {name.removeprefix(c.SCORER): values for name, values in scores.items() if name.startswith(c.SCORER)}
+        numbers = {name: values for name, values in scores.items() if name not in hidden and c.SCORER not in name}
+        metrics = validation_metrics(self._rewards.data_sources("val"), extras | numbers, num_samples)
+        metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
+        return Answered(step, metrics, samples, num_samples)
+
+    def _answer(self, step: int, stop: Stop) -> tuple[Samples, dict[str, Column], int] | None:
+        """Answers to all validation prompts, scores, answers per prompt."""
+        val = self._cfg.actor_rollout_ref.rollout.val_kwargs
+        num_samples = 1 if val.greedy else val.n
+        rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
+        # About as many answers at a time as a step has, so that a stop is never later than after a step.
+        step_size = self._plan.samples_per_step * self._plan.passes.trains
+        at_once = max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // num_samples)
+        sampling, seed = sampling_of(self._cfg, val, greedy=val.greedy), rollout_seed(self._cfg)
+        parts = []
+        for first in range(0, len(rows), at_once):
+            some_rows = rows[first : first + at_once]
+            task = GenerateTask("val", some_rows, num_samples, sampling, seed, step, is_learnt_from=False)
+            parts.append(self._policy.generate(task)[0])
+            if stop.requested:
+                return None
+        samples = Samples.join([(part, np.arange(len(part))) for part in parts])
+        # Each part has numbered its groups from 0; together they must differ.
+        samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
+        # In parts again: of all answers the reward model would take many times as long as in a step, and count as hung.
+        scores = self._rewards.score("val", samples, at_once=at_once * num_samples)
+        return samples, scores, num_samples
+
+
+def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -> Sampling:
+    """How answers are drawn by the keys of a section."""
+    longest, temperature = cfg.data.max_response_length, keys.temperature or 1.0
+    ignore_eos = cfg.actor_rollout_ref.rollout.ignore_eos
+    return Sampling(longest, temperature, keys.top_k, keys.top_p, greedy, ignore_eos)
+
+
+def rollout_seed(cfg: Config) -> int:
+    """The seed of all answers."""
+    seed = cfg.actor_rollout_ref.rollout.seed
+    return cfg.data.seed if seed is None else seed
 
 
 def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_samples: int) -> dict[str, float]:

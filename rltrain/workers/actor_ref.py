@@ -53,7 +53,7 @@ _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.ADVANTAGE, 
 class ActorRefWorker(Actor):
     """Every method is called on all ranks at once; each rank gets its own samples and returns its own share."""
 
-    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency, *, trains: bool = True) -> None:
+    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._cfg = cfg
         self._passes = passes
         self._model_cfg = cfg.actor_rollout_ref.model
@@ -67,16 +67,15 @@ class ActorRefWorker(Actor):
         # The policy's version at the last old_log_prob pass: while it stands, a selection need not compute log-probs
         # again.
         self._log_probs_at: int | None = None
-        self._load_models(trains)
+        self._load_models()
 
-    def _load_models(self, trains: bool) -> None:
+    def _load_models(self) -> None:
         model_cfg, fsdp = self._model_cfg, self._actor_cfg.fsdp_config
         passes = self._passes
         self._spec = actor_spec(self._cfg, self._device, passes.images, passes.images_in_training)
         self.policy = sharded_model(PolicyModel, self._spec, self._device)
-        self._trains = trains
-        if not trains:  # the engines get these weights once, and nothing else needs them
-            self.residency.add_model(self.policy.requires_grad_(False).eval(), "sync", offload=True)
+        if not passes.trains:  # the engines get these weights once, and nothing else needs them
+            self.residency.add_model(self.policy.eval(), "sync", offload=True)
             return
         self.updater = Updater("actor", self.policy, self._actor_cfg.optim, fsdp, self._cfg.trainer, self._device)
         self._writer = StateWriter(self.policy, self.updater.optimizer, self._device)
@@ -86,7 +85,7 @@ class ActorRefWorker(Actor):
         self.residency.add_model(self.policy, *phases, offload=fsdp.param_offload)
         if model_cfg.uses_lora:
             self.reference = self.policy  # with its adapters off
-        elif passes.reference:
+        elif "ref" in passes.roles:
             spec = reference_spec(self._cfg, self._device, passes.images_in_training)
             self.reference = sharded_model(PolicyModel, spec, self._device).requires_grad_(False).eval()
             offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
@@ -97,7 +96,7 @@ class ActorRefWorker(Actor):
     @property
     def num_updates(self) -> int:
         """Optimizer steps made since the start of the process: the version of the policy."""
-        return self.updater.num_steps if self._trains else 0
+        return self.updater.num_steps if self._passes.trains else 0
 
     def sizes(self) -> dict[str, Any]:
         """Sizes of the policy and peaks of the device, for the log and for counting FLOPs and bytes."""
@@ -376,8 +375,9 @@ class ActorRefWorker(Actor):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
-        self.residency.enter("update_actor", whole=True)
-        return load_training_state(self.policy, None if weights_only else self.updater.optimizer, folder)
+        self.residency.enter("update_actor" if self._passes.trains else "sync", whole=True)
+        optimizer = self.updater.optimizer if self._passes.trains and not weights_only else None
+        return load_training_state(self.policy, optimizer, folder)
 
 
 def _given(batch: Batch) -> Tensor | None:

@@ -47,29 +47,29 @@ class HybridWorker(Models, Advantages):
         self._rows = rows
         self.roles: list[object] = [self, LinksWorker(cfg.trainer.device)]
 
-    def init_models(self, passes: StepPasses, trains: bool = True) -> dict[str, Any]:
-        """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
+    def init_models(self, passes: StepPasses) -> dict[str, Any]:
+        """Load the models of ``passes.roles`` and the rollout engine. Returns sizes."""
         device = get_device(self._cfg.trainer.device)
         device.activate()
         if not device.is_cpu:
             check_node(device.kind, device.name, ENGINES[self._cfg.actor_rollout_ref.rollout.name].package)
         self.residency = residency = Residency(device)
-        self.actor = actor = ActorRefWorker(self._cfg, passes, residency, trains=trains)
+        self.actor = actor = ActorRefWorker(self._cfg, passes, residency)
         self.rollout = RolloutWorker(
             self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.text_log_probs
         )
         self.roles += [self.actor, self.rollout]
-        if passes.values and trains:
+        if "critic" in passes.roles:
             self.critic = CriticWorker(self._cfg, residency, images=passes.images_in_training)
             self.roles.append(self.critic)
-        if self._cfg.reward_model.enable:
+        if "reward_model" in passes.roles:
             assert self._rows is not None
             self.reward_model = RewardModelWorker(self._cfg, residency, self._rows)
             self.roles.append(self.reward_model)
-        if trains:
+        if passes.trains:
             check_room(self._cfg.actor_rollout_ref.rollout, residency)
         sizes = self.actor.sizes()
-        if passes.values and trains:
+        if "critic" in passes.roles:
             sizes |= {f"critic_{name}": each for name, each in model_numbers(self.critic.model).items()}
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 

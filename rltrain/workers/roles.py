@@ -20,8 +20,8 @@ from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, U
 class Models(Protocol):
     """All models of a process: `HybridWorker`."""
 
-    def init_models(self, passes: StepPasses, trains: bool = True) -> dict[str, Any]:
-        """Load every model that the passes of a step need, or without ``trains`` those of a rollout. Returns sizes."""
+    def init_models(self, passes: StepPasses) -> dict[str, Any]:
+        """Load the models of ``passes.roles`` and the rollout engine. Returns sizes."""
 
 
 class Links(Protocol):

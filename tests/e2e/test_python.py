@@ -59,6 +59,29 @@ def test_evaluation_in_the_folder_of_a_run_loses_nothing(tiny_model, arithmetic_
         assert sum(name.name == "metrics.jsonl" for name in after) == (1 if saves else 2 + bool(changed))
 
 
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("kind", ["critic and reference", "adapters"])
+def test_evaluation_of_a_checkpoint_needs_the_policy_and_the_validation_alone(
+    kind, tiny_model, arithmetic_files, tmp_path
+):
+    """The numbers that the run itself has found after its last step, without its data, batches and other models."""
+    keys = {"critic and reference": {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True}}
+    keys["adapters"] = {"actor_rollout_ref__model__lora_rank": 4}
+    sampled = {"actor_rollout_ref__rollout__val_kwargs__temperature": 1.0, "data__max_response_length": 12}
+    steps = {"trainer__total_training_steps": 2, "trainer__test_freq": 2, "actor_rollout_ref__actor__optim__lr": 0.05}
+    run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **keys[kind], **sampled, **steps)
+    result = rltrain.train(run)
+    wanted = {name: value for name, value in result.newest().items() if name.startswith("val-")}
+    left = ("data.train", "actor_rollout_ref.actor.", "critic.", "algorithm.", "actor_rollout_ref.rollout.n=")
+    alone = [word for word in run if not word.startswith(left)]
+    found = rltrain.evaluate(alone)
+    assert {name: found[name] for name in wanted} == wanted
+    untrained = rltrain.evaluate(
+        [*alone, "trainer.resume_mode=disable", f"trainer.default_local_dir={tmp_path / 'new'}"]
+    )
+    assert {name: untrained[name] for name in wanted} != wanted
+
+
 def test_evaluation_gives_the_numbers_of_a_trainer(tiny_model, arithmetic_files, tmp_path):
     """Of the model as it is, by rollout workers alone; in the caller's own Ray, which goes on."""
     ray = pytest.importorskip("ray")

@@ -88,7 +88,7 @@ def step_of(trainer, step: int, validates: bool) -> dict[str, dict]:
     """Everything that is to be seen of a step: metrics, samples, and what has become of the weights."""
     made = trainer.step(step)
     metrics, answers = numbers_of(made.metrics), answers_of(made.samples)
-    metrics |= numbers_of(trainer.validate(step, Stop()).metrics) if validates else {}
+    metrics |= numbers_of(trainer.validation.run(step, Stop()).metrics) if validates else {}
     return {"metrics": metrics, "samples": answers, "state": state_of(trainer)}
 
 

@@ -144,7 +144,7 @@ def test_numbers_of_the_scorer_never_replace_the_trainer_s(make):
     found = {name: value for name, value in numbers_of(named.step(1).metrics).items() if name not in shown}
     assert found == numbers_of(plain.step(1).metrics)
     assert torch.equal(actor_weights(named), actor_weights(plain))
-    assert named.validate(1, Stop()).metrics["val-core/rltrain/arithmetic/acc/mean@1"] <= 1
+    assert named.validation.run(1, Stop()).metrics["val-core/rltrain/arithmetic/acc/mean@1"] <= 1
 
 
 def test_one_failed_score_costs_gdpo_one_answer_only(make):

@@ -225,7 +225,7 @@ def test_a_validation_temperature_samples(make, keys, temperature, num_samples):
     trainer = make(**{VALIDATION + name: value for name, value in keys.items()})
     tasks, generate = [], trainer.actor.generate
     trainer.actor.generate = lambda task: tasks.append(task) or generate(task)
-    metrics = trainer.validate(1, Stop()).metrics
+    metrics = trainer.validation.run(1, Stop()).metrics
     assert {None if task.sampling.greedy else task.sampling.temperature for task in tasks} == {temperature}
     assert {task.num_samples for task in tasks} == {num_samples}
     assert f"val-core/rltrain/arithmetic/acc/mean@{num_samples}" in metrics

@@ -336,7 +336,7 @@ def test_validation_and_the_greedy_baseline_are_never_cut_short(make):
     generate = trainer.actor.generate
     trainer.actor.generate = lambda task, *others: asked.append(task) or generate(task, *others)
     metrics = trainer.step(1).metrics
-    trainer.validate(1, Stop())
+    trainer.validation.run(1, Stop())
     assert [task.enough for task in asked] == [4, None, None]
     assert len(asked[1].rows) == 4
     assert all(np.isfinite(value) for value in metrics.values())

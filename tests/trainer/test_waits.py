@@ -22,7 +22,7 @@ def test_a_save_is_looked_at_while_scorers_are_waited_for(tmp_path, monkeypatch)
 
     saver = SimpleNamespace(on_wait=lambda: looked.append("save"), check_room=check_room)
     sizes = {"num_parameters": 1, "trained_parameters": 1}
-    ppo = SimpleNamespace(model_sizes=sizes, actor=None, critic=None)
+    ppo = SimpleNamespace(model_sizes=sizes, actor=None, critic=None, validation=None)
     group = SimpleNamespace(world=1)
     for name in ("share", "reserve", "free", "look_at_nodes", "refuse", "_environment", "try_collectives"):
         monkeypatch.setattr(starting, name, lambda *_: None)
@@ -35,8 +35,12 @@ def test_a_save_is_looked_at_while_scorers_are_waited_for(tmp_path, monkeypatch)
     monkeypatch.setattr(starting, "Saver", lambda *_: saver)
     rows = SimpleNamespace(without_pictures=lambda: None, identity=lambda: "rows:1")
     data = SimpleNamespace(rows={"train": rows}, prompts={})
-    plan = SimpleNamespace(num_devices=1, num_reward_workers=1, total_steps=1)
-    stop, folder = SimpleNamespace(check=lambda: looked.append("stop"), at_once=True), SimpleNamespace(path=tmp_path)
+    passes = SimpleNamespace(trains=True)
+    plan = SimpleNamespace(num_devices=1, num_reward_workers=1, total_steps=1, passes=passes)
+    stop, folder = (
+        SimpleNamespace(raise_if_asked=lambda: looked.append("stop"), at_once=True),
+        SimpleNamespace(path=tmp_path),
+    )
     loaded = load_config(["trainer.device=cpu"])
     with pytest.raises(Reached), ExitStack() as closing:
         starting.start_run(starting.Ready(loaded, plan, data, folder, Start(), Start), stop, None, closing, None)

@@ -61,11 +61,11 @@ class DataConfig:
     """Prompts: files, columns, lengths, order."""
 
     # Any, because OmegaConf has no union of a text and a list; see `check.as_list`.
-    train_files: Any = None
-    """Parquet file or list of files to train on (required)."""
+    train_files: Any = key(None, only_with=TRAINS)
+    """Parquet file or list of files to train on (required, but for an evaluation)."""
     val_files: Any = None
     """Parquet file or list of files to validate on; null: no validation."""
-    train_batch_size: int = key(1024, least=1)
+    train_batch_size: int = key(1024, least=1, only_with=TRAINS)
     """Prompts per step. The incomplete tail of an epoch is left out."""
     gen_batch_size: int | None = key(None, least=1, only_with="algorithm.filter_groups.enable")
     """Prompts per round of generation with algorithm.filter_groups; null: train_batch_size."""

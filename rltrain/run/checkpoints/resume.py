@@ -121,7 +121,8 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
                 return find_start(cfg, run, dataset, images=images)
             _refuse_other_run(cfg, folder, record, dataset, images)
         # Asked here, because the workers would find it out only after the models are loaded.
-        if cfg.algorithm.needs_critic and not patiently(folder, (folder / "critic").is_dir):
+        needs_critic = cfg.algorithm.needs_critic and not cfg.trainer.val_only
+        if needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(
                 f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
                 "or choose another trainer.experiment_name."
@@ -236,6 +237,8 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     now, then = frozen_values(cfg), {_FREEZE: False} | record["frozen"]
     # Both sides: LoRA keys are there only in a run with adapters.
     keys = sorted((now.keys() | then.keys()) - (set() if images else set(_OF_IMAGES)))
+    if cfg.trainer.val_only:  # no step goes on, and only what the weights are must be the same
+        keys = [key for key in keys if key.startswith("actor_rollout_ref.model.")]
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
     digest, _, described = record["dataset"].partition(" ")
     # What stands behind the digest is for the message alone and may be worded anew.

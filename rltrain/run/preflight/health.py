@@ -22,6 +22,7 @@ from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.base.logs import count
 from rltrain.base.versions import differences, fingerprint
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import roles_of
 from rltrain.controller.calls import bind
 from rltrain.controller.cluster import ray_logs
 from rltrain.controller.group import WorkerGroup
@@ -140,9 +141,9 @@ def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
 def _models(cfg: Config) -> list[tuple[str, str]]:
     device = get_device(cfg.trainer.device)
     specs = [actor_spec(cfg, device)]
-    specs += [critic_spec(cfg, device)] if cfg.algorithm.needs_critic else []
+    specs += [critic_spec(cfg, device)] if "critic" in roles_of(cfg) else []
     specs += [reward_model_spec(cfg, device)] if cfg.reward_model.enable else []
-    specs += [reference_spec(cfg, device)] if has_other_reference(cfg) else []
+    specs += [reference_spec(cfg, device)] if "ref" in roles_of(cfg) and has_other_reference(cfg) else []
     # Roles often share a model, and the policy's key stands first.
     keys = {spec.path: f"{spec.section}.path" for spec in reversed(specs) if spec.path}
     return [(key, path) for path, key in keys.items()]

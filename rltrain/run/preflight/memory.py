@@ -91,19 +91,16 @@ class _Role:
 _PEAKS: dict[str, Owners] = {}
 
 
-def forecast(
-    cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] = PHASES, trains: bool = True
-) -> dict[str, Owners]:
+def forecast(cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] = PHASES) -> dict[str, Owners]:
     """Bytes by owner at the peak of the ``phases`` that a step has, on the fullest device.
 
-    device_bytes: of one device; None: unknown, and the engine's share of it is left out. trains: whether more is loaded
-    than a validation needs.
+    device_bytes: of one device; None: unknown, and the engine's share of it is left out.
     """
     device = get_device(cfg.trainer.device).sized_for(device_bytes)
-    roles, rollout = _roles(cfg, plan, device, trains), cfg.actor_rollout_ref.rollout
+    roles, rollout = _roles(cfg, plan, device), cfg.actor_rollout_ref.rollout
     engine = Counter() if ENGINES[rollout.name].embedded else _engine(cfg, device, roles["actor"], device_bytes)
     stays = Counter() if rollout.free_cache_engine else engine
-    if cfg.trainer.val_only:
+    if not plan.passes.trains:
         phases = [phase for phase in ("sync", "gen", "reward") if phase in phases]
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:
@@ -125,23 +122,23 @@ def forecast(
     return {phase: found[phase] for phase in PHASES if phase in found and phase in phases}
 
 
-def _roles(cfg: Config, plan: Plan, device: Device, trains: bool) -> dict[str, _Role]:
+def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
     """The models of a run, with the phases in which `Residency` has them on the device."""
     roles, passes, ranks = cfg.actor_rollout_ref, plan.passes, plan.num_devices
     spec = actor_spec(cfg, device, passes.images, passes.images_in_training)
     fsdp, lora = roles.actor.fsdp_config, roles.model.uses_lora
     offloads = fsdp.param_offload, ranks, updates_of("actor"), fsdp.optimizer_offload
     found = {"actor": _Role(PolicyModel, spec, passes.needs("actor", lora), *offloads, roles.actor.optim)}
-    if not trains:
+    if not passes.trains:
         found["actor"] = _Role(PolicyModel, spec, ("sync",), True, ranks)
-    if passes.reference and not lora and trains:
+    if "ref" in passes.roles:
         spec = reference_spec(cfg, device, passes.images_in_training)
         found["ref"] = _Role(PolicyModel, spec, passes.needs("ref"), roles.ref.fsdp_config.param_offload, ranks)
-    if passes.values and trains:
+    if "critic" in passes.roles:
         spec, fsdp = critic_spec(cfg, device, passes.images_in_training), cfg.critic.model.fsdp_config
         offloads = fsdp.param_offload, ranks, updates_of("critic"), fsdp.optimizer_offload
         found["critic"] = _Role(ScalarModel, spec, passes.needs("critic"), *offloads, cfg.critic.optim)
-    if cfg.reward_model.enable:
+    if "reward_model" in passes.roles:
         spec = reward_model_spec(cfg, device)
         found["judge"] = _Role(ScalarModel, spec, passes.needs("reward_model"), spec.fsdp.param_offload, ranks)
     return found

@@ -37,20 +37,20 @@ def device_bytes(cfg: Config) -> int | None:
         return None
 
 
-def look_at_memory(cfg: Config, plan: Plan, trains: bool = True) -> tuple[list[str], str]:
-    """The table of phases, and what is wrong with it ("" where it fits or nobody knows). trains: as of `forecast`."""
+def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
+    """The table of phases, and what is wrong with it ("" where it fits or nobody knows)."""
     if get_device(cfg.trainer.device).is_cpu:
         return [], ""
     size = device_bytes(cfg)
     try:
-        found = forecast(cfg, plan, size, trains=trains)
+        found = forecast(cfg, plan, size)
     except RuntimeError as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         return [f"memory of a device: not foretold, as this model's forward depends on numbers ({said})"], ""
     if size is None:
         return [table(found, size)], ""
     over = too_large(found, size)
-    problem = f"{_over(found, over, size)} {way_out(cfg, plan, size, found, trains)}" if over else ""
+    problem = f"{_over(found, over, size)} {way_out(cfg, plan, size, found)}" if over else ""
     return [table(found, size)], " ".join(filter(None, [problem, no_cache(cfg, found["gen"], size)]))
 
 
@@ -100,7 +100,7 @@ def _over(found: Mapping[str, Owners], phases: list[str], size: int) -> str:
     return f"{needs} of a device's {(1 - _KEPT_FREE) * size / _GIB:,.1f}."
 
 
-def way_out(cfg: Config, plan: Plan, size: int, before: Mapping[str, Owners], trains: bool = True) -> str:
+def way_out(cfg: Config, plan: Plan, size: int, before: Mapping[str, Owners]) -> str:
     """The keys with which all phases fit, as computed: such as are enough alone, or several together."""
     alone: dict[tuple[str, ...], str] = {}
     fitting = "This makes it fit", "Any one of these makes it fit"
@@ -112,7 +112,7 @@ def way_out(cfg: Config, plan: Plan, size: int, before: Mapping[str, Owners], tr
     def then(change: Mapping[str, Any]) -> dict[str, Owners] | None:
         """What these phases need with ``change``; None where it does not help, or nothing would start."""
         changed = _with(cfg, change)
-        found = None if any(budget_problems(changed)) else _again(changed, plan, size, looked_at, trains)
+        found = None if any(budget_problems(changed)) else _again(changed, plan, size, looked_at)
         if found is None or not any(found[phase].total() < before[phase].total() for phase in over):
             return None
         return None if "gen" in found and no_cache(changed, found["gen"], size) and not had_none else found
@@ -146,10 +146,10 @@ def _most(found: Mapping[str, Owners]) -> str:
     return f"{max(row.total() for row in found.values()) / _GIB:,.1f} GiB"
 
 
-def _again(cfg: Config, plan: Plan, size: int, phases: Sequence[str], trains: bool) -> dict[str, Owners] | None:
+def _again(cfg: Config, plan: Plan, size: int, phases: Sequence[str]) -> dict[str, Owners] | None:
     """What these phases need then; None where the settings do not go together."""
     try:
-        return forecast(cfg, make_plan(cfg, plan.num_prompts, images=plan.images), size, phases, trains)
+        return forecast(cfg, make_plan(cfg, plan.num_prompts, images=plan.images), size, phases)
     except (RltrainError, RuntimeError):
         return None
 

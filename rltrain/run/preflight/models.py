@@ -17,7 +17,7 @@ from rltrain.base.errors import ConfigError, DataError
 from rltrain.config.budgets import longest_sequence
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
-from rltrain.config.step_passes import make_step_passes
+from rltrain.config.step_passes import make_step_passes, roles_of
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.models.attention.ulysses import heads_problem
 from rltrain.models.files.source import model_problem
@@ -61,9 +61,9 @@ def look_at_models(cfg: Config, found: Findings) -> None:
     """Folders, structure and adapters of all roles; positions, heads and the chat template of the policy."""
     device = get_device(cfg.trainer.device)
     roles: list[tuple[type[Any], ModelSpec]] = [(PolicyModel, actor_spec(cfg, device))]
-    roles += [(ScalarModel, critic_spec(cfg, device))] if cfg.algorithm.needs_critic else []
+    roles += [(ScalarModel, critic_spec(cfg, device))] if "critic" in roles_of(cfg) else []
     roles += [(ScalarModel, reward_model_spec(cfg, device))] if cfg.reward_model.enable else []
-    roles += [(PolicyModel, reference_spec(cfg, device))] if has_other_reference(cfg) else []
+    roles += [(PolicyModel, reference_spec(cfg, device))] if "ref" in roles_of(cfg) and has_other_reference(cfg) else []
     wrong: dict[str, str] = {}
     for _, spec in roles:
         problem = model_problem(f"{spec.section}.path", spec.path)
@@ -94,8 +94,8 @@ def _image_problems(cfg: Config) -> Iterator[str]:
     engine, device = cfg.actor_rollout_ref.rollout.name, get_device(cfg.trainer.device)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
-    others = [critic_spec(cfg, device)] if cfg.algorithm.needs_critic else []
-    others += [reference_spec(cfg, device)] if has_other_reference(cfg) else []
+    others = [critic_spec(cfg, device)] if "critic" in roles_of(cfg) else []
+    others += [reference_spec(cfg, device)] if "ref" in roles_of(cfg) and has_other_reference(cfg) else []
     for other in others:
         kinds = [spec.load_config().model_type for spec in (actor_spec(cfg, device), other)]
         if kinds[0] != kinds[1]:
@@ -199,7 +199,7 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, found: Findings) ->
 def _sizes_of_policy(cfg: Config) -> dict[str, int]:
     """Into how many parts others than the actor cut the heads of its model."""
     roles, sizes = cfg.actor_rollout_ref, {}
-    if make_step_passes(cfg).reference and not roles.model.uses_lora and not has_other_reference(cfg):
+    if "ref" in roles_of(cfg) and not has_other_reference(cfg):
         sizes["actor_rollout_ref.ref.ulysses_sequence_parallel_size"] = roles.ref.ulysses_sequence_parallel_size
     if ENGINES[roles.rollout.name].tensor_parallel:
         sizes[f"{_R}tensor_model_parallel_size"] = roles.rollout.tensor_model_parallel_size

@@ -21,6 +21,7 @@ from rltrain.config.notes import other_meanings
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get, plugin_keys
+from rltrain.config.step_passes import roles_of
 from rltrain.controller.cluster import cluster_address, ray_problems
 from rltrain.run.preflight.models import Findings, look_at_models
 from rltrain.run.watchers.callbacks import callback_problems
@@ -33,7 +34,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
     cfg = loaded.config
     of_engine = [*look_at_packages(loaded), *_engine_arguments(cfg)]
     found = Findings([*missing_files(cfg), *of_engine, *look_at_devices(loaded), *ray_problems(cfg)])
-    if cfg.algorithm.needs_critic and "algorithm.adv_estimator" not in loaded.explicit:
+    if "critic" in roles_of(cfg) and "algorithm.adv_estimator" not in loaded.explicit:
         found.notes.append(
             "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
             "grpo needs none"

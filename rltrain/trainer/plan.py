@@ -395,11 +395,12 @@ def _validation(config: Config) -> list[tuple[str, str]]:
     trainer, val = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
     every = f"{_every(trainer.test_freq)} and after the last" if trainer.test_freq > 0 else "after the last"
     every = every if trainer.validates_after(1, 1) else ""
-    before = "before the first step" if trainer.val_before_train or trainer.val_only else ""
+    before = "before the first step" if trainer.val_before_train else ""
     joint = ", " if trainer.test_freq > 0 else " and "
-    when = before if trainer.val_only else joint.join(part for part in (before, every) if part)
+    when = joint.join(part for part in (before, every) if part)
     how = "greedy" if val.greedy else f"{count(val.n, 'answer')} to each prompt at temperature {val.temperature:g}"
-    return [("validation", f"{when}: {how}")] if config.data.val_files and when else []
+    how = how if trainer.val_only else f"{when}: {how}"
+    return [("validation", how)] if config.data.val_files and (when or trainer.val_only) else []
 
 
 def _saving(config: Config) -> str:

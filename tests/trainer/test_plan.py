@@ -252,7 +252,7 @@ def test_the_plan_lists_budgets_of_passes_that_are_made():
         (["val_kwargs.n=4", "val_kwargs.temperature=0.6", "test_freq=5"],
          "before the first step, every 5 steps and after the last: 4 answers to each prompt at temperature 0.6"),
         (["test_freq=1", "val_before_train=False"], "every step and after the last: greedy"),
-        (["val_only=True", "test_freq=5", "val_before_train=False"], "before the first step: greedy"),
+        (["val_only=True", "test_freq=5", "val_before_train=False"], "greedy"),
         (["val_before_train=False"], None),
     ],
 )  # fmt: skip

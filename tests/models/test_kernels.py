@@ -125,6 +125,7 @@ def test_one_kernel_of_adamw_makes_the_same_step(tiny_model):
 @pytest.mark.usefixtures("process_group")
 def test_compiled_layers_compute_the_same_for_any_length(tiny_model):
     results = []
+    torch._dynamo.utils.counters.clear()  # other tests compile too
     rows = [torch.arange(4, 4 + length, dtype=torch.int32) % 16 + 4 for length in (9, 14, 6, 11, 17, 8)]
     for compiled in (False, True):
         spec = ModelSpec(str(tiny_model), gradient_checkpointing=True, compiled=compiled)
@@ -151,6 +152,7 @@ def test_compiled_gated_delta_nets_are_not_made_anew():
     model.set_attn_implementation(attention.NAME)
     recurrent.adopt(model)
     results = []
+    torch._dynamo.utils.counters.clear()  # other tests compile too
     for compiled in (False, True):
         if compiled:
             _compile_layers(model)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rltrain.base.errors import ConfigError
 from rltrain.models.attention import recurrent
@@ -104,7 +105,9 @@ def register() -> None:
 
     No mask is registered for it: transformers then returns at once, and does not look at positions to build none.
     """
-    AttentionInterface.register(NAME, packed_attention)
+    # Compiled layers have it registered as what torch.compile does not follow, and every load calls this again.
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(NAME, packed_attention)
 
 
 def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:

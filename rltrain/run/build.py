@@ -29,11 +29,12 @@ from rltrain.run.earlier import complete, owes_validation
 from rltrain.run.fit import Trainer
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.preflight.settings import preflight
+from rltrain.run.report.plan import describe
 from rltrain.run.report.table import METRICS
 from rltrain.run.splits import load_data
 from rltrain.run.start import Ready, start_run
 from rltrain.run.watchers.callbacks import Callbacks
-from rltrain.trainer.plan import describe, make_plan
+from rltrain.trainer.plan import make_plan
 
 log = logging.getLogger(__name__)
 

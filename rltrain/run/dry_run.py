@@ -36,10 +36,11 @@ from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
 from rltrain.run.preflight.memory_room import look_at_memory
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.preflight.settings import preflight
+from rltrain.run.report.plan import describe
 from rltrain.run.report.tracking import tracker_notes
 from rltrain.run.scorers import check_columns
 from rltrain.run.splits import Data, encode_split, load_data, splits_of
-from rltrain.trainer.plan import ImageSizes, Plan, describe, make_plan
+from rltrain.trainer.plan import ImageSizes, Plan, make_plan
 
 # Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
 # `python -m rltrain.data_preprocess.lint` looks at all.

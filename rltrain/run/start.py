@@ -40,6 +40,7 @@ from rltrain.run.watchers.drift import Drift
 from rltrain.run.watchers.notice import Notice
 from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.plan import Plan
+from rltrain.trainer.ppo import PPOTrainer
 
 log = logging.getLogger(__name__)
 _WORKER = "rltrain.workers.hybrid:HybridWorker"
@@ -110,14 +111,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         else:
             validation = make_evaluation(cfg, plan, data, group, pool, start.folder, watchers.on_phase)
     if ppo:
-        total, trained = (int(ppo.model_sizes[name]) for name in ("num_parameters", "trained_parameters"))
-        saver = Saver(cfg, folder, ppo.actor, ppo.critic, data.rows["train"].identity(), total, trained, watchers)
-        watchers.add(saver)
-        # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
-        saver.check_room(start.step, plan.total_steps, start.size)
-        with logs.waiting(f"loading {start.folder} on {workers}") if start.folder else nullcontext():
-            saver.load(start)
-        ppo.restore(start.progress, start.folder)
+        saver = _resume(ready, start, ppo, watchers)
     # Only once the run can start: a start that is refused leaves the files of the run before as they are.
     set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
     write_run_files(folder, loaded, plan, group.hosts)
@@ -133,6 +127,21 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     if saver:
         watchers.add(Notice(stop, lambda: saver.under_way_s))
     return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, validation, watchers, owes)
+
+
+def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> Saver:
+    """Bring a training to where it starts; returns what saves it, a watcher by then."""
+    cfg, sizes = ready.loaded.config, ppo.model_sizes
+    total, trained = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
+    identity = ready.data.rows["train"].identity()
+    saver = Saver(cfg, ready.folder, ppo.actor, ppo.critic, identity, total, trained, watchers)
+    watchers.add(saver)
+    # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
+    saver.check_room(start.step, ready.plan.total_steps, start.size)
+    with logs.waiting(f"loading {start.folder}") if start.folder else nullcontext():
+        saver.load(start)
+    ppo.restore(start.progress, start.folder)
+    return saver
 
 
 def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:

@@ -9,7 +9,8 @@ from rltrain.config.notes import other_meanings, without_effect
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import make_step_passes
 from rltrain.models.optim import learning_rate
-from rltrain.trainer.plan import describe, make_plan
+from rltrain.run.report.plan import describe
+from rltrain.trainer.plan import make_plan
 
 A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 BASE = [

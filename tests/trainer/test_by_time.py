@@ -13,11 +13,12 @@ from rltrain.run.checkpoints.folder import RunFolder, read_record
 from rltrain.run.checkpoints.room import missing_room, superfluous
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.fit import Trainer
+from rltrain.run.report.plan import describe
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.trackers import RunInfo
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.watchers.watcher import Watchers
-from rltrain.trainer.plan import describe, make_plan
+from rltrain.trainer.plan import make_plan
 from rltrain.trainer.progress import Progress
 
 

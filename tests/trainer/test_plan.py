@@ -4,7 +4,8 @@ from rltrain.base.errors import ConfigError
 from rltrain.config.budgets import budgets
 from rltrain.config.load import load_config
 from rltrain.models.optim import learning_rate
-from rltrain.trainer.plan import ImageSizes, PassBudget, describe, make_plan
+from rltrain.run.report.plan import describe
+from rltrain.trainer.plan import ImageSizes, PassBudget, make_plan
 
 A = "actor_rollout_ref."
 

@@ -7,7 +7,8 @@ from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.run.preflight.settings import check_plugins
-from rltrain.trainer.plan import describe, make_plan
+from rltrain.run.report.plan import describe
+from rltrain.trainer.plan import make_plan
 
 A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 BASE = [

@@ -1,0 +1,227 @@
+"""The plan of a run in words and numbers: what the command prints before it starts anything."""
+
+from __future__ import annotations
+
+from rltrain.base.device import get_device
+from rltrain.base.logs import count
+from rltrain.config.budgets import PassBudget
+from rltrain.config.notes import compares_nothing
+from rltrain.config.passes import PASSES
+from rltrain.config.schema import Config
+from rltrain.models.weights.spec import has_other_reference
+from rltrain.trainer.plan import ImageSizes, Plan, devices_per_copy
+
+
+def describe(plan: Plan, config: Config) -> str:
+    """The plan in words and numbers."""
+    rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    alone = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
+    if not plan.passes.trains:
+        return _table(_evaluation(plan, config))
+    rows = [
+        ("algorithm", f"{config.algorithm.adv_estimator} advantages{alone}, {loss} loss, {plan.passes.aggregation}"),
+        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
+        ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
+         f"{plan.most_samples_per_rank:,} samples each)"),
+        *([("between nodes", _between_nodes(plan, config))] if plan.num_nodes > 1 else []),
+        ("prompts per step", f"{plan.prompts_per_step:,}"),
+        ("samples per step", f"{plan.samples_per_step:,} ({count(plan.answers_per_prompt, 'answer')} to each prompt)"),
+        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
+         f"{count(rollout.tensor_model_parallel_size, 'device')}, with about {plan.samples_per_replica:,} samples)"),
+        ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of "
+         f"{count(plan.prompts_per_mini_batch, 'prompt')} = {count(plan.samples_per_mini_batch, 'sample')})"),
+        ("a step runs", plan.passes.describe(plan.num_mini_batches)),
+        *(("micro-batch", row) for row in _micro_batches(plan, config)),
+        *_more_rows(plan, config),
+        ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
+        ("steps", _steps(plan, config)),
+        *_validation(config),
+        ("saving", _saving(config)),
+    ]  # fmt: skip
+    return _table(rows)
+
+
+def _evaluation(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    """What an evaluation has: no step, and of the models the policy and a reward model alone."""
+    rollout = config.actor_rollout_ref.rollout
+    return [
+        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
+        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
+         f"{count(rollout.tensor_model_parallel_size, 'device')})"),
+        *_rewards(plan, config),
+        ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
+        *_validation(config),
+    ]  # fmt: skip
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _between_nodes(plan: Plan, config: Config) -> str:
+    """What a step sends from node to node, where links are slowest. Neighbouring ranks share a node (`reserve`), so a
+    group of devices leaves it only where it is larger."""
+    here = plan.devices_per_node
+
+    def nodes(size: int) -> str:
+        return count(size // here, "node")
+
+    def model(whose: str, key: str, fsdp_size: int, ranks: int, *, learns: bool = True) -> list[str]:
+        shards, per_sequence = devices_per_copy(fsdp_size, plan.num_devices), plan.num_devices // ranks
+        copies, found = plan.num_devices // shards, []
+        if learns and copies > 1:
+            found.append(f"gradients{whose}, as there are {copies} copies of the weights")
+        if shards > here:
+            found.append(
+                f"the weights of every layer{whose}, as {nodes(shards)} share a copy "
+                f"({key}.fsdp_config.fsdp_size={here}, where memory allows: one in each node)"
+            )
+        if per_sequence > here:
+            found.append(f"heads and tokens of every layer{whose}, as {nodes(per_sequence)} share a sequence")
+        return found
+
+    roles, critic, judge = config.actor_rollout_ref, config.critic.model, config.reward_model
+    size = roles.rollout.tensor_model_parallel_size
+    said = model("", "actor", roles.actor.fsdp_config.fsdp_size, plan.data_parallel_size)
+    if plan.passes.ref and plan.ref_data_parallel_size < plan.data_parallel_size:  # its weights lie as the actor's
+        said += model(" of the reference", "", 1, plan.ref_data_parallel_size, learns=False)
+    if plan.passes.values:
+        ranks = plan.critic_data_parallel_size
+        said += model(" of the critic", "critic.model", critic.fsdp_config.fsdp_size, ranks)
+    if judge.enable:
+        key, shards = "reward_model.model", judge.model.fsdp_config.fsdp_size
+        said += model(" of the reward model", key, shards, plan.num_devices, learns=False)
+    said += [f"every layer of every token that is generated, as {nodes(size)} share an engine"] if size > here else []
+    return "; ".join(said)
+
+
+def _ranks_of_its_own(plan: Plan, ranks: int) -> str:
+    """Said where a model is spread otherwise than the actor."""
+    return "" if ranks == plan.data_parallel_size else f", of which there are {ranks}"
+
+
+def _device(config: Config) -> str:
+    """What ``auto`` means on this machine."""
+    kind = get_device(config.trainer.device).kind
+    return kind if kind == config.trainer.device else f"{config.trainer.device}: {kind} here"
+
+
+def _micro_batches(plan: Plan, config: Config) -> list[str]:
+    """The budgets of the passes that a step makes; passes with the same one stand together."""
+    ranks = {
+        "actor": plan.data_parallel_size,
+        "ref": plan.ref_data_parallel_size,
+        "critic": plan.critic_data_parallel_size,
+        "reward_model": plan.num_devices,
+    }
+    phases = plan.passes.describe(plan.num_mini_batches)
+    sharing: dict[tuple[PassBudget, int], list[str]] = {}
+    for name, each in PASSES.items():
+        if name in phases and (each.role != "reward_model" or config.reward_model.enable):
+            sharing.setdefault((plan.budgets[name], ranks[each.role]), []).append(name)
+    return [
+        f"at most {budget} per data-parallel rank{_ranks_of_its_own(plan, its_ranks)}: {', '.join(names)}"
+        for (budget, its_ranks), names in sharing.items()
+    ]
+
+
+def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    """What only some algorithms have."""
+    rows = [("images", _images(plan, plan.images))] if plan.images and plan.images.most_rows else []
+    rows += [("reference", str(config.actor_rollout_ref.ref.model.path))] if has_other_reference(config) else []
+    if plan.passes.values:
+        steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
+        rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))
+    rows += _rewards(plan, config)
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.stops_early:
+        ends = f"the step ends when {plan.prompts_per_step:,} are answered"
+        rows.append((f"tail, {rollout.tail}", f"{plan.prompts_started:,} prompts are started; {ends}"))
+    if config.algorithm.filter_groups.enable:
+        rows.append(
+            ("dynamic sampling", f"at most {plan.max_generation_rounds} rounds of {plan.prompts_per_round:,} prompts")
+        )
+    return rows
+
+
+def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    """Who scores the answers."""
+    rows = [("reward", _reward(config))] if config.reward_model.enable else []
+    if config.reward_model.runs_scorers:
+        where = (
+            f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
+            if config.reward.url
+            else ""
+        )
+        workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
+        rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {config.reward.timeout_s:g} s an answer"))
+    return rows
+
+
+def _images(plan: Plan, images: ImageSizes) -> str:
+    budget = plan.budgets["update_actor"]
+    most = budget.max_rows or (budget.max_samples or 0) * images.most_rows
+    # Of one family, every token stands for as many patches.
+    most = most or (budget.max_tokens or 0) * images.most_rows // images.most_tokens
+    most = min(most, plan.prompts_per_mini_batch * images.most_rows)  # each image once
+    return (
+        f"in {images.share:.0%} of the prompts, at most {count(images.most_images, 'image')} ({images.most_rows:,} "
+        f"patches or tiles, {images.most_tokens:,} tokens) in one; update_actor encodes up to {most:,} at once "
+        "(data.max_pixels bounds an image); "
+        f"pixels of a step: about {plan.prompts_per_step * images.mean_bytes / 2**20:,.1f} MiB"
+    )
+
+
+def _reward(config: Config) -> str:
+    """What a reward model's score becomes."""
+    model = config.reward_model
+    terms = [f"{model.weight:g} x the reward model's score"]
+    terms += [f"{model.rule_weight:g} x the scorer's"] if model.runs_scorers else []
+    penalty = " - overlong penalty" if model.reward_manager == "dapo" and model.overlong_buffer.enable else ""
+    alone = "" if model.runs_scorers else " (it alone decides; reward_model.rule_weight adds the scorer's)"
+    return " + ".join(terms) + penalty + alone
+
+
+def _steps(plan: Plan, config: Config) -> str:
+    epochs, wanted = config.trainer.total_epochs, config.trainer.total_training_steps
+    if plan.steps_per_epoch is None:
+        unknown = f"{epochs} epochs (their length is known once data.train_files is read)"
+        return f"{wanted:,}, or {unknown} if those end earlier" if wanted else unknown
+    left_out = (plan.num_prompts or 0) - plan.steps_per_epoch * plan.prompts_per_round
+    tail = f", {left_out} prompts of each left out as an incomplete batch" if left_out else ""
+    steps = f"{plan.total_steps:,} ({plan.steps_per_epoch:,} per epoch of {plan.num_prompts:,} prompts{tail})"
+    if not wanted:
+        return f"{steps}, until trainer.total_epochs={epochs}"
+    if plan.total_steps == wanted:
+        return f"{steps}, until trainer.total_training_steps={wanted}"
+    needed = -(-wanted // plan.steps_per_epoch)
+    return (
+        f"{steps}, until trainer.total_epochs={epochs}, which comes before trainer.total_training_steps={wanted} "
+        f"(for those set total_epochs={needed})"
+    )
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps:,} steps"
+
+
+def _validation(config: Config) -> list[tuple[str, str]]:
+    trainer, val = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
+    every = f"{_every(trainer.test_freq)} and after the last" if trainer.test_freq > 0 else "after the last"
+    every = every if trainer.validates_after(1, 1) else ""
+    before = "before the first step" if trainer.val_before_train else ""
+    joint = ", " if trainer.test_freq > 0 else " and "
+    when = joint.join(part for part in (before, every) if part)
+    how = "greedy" if val.greedy else f"{count(val.n, 'answer')} to each prompt at temperature {val.temperature:g}"
+    how = how if trainer.val_only else f"{when}: {how}"
+    return [("validation", how)] if config.data.val_files and (when or trainer.val_only) else []
+
+
+def _saving(config: Config) -> str:
+    trainer, keep = config.trainer, config.trainer.max_actor_ckpt_to_keep or 0
+    when = [_every(trainer.save_freq)] if trainer.save_freq > 0 else []
+    when += [f"{trainer.save_every_s:,.0f} s after the last"] if trainer.saves_by_time else []
+    kept = f"; the newest {keep} are kept (trainer.max_actor_ckpt_to_keep)" if keep >= 1 and when else ""
+    when += ["at the end"] if trainer.save_at_end else []
+    return f"{' and '.join(when) or 'never'}, in {trainer.default_local_dir}{kept}"

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.base.errors import DataError, host_error, short
+from rltrain.config.schema.families import FAMILIES, Family, family
 
 # What stands for an image in the text of a row, as in verl's files.
 SLOT = "<image>"
@@ -35,32 +36,14 @@ _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 _MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
 
 
-@dataclass(frozen=True)
-class Family:
-    """How a family of models takes images."""
-
-    mrope: bool = False
-    """Its positions have three rows (time, height, width)."""
-
-
-# By the model_type of the configuration.
-FAMILIES = {
-    "qwen2_vl": Family(mrope=True),
-    "qwen2_5_vl": Family(mrope=True),
-    "qwen3_vl": Family(mrope=True),
-    "internvl": Family(),
-}
-_BOTH_WAYS = "the tokens of an image see each other in both directions, and the attention of packed prompts is causal"
-_REFUSED = {"gemma3": _BOTH_WAYS, "gemma3n": _BOTH_WAYS, "paligemma": _BOTH_WAYS}
-
-
 def family_of(model_type: str, has_tower: bool = True) -> Family:
     """The family of a configuration. Raises DataError with the reason where its images cannot be trained on."""
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
-    unknown = "nobody has compared its image tokens and positions with transformers'"
-    why = _REFUSED.get(model_type, unknown if has_tower else "it is a model of texts alone")
-    raise DataError(f"prompts with images cannot be used with {model_type}: {why}. Use {', '.join(FAMILIES)}.")
+    known = family(model_type)
+    if known.images:
+        return known
+    why = known.why_no_images if has_tower else "it is a model of texts alone"
+    seeing = ", ".join(name for name, row in FAMILIES.items() if row.images)
+    raise DataError(f"prompts with images cannot be used with {model_type}: {why}. Use {seeing}.")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from transformers import (
 from rltrain.base.errors import ConfigError
 from rltrain.base.logs import count
 from rltrain.config.schema.conditions import is_off
+from rltrain.config.schema.families import family
 from rltrain.models.attention.recurrent import adopt
 from rltrain.models.attention.scores import count_places_here
 from rltrain.models.files.entries import NoEntries, read_entries
@@ -27,7 +28,6 @@ from rltrain.models.files.safe import UNREADABLE
 from rltrain.models.vision import takes_images
 
 _HEAD = "score.weight"
-_KEEP_ARGUMENTS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
 
 
 def load_config(
@@ -154,8 +154,9 @@ def empty_model(
 def _hand_on(model: PreTrainedModel) -> PreTrainedModel:
     """Some families' layers keep the keyword arguments of a forward to themselves; their attention gets ours here."""
     layer: Any
-    for layer in model.modules():
-        if type(layer).__name__ in _KEEP_ARGUMENTS:
+    closed = family(model.config.get_text_config().model_type).closed_layers
+    for layer in model.modules() if closed else ():
+        if type(layer).__name__ == closed:
             layer.register_forward_pre_hook(_keep_ours, with_kwargs=True)
             layer.self_attn.register_forward_pre_hook(_give_ours, with_kwargs=True)
     return model

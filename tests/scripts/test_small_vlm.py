@@ -12,12 +12,13 @@ if not importlib.util.find_spec("torchvision"):
 import torch
 from transformers import AutoModelForImageTextToText
 
+from rltrain.config.schema.families import FAMILIES as ROWS
 from rltrain.data.chat import ChatEncoder
-from rltrain.data.images import FAMILIES
 from rltrain.data_preprocess import rectangles
 from rltrain.main_ppo import main
 
 ROOT = Path(__file__).parent.parent.parent
+FAMILIES = [name for name, family in ROWS.items() if family.images]
 # In place of the real one, which installs packages.
 SETUP = f"""
 REPO={ROOT} PYTHON={{python}}

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rltrain.base.errors import ConfigError
-from rltrain.models.attention import recurrent
+from rltrain.config.schema.families import family
 from rltrain.models.attention.packing import AttentionPlan
 from rltrain.models.attention.scores import Kind, masked, tempered
 from rltrain.models.attention.ulysses import share_of_heads, share_of_tokens
@@ -132,7 +132,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
     # Griffin calls them block types.
     kinds = {*(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())}
     kinds -= {"full_attention", "sliding_attention", "chunked_attention", "attention", *STATELESS}
-    kinds -= {"linear_attention"} if text.model_type in recurrent.FAMILIES else set()
+    kinds -= {"linear_attention"} if family(text.model_type).gated_delta_nets else set()
     if kinds:
         raise ConfigError(
             f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on "

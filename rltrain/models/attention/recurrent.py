@@ -26,12 +26,10 @@ from transformers.activations import ACT2FN
 
 from rltrain.base.device import send
 from rltrain.base.errors import ConfigError
+from rltrain.config.schema.families import family
 from rltrain.models.attention.delta_rule import delta_rule, fused_rule
 from rltrain.models.attention.packing import AttentionPlan
 from rltrain.models.attention.ulysses import share_of_heads, share_of_tokens
-
-# Families whose layers of kind "linear_attention" are gated delta nets.
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 
 
 class State(NamedTuple):
@@ -87,7 +85,7 @@ def adopt(model: PreTrainedModel) -> None:
     Raises ConfigError where a layer is built otherwise than those that this module knows.
     """
     text = model.config.get_text_config()
-    if text.model_type not in FAMILIES:
+    if not family(text.model_type).gated_delta_nets:
         return
     expected = list(getattr(text, "layer_types", ())).count("linear_attention")
     found = 0
@@ -308,7 +306,7 @@ def _fused_convolution() -> Callable[..., Tensor] | None:
 def bytes_per_row(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """What the states of one sample take in the embedded engine; 0 for a model without recurrent layers."""
     text = config.get_text_config()
-    if text.model_type not in FAMILIES:
+    if not family(text.model_type).gated_delta_nets:
         return 0
     keys, values = (
         (getattr(text, f"linear_num_{name}_heads"), getattr(text, f"linear_{name}_head_dim"))

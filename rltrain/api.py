@@ -172,10 +172,10 @@ def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
 
 def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[LoadedConfig, list[Any]]:
     """Names go into the configuration. Objects stay: callbacks run in this process alone."""
-    names = [each for each in callbacks if isinstance(each, str)]
+    names = [callback for callback in callbacks if isinstance(callback, str)]
     if names:
         loaded = changed(loaded, {"trainer.callbacks": [*loaded.config.trainer.callbacks, *names]})
-    return loaded, [each for each in callbacks if not isinstance(each, str)]
+    return loaded, [callback for callback in callbacks if not isinstance(callback, str)]
 
 
 def look_over(loaded: LoadedConfig) -> list[str]:
@@ -200,17 +200,17 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             from rltrain.run.build import build as put_together
             from rltrain.run.report.table import show_report
 
-        with put_together(loaded, stop, callbacks) as made:
-            finished = made.fit()
+        with put_together(loaded, stop, callbacks) as run_trainer:
+            finished = run_trainer.fit()
         # Raised behind the `with`, after all has ended the orderly way: inside, workers would be killed as after an
         # error.
         if not finished:
             raise stop.interrupted()
         try:
-            show_report(made.folder)
+            show_report(run_trainer.folder)
         except (RltrainError, OSError) as error:  # the run has got to its end all the same
             log.warning("the report of the run cannot be shown: %s", error)
-        if words := made.watchers.last_words():
+        if words := run_trainer.watchers.last_words():
             log.warning("%s", words)
         if stop.loses:  # as trainer.save_at_end says
             log.warning("%s", stop.kept())

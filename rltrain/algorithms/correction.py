@@ -96,10 +96,10 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
     # In float64, because k3 of a small gap is the difference of nearly equal numbers.
     log_ratio = train.like((train.values - engine.values).double())
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
-    train_prob, engine_prob = (each.values.double().exp() for each in (train, engine))
+    train_prob, engine_prob = (log_probs.values.double().exp() for log_probs in (train, engine))
     # An answer without tokens has no perplexity; its mean of 0 would count as one of 1.
     having = train.lengths > 0
-    train_log_ppl, engine_log_ppl = (-each.mean()[having].double() for each in (train, engine))
+    train_log_ppl, engine_log_ppl = (-log_probs.mean()[having].double() for log_probs in (train, engine))
     products = log_ratio.sum()[having].clamp(-_LOG_BOUND, _LOG_BOUND)
     quantities = {
         "gap": log_ratio.values.abs(),

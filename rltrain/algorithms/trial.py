@@ -38,17 +38,22 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
         baselines = scores if traits.greedy_baseline else None
         if traits.per_token:
             inputs = TokenInputs(tokens, tokens if traits.values else None, baselines)
-            found, wanted = function(inputs, cfg).advantages.values, 6
+            advantages, wanted = function(inputs, cfg).advantages.values, 6
         else:
             terms = dict.fromkeys(cfg.gdpo_reward_keys, scores)
             groups = torch.tensor([0, 0, 1, 1])
-            found, wanted = function(OutcomeInputs(scores, groups, _LENGTHS, terms, baselines), cfg), 4
+            advantages, wanted = function(OutcomeInputs(scores, groups, _LENGTHS, terms, baselines), cfg), 4
     except Exception:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
         yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"
         return
-    if not isinstance(found, torch.Tensor) or found.shape != (wanted,) or not bool(found.isfinite().all()):
+    if (
+        not isinstance(advantages, torch.Tensor)
+        or advantages.shape != (wanted,)
+        or not bool(advantages.isfinite().all())
+    ):
         yield (
-            f"{key} must return {wanted} finite numbers for a batch of 4 answers with 6 tokens; it returned {found!r}."
+            f"{key} must return {wanted} finite numbers for a batch of 4 answers with 6 tokens; it returned "
+            f"{advantages!r}."
         )
 
 
@@ -65,14 +70,15 @@ def try_policy_loss(cfg: ActorConfig) -> Iterator[str]:
     inputs = PolicyLossInputs(log_probs, torch.full((6,), -0.6), torch.linspace(-1, 1, 6), mask, selected)
     function = find_policy_loss(name).function
     try:
-        found = function(inputs, cfg)
+        policy_loss = function(inputs, cfg)
     except Exception:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
         yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"
         return
-    if not isinstance(found, PolicyLoss):
-        yield f"{key} must return a rltrain.algorithms.policy_losses.PolicyLoss; it returned {type(found).__name__}."
-    elif found.token_losses.shape != (6,) or not found.token_losses.requires_grad:
+    if not isinstance(policy_loss, PolicyLoss):
+        returned = type(policy_loss).__name__
+        yield f"{key} must return a rltrain.algorithms.policy_losses.PolicyLoss; it returned {returned}."
+    elif policy_loss.token_losses.shape != (6,) or not policy_loss.token_losses.requires_grad:
         yield (
             f"{key}: token_losses must have one number per token [6] and depend on inputs.log_probs; it has "
-            f"{found.token_losses!r}."
+            f"{policy_loss.token_losses!r}."
         )

@@ -82,9 +82,9 @@ class BackgroundJob(Generic[T]):
 
 def heartbeat() -> None:
     """The job that calls this has come further, however long it may still take."""
-    for each in running():
-        if each.ident == threading.get_ident():
-            each.beat = time.monotonic()
+    for job in running():
+        if job.ident == threading.get_ident():
+            job.beat = time.monotonic()
 
 
 def running() -> list[BackgroundJob[Any]]:
@@ -108,7 +108,7 @@ class Appender:
     @property
     def num_late(self) -> int:
         """Lines that are not written yet."""
-        return sum(each.count(b"\n") for each in list(self._late))
+        return sum(chunk.count(b"\n") for chunk in list(self._late))
 
     def add(self, text: str) -> OSError | None:
         """Add ``text``. Returns why not all that was added so far is written."""

@@ -249,12 +249,12 @@ def threads_per_worker(workers_on_this_node: int) -> int:
 def host_memory(tensors: Sequence[torch.Tensor], locked: bool = True) -> list[torch.Tensor]:
     """Host tensors of these shapes; ``locked``: page-locked, as copies from and to a device want it."""
     sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
-    left, block, made = sum(sizes), torch.empty(0, dtype=torch.uint8), []
+    left, block, host_tensors = sum(sizes), torch.empty(0, dtype=torch.uint8), []
     for tensor, size in zip(tensors, sizes, strict=True):
         if size > len(block):
             # Blocks of 2^k bytes, to which torch would round up each tensor.
             exponent = max(left.bit_length() - 1, (size - 1).bit_length())
             block = torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=locked)
-        made.append(block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        host_tensors.append(block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         block, left = block[size:], left - size
-    return made
+    return host_tensors

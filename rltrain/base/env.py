@@ -89,20 +89,20 @@ def tell_supervisor(**facts: Any) -> None:
     may mend it), the code that it ``ends`` with once it has cleaned up and the one it has ``ended`` with, and whether
     this node was ``stopped`` by a request from another."""
     if file := os.environ.get(ATTEMPT):
-        with suppress(OSError), open(file, "a", encoding="utf-8") as told:
-            told.write(json.dumps(facts) + "\n")
+        with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(facts) + "\n")
 
 
 def told_supervisor(file: str | Path) -> dict[str, Any]:
     """What was told through ``file``; of ``pids`` the outermost program comes first."""
-    found: dict[str, Any] = {"pids": []}
+    report: dict[str, Any] = {"pids": []}
     # A line that was cut off when the program died is not whole JSON.
     with suppress(OSError):
         for line in Path(file).read_text("utf-8", "replace").splitlines():
             with suppress(ValueError):
-                found |= (facts := json.loads(line))
-                found["pids"] += [facts["pid"]] if "pid" in facts else []
-    return found
+                report |= (facts := json.loads(line))
+                report["pids"] += [facts["pid"]] if "pid" in facts else []
+    return report
 
 
 @contextmanager
@@ -162,8 +162,8 @@ def use_interface(address: str, num_nodes: int) -> None:
     node gets there. The other two take the first card they find, be it a bridge of containers. On a single node with a
     Ray of its own gloo alone is told: to stay on the loopback.
     """
-    for name, found in _interfaces():
-        if found == address:
+    for name, card_address in _interfaces():
+        if card_address == address:
             # "=": this card, and not all whose names begin so. Only the meeting goes over it, data over RoCE too.
             if num_nodes > 1 or address.startswith("127."):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -178,10 +178,10 @@ def _interfaces() -> Iterator[tuple[str, str]]:
             try:
                 # The answer is Linux's `struct ifreq`: 16 bytes of name, family and port of two bytes each, then the
                 # address.
-                found = fcntl.ioctl(line, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                ifreq = fcntl.ioctl(line, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # a card without an address
                 continue
-            yield name, socket.inet_ntoa(found[20:24])
+            yield name, socket.inet_ntoa(ifreq[20:24])
 
 
 def address_towards(other: str | None) -> str | None:
@@ -194,7 +194,7 @@ def address_towards(other: str | None) -> str | None:
         line.connect((other or "203.0.113.1", 9))
         return line.getsockname()[0]
     # Nodes of an isolated network have no way out, and meet on the card that they have.
-    cards = [found for name, found in _interfaces() if not name.startswith(("lo", "docker", "br-", "virbr", "cni"))]
+    cards = [address for name, address in _interfaces() if not name.startswith(("lo", "docker", "br-", "virbr", "cni"))]
     return cards[0] if cards and not other else None
 
 
@@ -298,7 +298,9 @@ def memory_left(root: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/se
         folder = root / base / path.strip("/")
         # A container may see its own group as the root, at a path that is not there.
         left += [
-            _memory_left(each, *names) for each in (folder, *folder.parents) if names and root in (each, *each.parents)
+            _memory_left(cgroup, *names)
+            for cgroup in (folder, *folder.parents)
+            if names and root in (cgroup, *cgroup.parents)
         ]
     return min(left)
 

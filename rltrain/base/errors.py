@@ -223,8 +223,8 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         lenient_output()
         try:
             return main(argv)
-        except Exception as found:
-            error = found if isinstance(found, RltrainError) else system_error(found)
+        except Exception as failure:
+            error = failure if isinstance(failure, RltrainError) else system_error(failure)
             if not error:
                 raise
             tell_supervisor(error=str(error), passing=error.passing)

@@ -127,13 +127,13 @@ def session() -> Iterator[None]:
     if _session:  # the caller has opened one
         yield
         return
-    _session = found = _Session()
+    _session = log_session = _Session()
     root, own = logging.getLogger(), logging.getLogger("rltrain")
     # Only our own loggers tell of more than warnings; those of other packages keep their level.
     level = own.level
     own.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    for handler in (found.lines, found.file):
+    for handler in (log_session.lines, log_session.file):
         root.addHandler(handler)
     output, sys.stdout = sys.stdout, cast(TextIO, _Output(sys.stdout))
     try:
@@ -143,18 +143,18 @@ def session() -> Iterator[None]:
         text = str(error) or type(error).__name__
         # To the file alone, because whoever ends the program shows the error on the terminal. A stop by signal needs no
         # traceback.
-        found.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, trace))
+        log_session.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, trace))
         raise
     finally:
         _session = None
         sys.stdout = output
         logging.captureWarnings(False)
         own.setLevel(level)
-        for handler in (found.lines, found.file):
+        for handler in (log_session.lines, log_session.file):
             root.removeHandler(handler)
         # Closing the handler flushes it into its target but leaves that open.
-        if target := found.file.target:
-            found.file.close()
+        if target := log_session.file.target:
+            log_session.file.close()
             target.close()
 
 

@@ -78,11 +78,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         name = home(fullname) if fullname.startswith("rltrain.") else None
-        found = importlib.util.find_spec(name) if name else None
-        if not found:
+        home_spec = importlib.util.find_spec(name) if name else None
+        if not home_spec:
             return None
-        spec = ModuleSpec(fullname, _Loader(found), origin=found.origin)
-        spec.submodule_search_locations = found.submodule_search_locations
+        spec = ModuleSpec(fullname, _Loader(home_spec), origin=home_spec.origin)
+        spec.submodule_search_locations = home_spec.submodule_search_locations
         return spec
 
 

@@ -114,7 +114,9 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
     module = _imported(f"{key}={name}", place if file is None else path)
     function = getattr(module, function_name, None)
     if not callable(function):
-        own = [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        own = [
+            member for member, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
+        ]
         what = "module" if file is None else "file"
         raise ConfigError(
             f"{key}={name}: the {what} has no function {function_name!r}; it defines {', '.join(own) or 'none'}."
@@ -161,8 +163,8 @@ def _import_file(path: Path) -> ModuleType:
         # A pickle runs code when it is read, but so does the .py file that a user may name instead.
         vars(module).update(pickle.loads(path.read_bytes()))
         return module
-    known = sys.modules.get(name)
-    if known and known.__spec__ and known.__spec__.loader_state != path.stat().st_mtime_ns:
+    earlier_module = sys.modules.get(name)
+    if earlier_module and earlier_module.__spec__ and earlier_module.__spec__.loader_state != path.stat().st_mtime_ns:
         del sys.modules[name]  # it was changed since, as beside a notebook
     return importlib.import_module(name)
 

@@ -52,11 +52,11 @@ def _below(ancestor: int) -> list[int]:
     for folder in _PROC.glob("[0-9]*"):
         if fields := _stat(int(folder.name)):
             children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found, at = [ancestor], 0
-    while at < len(found):
-        found += sorted(children.get(found[at], []))
+    pids, at = [ancestor], 0
+    while at < len(pids):
+        pids += sorted(children.get(pids[at], []))
         at += 1
-    return found[1:]
+    return pids[1:]
 
 
 def _stat(pid: int) -> list[str]:
@@ -81,8 +81,8 @@ def _other(pid: int) -> str:
 def _asked(pid: int) -> str:
     """The stacks of a process that offers them."""
     try:
-        links = {each: os.readlink(each) for each in (_PROC / str(pid) / "fd").iterdir()}
-        offered = next((each for each, link in links.items() if link.startswith(f"/memfd:{_NAME}")), None)
+        links = {descriptor: os.readlink(descriptor) for descriptor in (_PROC / str(pid) / "fd").iterdir()}
+        offered = next((descriptor for descriptor, link in links.items() if link.startswith(f"/memfd:{_NAME}")), None)
         # The signal would end a process that does not expect it; one that was forked has the file, not the handler's
         # thread of its own, and answers all the same.
         if offered is None or not _catches(pid):

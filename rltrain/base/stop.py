@@ -240,11 +240,13 @@ def listed_signals() -> Iterator[list[int]]:
     """Inside, the signals that ask for an end are listed instead of obeyed; one that was ignored (nohup) stays so."""
     asked: list[int] = []
     wanted = [
-        each for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
     ]
-    before = {each: signal.signal(each, lambda signum, _: asked.append(signum)) for each in wanted}
+    before = {number: signal.signal(number, lambda signum, _: asked.append(signum)) for number in wanted}
     try:
         yield asked
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -53,18 +53,18 @@ def matching(name: str) -> list[Path]:
         return [path]
     if not _PATTERN.search(name):
         return []
-    found = (Path(each) for each in glob.glob(str(path), recursive=True))
-    return sorted(each for each in found if each.is_file())
+    paths = (Path(entry) for entry in glob.glob(str(path), recursive=True))
+    return sorted(file for file in paths if file.is_file())
 
 
 def json_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a file with one on each line, none where it is not there. Lines that a kill has cut off are passed
     over. Raises StorageError."""
-    found = []
+    values = []
     for line in lines_of(file):
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return [each for each in found if isinstance(each, dict)]
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def lines_of(file: Path) -> list[str]:

@@ -45,8 +45,8 @@ def installed_version(package: str) -> str | None:
 
 def others(device: str) -> str | None:
     """A note on installed packages whose version is not that of the set."""
-    found = {name: (installed_version(name), wanted) for name, wanted in package_set(device).items()}
-    differ = [f"{name} {have} ({wanted})" for name, (have, wanted) in found.items() if have not in (None, wanted)]
+    versions = {name: (installed_version(name), wanted) for name, wanted in package_set(device).items()}
+    differ = [f"{name} {have} ({wanted})" for name, (have, wanted) in versions.items() if have not in (None, wanted)]
     if not differ:
         return None
     return (
@@ -57,14 +57,14 @@ def others(device: str) -> str | None:
 
 def misfits(device: str) -> Iterator[str]:
     """Installed packages that cannot work together."""
-    for one, other, numbers in _PAIRS.get(device, ()):
-        have = installed_version(one), installed_version(other)
-        parts = [re.split(r"\.(?=\D)", each)[0].split(".")[:numbers] for each in have if each]
+    for package, other, numbers in _PAIRS.get(device, ()):
+        have = installed_version(package), installed_version(other)
+        parts = [re.split(r"\.(?=\D)", release)[0].split(".")[:numbers] for release in have if release]
         if len(parts) == 2 and parts[0] != parts[1]:
             wanted = package_set(device)
             yield (
-                f"{one} {have[0]} and {other} {have[1]} do not fit: they are built for each other release by release. "
-                f"Install {one}=={wanted.get(one)} and {other}=={wanted.get(other)} (docs/{device}.md)."
+                f"{package} {have[0]} and {other} {have[1]} do not fit: they are built for each other release by "
+                f"release. Install {package}=={wanted.get(package)} and {other}=={wanted.get(other)} (docs/{device}.md)."
             )
 
 
@@ -100,18 +100,18 @@ def fingerprint() -> dict[str, str]:
     each file of this package (``rltrain/trainer/ppo.py``) a digest of what stands in it.
     """
     folder = Path(__file__).parents[1]
-    found = {"python": platform.python_version()} | {name: installed_version(name) or "none" for name in _ALIKE}
+    parts = {"python": platform.python_version()} | {name: installed_version(name) or "none" for name in _ALIKE}
     for file in sorted(folder.rglob("*.py")):
-        found[str(file.relative_to(folder.parent))] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    return found
+        parts[str(file.relative_to(folder.parent))] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return parts
 
 
 def differences(here: dict[str, str], there: dict[str, str]) -> str:
     """In words for a message, how the `fingerprint` of another node differs from ours; empty where it does not."""
     names = [name for name in here | there if here.get(name) != there.get(name)]
     files = [name for name in names if name.endswith(".py")]
-    found = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names if name not in files]
+    phrases = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names if name not in files]
     if files:
         more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-        found.append(f"other code: {', '.join(files[:3])}{more}")
-    return "; ".join(found)
+        phrases.append(f"other code: {', '.join(files[:3])}{more}")
+    return "; ".join(phrases)

@@ -47,20 +47,20 @@ class PassBudget:
 
 def decide(config: Config, keys: BudgetKeys) -> tuple[PassBudget, str]:
     """The budget that ``keys`` say, and the key that says it ("" where none does)."""
-    by_tokens, one = get(config, keys.switch), keys
+    by_tokens, size_keys = get(config, keys.switch), keys
     while True:
-        samples, tokens = get(config, one.samples), get(config, one.tokens)
+        samples, tokens = get(config, size_keys.samples), get(config, size_keys.tokens)
         if samples is not None and by_tokens is not True:
             by_samples = PassBudget(None, samples)
             # Per group of ranks that share a sequence, as verl counts samples.
             packed = PassBudget(samples * longest_sequence(config), None, samples)
-            return packed if by_tokens is None else by_samples, one.samples
+            return packed if by_tokens is None else by_samples, size_keys.samples
         if tokens is not None and by_tokens is not False:
             # A group that shares sequences has the room of all its devices.
-            return PassBudget(tokens * ranks_per_sequence(config, keys), None), one.tokens
-        if one.like is None:
+            return PassBudget(tokens * ranks_per_sequence(config, keys), None), size_keys.tokens
+        if size_keys.like is None:
             return PassBudget(None, 1), ""
-        one = PASSES[one.like].keys
+        size_keys = PASSES[size_keys.like].keys
 
 
 def ranks_per_sequence(config: Config, keys: BudgetKeys) -> int:
@@ -70,28 +70,28 @@ def ranks_per_sequence(config: Config, keys: BudgetKeys) -> int:
 
 def budgets(config: Config) -> dict[str, PassBudget]:
     """The budget of each pass, by the pass's name. One that no key says is refused by `budget_problems`."""
-    return {name: decide(config, each.keys)[0] for name, each in PASSES.items()}
+    return {name: decide(config, step_pass.keys)[0] for name, step_pass in PASSES.items()}
 
 
 def smaller(config: Config, name: str) -> Iterator[dict[str, int]]:
     """Smaller settings of the pass ``name``, cheapest first: half the deciding key, its minimum, then 2, 4 and 8 times
     the sequence parallelism.
     """
-    one = PASSES[name].keys
-    key, group = decide(config, one)[1], ranks_per_sequence(config, one)
+    keys = PASSES[name].keys
+    key, group = decide(config, keys)[1], ranks_per_sequence(config, keys)
     value, by_tokens = get(config, key) if key else 1, key.endswith("max_token_len_per_gpu")
     longest, least = longest_sequence(config), 1
     if by_tokens:
         used = _used(config).values()
-        sharing = [ranks_per_sequence(config, each) for each in used if decide(config, each)[1] == key]
+        sharing = [ranks_per_sequence(config, pass_keys) for pass_keys in used if decide(config, pass_keys)[1] == key]
         least = -(-longest // min(sharing, default=group))
     yield from ({key: size} for size in dict.fromkeys((max(value // 2, least), least)) if size < value)
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     for parts in (2 * group, 4 * group, 8 * group):
-        if one.sharing and devices % parts == 0:
+        if keys.sharing and devices % parts == 0:
             # A number of tokens is one device's: unless it falls, more devices hold more and none of them less.
-            tokens = {one.tokens: -(-longest // parts)} if by_tokens else {}
-            yield {f"{one.sharing}.ulysses_sequence_parallel_size": parts} | tokens
+            tokens = {keys.tokens: -(-longest // parts)} if by_tokens else {}
+            yield {f"{keys.sharing}.ulysses_sequence_parallel_size": parts} | tokens
 
 
 def longest_sequence(config: Config) -> int:
@@ -101,41 +101,41 @@ def longest_sequence(config: Config) -> int:
 
 def budget_problems(config: Config) -> Iterator[str]:
     """Budgets that the longest sequence exceeds, and sizes that are missing."""
-    longest, told = longest_sequence(config), set()
-    for name, one in _used(config).items():
-        (budget, key), group = decide(config, one), ranks_per_sequence(config, one)
+    longest, reported_keys = longest_sequence(config), set()
+    for name, keys in _used(config).items():
+        (budget, key), group = decide(config, keys), ranks_per_sequence(config, keys)
         if not key:
             # Where the pass that gives the default is cut by samples too, its own missing size is the one to mend.
-            if not one.like or get(config, PASSES[one.like].keys.switch) is not False:
-                yield f"{one.switch}=False needs {one.samples} (samples per forward on one device). Try 4."
+            if not keys.like or get(config, PASSES[keys.like].keys.switch) is not False:
+                yield f"{keys.switch}=False needs {keys.samples} (samples per forward on one device). Try 4."
         # The reward model's own chat template makes sequences of other lengths. A group of 0 is refused elsewhere; here
         # it would only end the list of problems in a division by 0.
         elif budget.max_tokens is not None and 0 < budget.max_tokens < longest and group > 0 and name != "reward":
             over = f" over {group} devices" if group > 1 else ""
-            if key not in told:
+            if key not in reported_keys:
                 yield (
                     f"{key}={get(config, key)} cannot hold the longest sequence: data.max_prompt_length + "
                     f"data.max_response_length = {longest} tokens{over}. Set it to at least {-(-longest // group)}."
                 )
-            told.add(key)
+            reported_keys.add(key)
 
 
 def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:
     """Keys of sizes that no pass of the run goes by, each with what its pass goes by."""
     used = _used(config)
-    deciding = {decide(config, one)[1] for one in used.values()}
+    deciding = {decide(config, keys)[1] for keys in used.values()}
     # The update is always made, and a pass that is not made has its own reason for being without effect.
-    for one in used.values():
-        switch, (_, key) = get(config, one.switch), decide(config, one)
-        setting = f"{one.switch} is not set" if switch is None else f"{one.switch}={switch}"
-        for size in {one.samples, one.tokens} - deciding:
+    for keys in used.values():
+        switch, (_, key) = get(config, keys.switch), decide(config, keys)
+        setting = f"{keys.switch} is not set" if switch is None else f"{keys.switch}={switch}"
+        for size in {keys.samples, keys.tokens} - deciding:
             yield size, f"{setting}, so {key}={get(config, key)} decides" if key else setting
 
 
 def _used(config: Config) -> dict[str, BudgetKeys]:
     """Of the passes whose roles the run has."""
     there = {"critic": config.algorithm.needs_critic, "reward_model": config.reward_model.enable}
-    return {name: each.keys for name, each in PASSES.items() if there.get(each.role, True)}
+    return {name: step_pass.keys for name, step_pass in PASSES.items() if there.get(step_pass.role, True)}
 
 
 def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[in
 
     value: that of a key. Rounded down and at least 1, as in verl: which answers share a forward changes no result.
     """
-    one = next((each.keys for each in PASSES.values() if each.keys.samples == f"{key}_per_gpu"), None)
-    sharing = value(f"{one.sharing}.ulysses_sequence_parallel_size") if one and one.sharing else 1
+    keys = next((step_pass.keys for step_pass in PASSES.values() if step_pass.keys.samples == f"{key}_per_gpu"), None)
+    sharing = value(f"{keys.sharing}.ulysses_sequence_parallel_size") if keys and keys.sharing else 1
     ranks = max(1, value("trainer.nnodes") * value("trainer.n_gpus_per_node") // max(1, sharing))
     return max(1, total // ranks), ranks

@@ -206,7 +206,7 @@ def uneven(config: Config) -> Iterator[str]:
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
         elif size > 0 and here % size and size % here:
-            divisors = ", ".join(str(each) for each in range(1, here + 1) if here % each == 0)
+            divisors = ", ".join(str(divisor) for divisor in range(1, here + 1) if here % divisor == 0)
             yield (
                 f"{key}={size} does not divide trainer.n_gpus_per_node={here}: some {spanning[0]} would span nodes, "
                 f"and others not. Use one of {divisors}, or a multiple of {here}."

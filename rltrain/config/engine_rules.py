@@ -62,7 +62,7 @@ def _engine(config: Config) -> Iterator[str]:
         # 0 is greedy, which every engine has.
         if value > 0 and not least <= value <= most:
             yield f"{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
-    taking = [f"engine_kwargs.{name}" for name, one in ENGINES.items() if "engine_kwargs" not in one.unused_keys]
+    taking = [f"engine_kwargs.{name}" for name, traits in ENGINES.items() if "engine_kwargs" not in traits.unused_keys]
     for name in rollout.engine_kwargs:
         if f"engine_kwargs.{name}" not in taking:
             yield f"{_R}engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."

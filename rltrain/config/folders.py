@@ -31,7 +31,7 @@ def folder_problems(config: Config) -> Iterator[str]:
     for key, name in named.items():
         # The first part below the run folder: what is anywhere in a checkpoint goes with it.
         inside = os.path.relpath(_real(name), run).split(os.sep)[0]
-        if any(fnmatch(inside, each) for each in _OF_THE_RUN):
+        if any(fnmatch(inside, pattern) for pattern in _OF_THE_RUN):
             yield (
                 f"{key}={name} is a folder that the run itself writes into (trainer.default_local_dir="
                 f"{trainer.default_local_dir}). Give one of its own, such as "

@@ -49,18 +49,18 @@ def help_text(topic: str = "") -> str:
         return "\n".join(_section(name, _keys_of(name)) for name in sections())
     topic = rename(topic)
     names = [*sections(), *all_keys()]
-    found = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
+    matches = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
     # The start that all keys of a model share is often left out.
-    for key in (topic, f"actor_rollout_ref.{topic}") if not found else ():
+    for key in (topic, f"actor_rollout_ref.{topic}") if not matches else ():
         # `...` is a value that no row names.
         if said := verdict(key, ...):
             return f"{key}: {'refused' if said.forbids else 'accepted, and has no effect'}: {said.why}\n"
-    if not found:
+    if not matches:
         near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
         raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")
-    if len(found) == 1 and found[0] in sections():
-        return _layer(found[0])
-    lines = [_index_line(name, "") if name in sections() else _entry(all_keys()[name], name) for name in found]
+    if len(matches) == 1 and matches[0] in sections():
+        return _layer(matches[0])
+    lines = [_index_line(name, "") if name in sections() else _entry(all_keys()[name], name) for name in matches]
     return "\n".join(lines) + "\n"
 
 

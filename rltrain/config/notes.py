@@ -123,7 +123,7 @@ def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         # A function of the user's own may read any key, so nothing is said of it.
         every = {key for traits in table.values() for key in traits.reads or ()}
         for key in every - set(every if chosen.reads is None else chosen.reads):
-            readers = " or ".join(each for each, traits in table.items() if key in (traits.reads or ()))
+            readers = " or ".join(reader for reader, traits in table.items() if key in (traits.reads or ()))
             yield f"{section}{key}", f"{name} does not read it, only {readers}"
 
 

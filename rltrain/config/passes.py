@@ -57,14 +57,14 @@ PASSES = {
     "update_critic": Pass("critic", _keys("critic", "ppo_", "critic", "update_actor"), "critic", updates=True),
     "update_actor": Pass("actor", _keys(_A + "actor", "ppo_", _A + "actor"), "actor", updates=True),
 }
-UPDATES = tuple(name for name, each in PASSES.items() if each.updates)
+UPDATES = tuple(name for name, step_pass in PASSES.items() if step_pass.updates)
 # What the device of a worker does: weights to the engine, answers, and passes.
 PHASES = ("sync", "gen", *PASSES)
 
 
 def passes_of(role: Role) -> tuple[str, ...]:
     """The passes that the model of ``role`` computes."""
-    return tuple(name for name, each in PASSES.items() if each.role == role)
+    return tuple(name for name, step_pass in PASSES.items() if step_pass.role == role)
 
 
 def updates_of(role: Role) -> tuple[str, ...]:

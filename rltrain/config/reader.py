@@ -78,8 +78,8 @@ class Reader:
 
     def set(self, written: str, value: Any) -> None:
         """Take over one key, in any spelling. A mapping is taken over key by key."""
-        for each, leaf in leaves_of({written: value}):
-            self._set_leaf(each, leaf)
+        for key, leaf in leaves_of({written: value}):
+            self._set_leaf(key, leaf)
 
     def _set_leaf(self, written: str, value: Any) -> None:
         key = rename(written)
@@ -108,21 +108,21 @@ class Reader:
         self._assign(key, written, value)
 
     def _assign(self, key: str, written: str, value: Any) -> None:
-        known = all_keys().get(key)
+        schema_key = all_keys().get(key)
         self.nulls.pop(key, None)
-        if known:
-            value = _plain(known, value)
+        if schema_key:
+            value = _plain(schema_key, value)
             if new := VALUES.get(key, {}).get(as_text(value).lower()):
                 self.renamed[written] = f"{written}={as_text(value)} is {key}={new[0]} here" + (
                     new[1] and f": {new[1]}"
                 )
                 value = new[0]
-            if value is None and not _null_is_a_value(known):
-                OmegaConf.update(self.tree, key, known.default, merge=False)
+            if value is None and not _null_is_a_value(schema_key):
+                OmegaConf.update(self.tree, key, schema_key.default, merge=False)
                 self.explicit.discard(key)
                 self.nulls[key] = written
                 return
-            if wanted := _other_type(known, value):
+            if wanted := _other_type(schema_key, value):
                 self.problems.append(f"{written}={as_text(value)}: {wanted}.")
                 self.wrong.add(written)
                 return
@@ -130,7 +130,7 @@ class Reader:
             # A structured tree refuses keys that the schema lacks; only free-form dictionaries may get them.
             OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
         except OmegaConfBaseException:
-            self.problems.append(f"{written}={as_text(value)}: {_expected(known, key, value)}.")
+            self.problems.append(f"{written}={as_text(value)}: {_expected(schema_key, key, value)}.")
             self.wrong.add(written)
         self.explicit.add(key)
 
@@ -146,7 +146,7 @@ class Reader:
             # The rules of today would be no news of these.
             self.wrong.add("algorithm.rollout_correction.rollout_")
         for key, (written, value) in list(self.foreign.items()):
-            names = next((each for pattern, each in IMPLIES.items() if fnmatchcase(key, pattern)), ())
+            names = next((implied_names for pattern, implied_names in IMPLIES.items() if fnmatchcase(key, pattern)), ())
             if not names or value != 1:  # as True is
                 continue
             section = key.rpartition(".")[0]
@@ -183,7 +183,7 @@ class Reader:
     def hand_over(self) -> None:
         """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""
         for (path, name), key in CLASSES.items():
-            (written, place), (called, value) = (self.foreign.pop(each, (each, None)) for each in (path, name))
+            (written, place), (called, value) = (self.foreign.pop(setting, (setting, None)) for setting in (path, name))
             if place and value:
                 self.renamed[written] = f"{written} and {called} are {key}={place}:{value} here"
                 self.written[key] = written
@@ -203,22 +203,22 @@ class Reader:
 
     def judge(self, config: Config | None) -> None:
         """Adds what is to be said of foreign keys to the notes and to the problems."""
-        told: dict[tuple[str, bool], list[str]] = {}
+        keys_by_reason: dict[tuple[str, bool], list[str]] = {}
         self.problems += [f"{written}=null: {NO_NULL[key]}." for key, written in self.nulls.items() if key in NO_NULL]
         for key, (written, value) in self.foreign.items():
             if said := verdict(key, value, self._value):
                 why = _contradicted(said.why, config) if said.applies else ""
                 if said.refused or why:
-                    told.setdefault((why or said.why, True), []).append(f"{written}={as_text(value)}")
+                    keys_by_reason.setdefault((why or said.why, True), []).append(f"{written}={as_text(value)}")
                 elif said.applies:
-                    told.setdefault((said.why, False), []).append(written)
+                    keys_by_reason.setdefault((said.why, False), []).append(written)
             elif not (key in sections() and is_off(value)):
                 # Nothing is lost with a key of nobody's that is turned off; one that is near a key of ours is mistyped.
                 if is_off(value) and not similar_keys(key):
-                    told.setdefault(("not known here, and turned off", False), []).append(written)
+                    keys_by_reason.setdefault(("not known here, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
-        for (why, refused), keys in told.items():
+        for (why, refused), keys in keys_by_reason.items():
             # A section of verl's has up to thirty keys, and one sentence says it of all.
             several = f" and {len(keys) - 3} more" if len(keys) > 4 else ""
             named = ", ".join(keys[:3] if several else keys) + several
@@ -247,11 +247,16 @@ class Reader:
             return
         if added:
             self.added.add(key)
-        known = all_keys().get(rename(key))
-        says_nothing = known and text.strip() in _NULLS and known.name not in NO_NULL and not _null_is_a_value(known)
-        if known and says_nothing and known.default and not str(known.default).startswith("${"):
+        schema_key = all_keys().get(rename(key))
+        says_nothing = (
+            schema_key
+            and text.strip() in _NULLS
+            and schema_key.name not in NO_NULL
+            and not _null_is_a_value(schema_key)
+        )
+        if schema_key and says_nothing and schema_key.default and not str(schema_key.default).startswith("${"):
             how = "is" if text.strip() else "is empty, so it is"
-            self.notes.append(f"{word} {how} {as_text(known.default)}, the default")
+            self.notes.append(f"{word} {how} {as_text(schema_key.default)}, the default")
         try:
             self.set(key, _parse_value(key, text))
         except (YAMLError, OmegaConfBaseException) as error:
@@ -264,35 +269,39 @@ class Reader:
         def below(name: str) -> bool:
             return f"{name}.".startswith((f"{key}.", f"{written}."))
 
-        known = [name for name in all_keys() if below(name) or below(self.written.get(name, ""))]
+        schema_keys = [name for name in all_keys() if below(name) or below(self.written.get(name, ""))]
         foreign = [name for name in self.foreign if below(name)]
         if free_form_parent(key):
             inside, _, last = key.rpartition(".")
             if isinstance(around := self._value(inside), DictConfig):
                 around.pop(last, None)
             self.explicit.discard(key)
-        elif not (known or foreign or verdict(key, None) or verdict(f"{key}.x", None) or any(map(below, ALIASES))):
+        elif not (
+            schema_keys or foreign or verdict(key, None) or verdict(f"{key}.x", None) or any(map(below, ALIASES))
+        ):
             self.problems.append(_unknown(f"~{written}", key))
-        for name in known:
+        for name in schema_keys:
             OmegaConf.update(self.tree, name, all_keys()[name].default, merge=False)
             self.nulls.pop(name, None)
             self.written.pop(name, None)
         for name in foreign:
             del self.foreign[name]
-        self.explicit = {name for name in self.explicit if (free_form_parent(name) or name) not in known}
-        self.direct -= set(known)
-        self.renamed = {name: note for name, note in self.renamed.items() if not (below(name) or rename(name) in known)}
+        self.explicit = {name for name in self.explicit if (free_form_parent(name) or name) not in schema_keys}
+        self.direct -= set(schema_keys)
+        self.renamed = {
+            name: note for name, note in self.renamed.items() if not (below(name) or rename(name) in schema_keys)
+        }
 
 
 def _parse_value(key: str, text: str) -> Any:
     """The value that the text of a word stands for; ``${other.key}`` is kept for later. A text key takes the whole
     text: 007 is a name and no number, and " #1" is a part of it."""
-    word, known = text.strip(), all_keys().get(rename(key))
-    takes_text = known and known.type_name.startswith(("str", "Any")) and word.lower() not in _NULLS
+    word, schema_key = text.strip(), all_keys().get(rename(key))
+    takes_text = schema_key and schema_key.type_name.startswith(("str", "Any")) and word.lower() not in _NULLS
     # A chat template begins with braces too.
-    if not (known and takes_text) or (word.startswith(OPENINGS) and not word.startswith(_TEMPLATE)):
+    if not (schema_key and takes_text) or (word.startswith(OPENINGS) and not word.startswith(_TEMPLATE)):
         return parsed(word)
-    return word if known.choices else text
+    return word if schema_key.choices else text
 
 
 def _null_is_a_value(key: Key) -> bool:
@@ -358,4 +367,4 @@ def _unknown(written: str, key: str) -> str:
 
 def _ends(key: str) -> list[int]:
     """The ends of the sections around a key, innermost first."""
-    return [found.start() for found in re.finditer(r"\.", key)][::-1]
+    return [dot.start() for dot in re.finditer(r"\.", key)][::-1]

@@ -97,13 +97,13 @@ class StepPasses:
 
         adapters: the actor is trained through adapters, and without them is the reference too.
         """
-        found = passes_of(role)
+        phases = passes_of(role)
         # Without its adapters it is the reference; an exact KL needs the policy's own distribution.
         if role == "actor":
-            found = ("sync", *found, *(("ref",) if self.exact_kl_in_reward or adapters else ()))
+            phases = ("sync", *phases, *(("ref",) if self.exact_kl_in_reward or adapters else ()))
         if role == "ref" and self.exact_kl_in_loss:
-            found += updates_of("actor")
-        return found
+            phases += updates_of("actor")
+        return phases
 
     def describe(self, num_mini_batches: int) -> str:
         """The phases of a step by the names of their timers."""

@@ -87,13 +87,13 @@ class Polls:
 
     def _ask(self, rank: int) -> None:
         assert self._stream
-        found, chunk = self._workers[rank].poll.options(num_returns=2).remote(self._stream.poll)
-        self.open[chunk] = rank, found
+        payload, chunk = self._workers[rank].poll.options(num_returns=2).remote(self._stream.poll)
+        self.open[chunk] = rank, payload
 
     def receive(self, reference: Any, chunk: Any) -> None:
         assert self._stream
-        rank, found = self.open.pop(reference)
-        self._stream.arrived(rank, found, chunk)
+        rank, payload = self.open.pop(reference)
+        self._stream.arrived(rank, payload, chunk)
         if not chunk.done:
             self._ask(rank)
 

@@ -55,22 +55,22 @@ def cluster_address(cfg: Config) -> str | None:
 def ray_problems(cfg: Config) -> Iterator[str]:
     """Problems of ``ray_kwargs``: arguments that ray.init does not have, a cluster that is needed and not named."""
     # ray.init takes names with an underscore out of **kwargs, so its signature lacks them.
-    known = {
+    argument_names = {
         *inspect.signature(ray.init).parameters,
         *re.findall(r'kwargs\.pop\(\s*"(_\w+)"', inspect.getsource(ray.init)),
     }
     for name in cfg.ray_kwargs.ray_init:
-        if name not in known - {"kwargs"}:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        if name not in argument_names - {"kwargs"}:
+            near = difflib.get_close_matches(name, argument_names, n=1, cutoff=0.5)
             yield f"unknown key '{_KEY}.{name}': ray.init has no such argument." + (
                 f" Did you mean {_KEY}.{near[0]}?" if near else ""
             )
     address = cluster_address(cfg)
     # Only host:port can be tried by a connection; auto is left to Ray.
-    if address and (found := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)):
+    if address and (match := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)):
         try:
             # Ray itself would try for many minutes, without a word.
-            socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_S).close()
+            socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_S).close()
         except OSError as error:
             yield (
                 f"{_KEY}.address={address} (or RAY_ADDRESS): nobody answers there ({error}). "
@@ -213,10 +213,10 @@ def _use_token() -> None:
 
 def _way_in(address: str | None, error: BaseException) -> str:
     """What to do where a cluster could not be joined. Ray tells some reasons by the cause of its error alone."""
-    told = f"{error} {error.__cause__ or ''}".lower()
+    message = f"{error} {error.__cause__ or ''}".lower()
     if not address:
         return ""
-    if "authentic" in told or "token" in told:
+    if "authentic" in message or "token" in message:
         return (
             "\nThe cluster asks for another token: copy ~/.ray/auth_token from its head, or set RAY_AUTH_TOKEN, and "
             "RAY_AUTH_MODE=token."
@@ -235,7 +235,7 @@ def _way_in(address: str | None, error: BaseException) -> str:
 def num_nodes(cfg: Config, device: Device) -> int:
     """Nodes of the cluster with as many devices as ``trainer.n_gpus_per_node`` asks for; 1 at least."""
     slots = [node["Resources"].get(device.ray_resource, 0) for node in ray.nodes() if node["Alive"]]
-    return max(1, sum(each >= cfg.trainer.n_gpus_per_node for each in slots))
+    return max(1, sum(num_slots >= cfg.trainer.n_gpus_per_node for num_slots in slots))
 
 
 def first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
@@ -298,9 +298,9 @@ def lost_node(nodes: Collection[str], wait_s: float) -> tuple[str, str]:
     """
     deadline = time.monotonic() + wait_s
     while nodes:
-        for each in ray.nodes():
-            if each["NodeID"] in nodes and not each["Alive"]:
-                return each["NodeID"], f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})"
+        for node in ray.nodes():
+            if node["NodeID"] in nodes and not node["Alive"]:
+                return node["NodeID"], f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
@@ -318,11 +318,11 @@ def _lacking(num_missing: int, cfg: Config, resource: str) -> str:
     """Compare the devices of the cluster with those that the run asks for."""
     slots = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
     wanted, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
-    fitting = sum(each // per_node for each in slots)
-    has = f"the cluster has {count(len(slots), 'node')} with {' + '.join(map(str, slots))} {resource} slots"
+    fitting = sum(num_slots // per_node for num_slots in slots)
+    supply = f"the cluster has {count(len(slots), 'node')} with {' + '.join(map(str, slots))} {resource} slots"
     if fitting >= wanted:
-        return f"{has}, which would do, but {num_missing * per_node} of those asked for are in use"
-    return f"{has}; {wanted} x {per_node} on one node each are asked for, so {wanted - fitting} more are needed"
+        return f"{supply}, which would do, but {num_missing * per_node} of those asked for are in use"
+    return f"{supply}; {wanted} x {per_node} on one node each are asked for, so {wanted - fitting} more are needed"
 
 
 def _as_text(value: Any) -> str:

@@ -44,8 +44,8 @@ def get(reference: Any) -> tuple[Any, Exception | None]:
 def errors_of(waiting: dict[Any, int]) -> dict[int, Exception]:
     """Errors of other ranks within seconds of the first, which may be only a consequence of theirs."""
     ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_ROOT_CAUSE_S) if waiting else ([], [])
-    found = {waiting[reference]: get(reference)[1] for reference in ready}
-    return {rank: error for rank, error in found.items() if error}
+    errors = {waiting[reference]: get(reference)[1] for reference in ready}
+    return {rank: error for rank, error in errors.items() if error}
 
 
 def explain(
@@ -99,9 +99,9 @@ def _host_memory(error: Exception) -> str:
     if not lacks_memory(cause, _last_words(text) if isinstance(error, LOST) else ""):
         return ""
     used = re.search("Memory on the node.*", text)
-    told = used[0] if used else first_line(cause).rstrip(".")
+    detail = used[0] if used else first_line(cause).rstrip(".")
     return (
-        f"{no_memory(told)}, or keep less: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
+        f"{no_memory(detail)}, or keep less: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
         "optimizer_offload=False (those of ref and critic too), trainer.async_save=False, a lower reward.num_workers, "
         f"data.train_batch_size or ray_kwargs.ray_init.object_store_memory. {AGAIN}"
     )

@@ -75,7 +75,7 @@ class Handle(Generic[_Result]):
         self._since = since
         self._results: dict[int, Any] = {}
         self._waiting: dict[Any, tuple[Handle[Any], int]] = {
-            each[-1]: (self, first_rank + place) for place, each in enumerate(references)
+            rank_references[-1]: (self, first_rank + place) for place, rank_references in enumerate(references)
         }
 
     def collect(self, deadline_s: float | None = None, stream: Stream[Any] | None = None) -> list[_Result]:
@@ -91,11 +91,11 @@ class Handle(Generic[_Result]):
     def ready(self) -> bool:
         """Whether `collect` would not wait, or would tell of an error. Raises WorkerLost where it is late."""
         there, late = _look(self._waiting)
-        if any(get(each)[1] for each in there):
+        if any(get(reference)[1] for reference in there):
             return True
         seconds = time.monotonic() - (self._since or math.inf)
         if late and seconds > self._group.deadlines.limit_s(self._phase):
-            raise self._group.hung(self._phase, sorted({self._waiting[each][1] for each in late}), seconds)
+            raise self._group.hung(self._phase, sorted({self._waiting[reference][1] for reference in late}), seconds)
         return not late
 
     @property
@@ -111,8 +111,8 @@ class Handle(Generic[_Result]):
     def of(self, rank: int) -> _Result:
         """What ``rank`` has returned."""
         *objects, _ = self._references[rank - self._first_rank]
-        found: Any = (*objects, self._results[rank]) if objects else self._results[rank]
-        return cast(_Result, found)
+        result: Any = (*objects, self._results[rank]) if objects else self._results[rank]
+        return cast(_Result, result)
 
     def add(self, other: Handle[Any]) -> None:
         """Have a loop over `arrivals` wait for the results of ``other`` too."""
@@ -148,18 +148,18 @@ class Handle(Generic[_Result]):
             # deadline have their turn while nothing comes.
             ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
             for reference in ready:
-                found, error = get(reference)
+                result, error = get(reference)
                 handle, rank = waiting.pop(reference, (None, -1))
                 if error:
                     rank = polls.open[reference][0] if handle is None else rank
-                    others = {each: rank for each, (_, rank) in waiting.items()}
+                    others = {pending: rank for pending, (_, rank) in waiting.items()}
                     raise group.failed((handle or self)._phase, errors_of(others) | {rank: error})
                 if handle is None:
-                    polls.receive(reference, found)
+                    polls.receive(reference, result)
                     continue
                 handle._waiting.pop(reference, None)
-                handle._results[rank] = found
-                group.bytes_through_driver += driver_bytes(found)
+                handle._results[rank] = result
+                group.bytes_through_driver += driver_bytes(result)
                 yield handle, rank
             polls.tick()
         if waits:  # and not where a loop over another handle has waited already
@@ -215,13 +215,13 @@ class WorkerGroup:
     def ask(self, function: Callable[[_Question], _Result], questions: Sequence[_Question]) -> Handle[_Result]:
         """Call ``function`` in every worker's process, with one question per rank, before there is a worker."""
         self._meet()
-        asked = [[host.ask.remote(function, each)] for host, each in zip(self.workers, questions, strict=True)]
+        asked = [[host.ask.remote(function, question)] for host, question in zip(self.workers, questions, strict=True)]
         return Handle(self, function.__name__, asked)
 
     def _meet(self) -> None:
         """Learn process and node of every rank, so that a failure of any later phase can be told with them."""
         if not self._who:
-            self._who = self._wait("start", [each.who.remote() for each in self.workers])
+            self._who = self._wait("start", [host.who.remote() for host in self.workers])
             numbers = {node: number for number, node in enumerate(dict.fromkeys(who["node_id"] for who in self._who))}
             self.nodes = [numbers[who["node_id"]] for who in self._who]
 
@@ -245,11 +245,11 @@ class WorkerGroup:
         backend, workers = self._device.backend, self.workers
         self._meet()
         ((host, port),) = self._wait("start", [workers[0].open_store.remote()])
-        self._wait("connect", [each.join.remote(host, port, backend, self._num_nodes) for each in workers])
-        self._wait("build", [each.build.remote(worker, kwargs) for each in workers])
+        self._wait("connect", [rank_host.join.remote(host, port, backend, self._num_nodes) for rank_host in workers])
+        self._wait("build", [rank_host.build.remote(worker, kwargs) for rank_host in workers])
 
     def _wait(self, phase: str, references: list[Any]) -> list[Any]:
-        return Handle[Any](self, phase, [[each] for each in references]).collect()
+        return Handle[Any](self, phase, [[reference] for reference in references]).collect()
 
     @property
     def hosts(self) -> list[str]:
@@ -291,11 +291,11 @@ class WorkerGroup:
         copies, num_returns = len(ranks) // len(calls), calls[0].num_objects + 1
         nodes = [self.nodes[rank] for rank in ranks]
         of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._cut)
-        self.bytes_through_driver += sum(driver_bytes([each.args, each.kwargs]) for each in of_rank)
+        self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
         ways = [self.workers[rank].beside if beside else self.workers[rank].run for rank in ranks]
         sent = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
         # Ray returns a list only where there are several return values.
-        references = [each if isinstance(each, list) else [each] for each in sent]
+        references = [reply if isinstance(reply, list) else [reply] for reply in sent]
         return Handle(self, calls[0].name, references, ranks.start, time.monotonic() if beside else None)
 
     def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
@@ -343,7 +343,7 @@ class WorkerGroup:
 
     def failed(self, phase: str, errors: dict[int, Exception]) -> RltrainError:
         """End all workers; returns the error that caused the others."""
-        if not self.ended and not any(isinstance(each, LOST) for each in errors.values()):
+        if not self.ended and not any(isinstance(error, LOST) for error in errors.values()):
             self._before_end()
         self.kill()
         return explain(errors, lambda ranks: self.place(ranks, phase), self._lost)
@@ -352,13 +352,13 @@ class WorkerGroup:
         """The ranks of a node that is gone, and its name. The driver's own cannot be."""
         ids = [who["node_id"] for who in self._who]
         node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
-        return [rank for rank, each in enumerate(ids) if each == node], name
+        return [rank for rank, node_id in enumerate(ids) if node_id == node], name
 
     def place(self, ranks: Sequence[int], phase: str) -> str:
         """Role, ranks, processes and nodes, and what they do."""
-        known = dict(enumerate(self._who))
-        who = [(rank, known.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
-        names = [f"rank {rank} of {self.world} (pid {each['pid']} on {each['node']})" for rank, each in who]
+        identities = dict(enumerate(self._who))
+        who = [(rank, identities.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
+        names = [f"rank {rank} of {self.world} (pid {identity['pid']} on {identity['node']})" for rank, identity in who]
         more = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
         return f"{self._role} worker, {', '.join(names)}{more}, in {phase}"
 
@@ -366,8 +366,8 @@ class WorkerGroup:
         """By rank, of the workers that answer."""
         asked = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
-        found = {asked[reference]: get(reference)[0] for reference in answered}
-        return {rank: stack for rank, stack in sorted(found.items()) if stack}  # a process that is gone has none
+        stacks = {asked[reference]: get(reference)[0] for reference in answered}
+        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a process that is gone has none
 
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
         """Write all stacks, end all workers, and name the silent ranks, or else the late ones."""

@@ -64,7 +64,7 @@ class Deadlines:
         if self.incidents is None:
             return ""
         asked = {name: ask() for name, ask in self._shown.items() if name not in known}
-        stacks = {name: stack for some in (known | asked).values() for name, stack in some.items()}
+        stacks = {name: stack for stacks_by_name in (known | asked).values() for name, stack in stacks_by_name.items()}
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"
         writing = BackgroundJob("writing stacks", lambda: _write(file, "\n".join(map("\n".join, stacks.items()))))
         if not writing.ready(_WRITE_S):  # the storage of the run folder may be what hangs

@@ -93,15 +93,15 @@ class _Host:
         protocol = getattr(sys.modules[call.method.__module__], call.role)
         # The base class decides, not isinstance: for a Protocol that compares names of methods, and actor and critic
         # share several.
-        role = next(each for each in self._worker.roles if protocol in type(each).__mro__)
+        role = next(candidate for candidate in self._worker.roles if protocol in type(candidate).__mro__)
         try:
             return getattr(role, call.method.__name__)(*map(_assembled, call.args), **call.kwargs)
         except Exception as error:
             # The driver tells only the error that caused the others; this one stays in the rank's own log.
             log.exception("%s failed", call.name)
-            told = self._worker.explain(error) if hasattr(self._worker, "explain") else error
-            if told is not error:
-                raise told from None
+            explained_error = self._worker.explain(error) if hasattr(self._worker, "explain") else error
+            if explained_error is not error:
+                raise explained_error from None
             raise
 
     @ray.method(concurrency_group="control")
@@ -154,7 +154,7 @@ def _listen(host: str) -> socket.socket:
 
 def _fetch(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _fetch(each) for key, each in value.items()}
+        return {key: _fetch(item) for key, item in value.items()}
     return _get(value) if isinstance(value, ray.ObjectRef) else value
 
 
@@ -163,8 +163,10 @@ def _assembled(arg: Any) -> Any:
         return _get(arg)
     if not isinstance(arg, Request):
         return arg
-    found = _objects(arg.parts)
-    return assemble(arg, [found[each.ref] if each.piece is None else found[each.ref][each.piece] for each in arg.parts])
+    objects = _objects(arg.parts)
+    return assemble(
+        arg, [objects[part.ref] if part.piece is None else objects[part.ref][part.piece] for part in arg.parts]
+    )
 
 
 def _objects(parts: Sequence[StoredRows]) -> dict[Any, Any]:

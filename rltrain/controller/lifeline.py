@@ -60,19 +60,19 @@ class _Line:
         self.socket = self._connect()
 
     def _connect(self) -> socket.socket:
-        made = socket.socket(self._family, socket.SOCK_STREAM)
+        connection = socket.socket(self._family, socket.SOCK_STREAM)
         try:
-            made.settimeout(_CONNECT_S)
-            made.connect(self._address)
+            connection.settimeout(_CONNECT_S)
+            connection.connect(self._address)
         except OSError:
-            made.close()
+            connection.close()
             raise
-        made.setblocking(False)
+        connection.setblocking(False)
         if self._family != socket.AF_UNIX:  # a host that lost its power closes nothing
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
-                made.setsockopt(socket.IPPROTO_TCP, option, value)
-        return made
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        return connection
 
     def broken(self) -> bool:
         """Whether the other end is gone. It may also have closed a connection that says nothing."""

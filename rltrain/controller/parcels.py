@@ -44,12 +44,12 @@ def route_calls(
     # Neighbours on one node that share sequences have one request, which is routed once.
     sites = {(id(calls[rank].args[place]), nodes[rank]): calls[rank].args[place] for rank, place in places}
     routed = dict(zip(sites, route(list(sites.values()), [node for _, node in sites], cut), strict=True))
-    found = list(calls)
+    routed_calls = list(calls)
     for rank, place in places:
-        args = list(found[rank].args)
+        args = list(routed_calls[rank].args)
         args[place] = routed[id(args[place]), nodes[rank]]
-        found[rank] = replace(found[rank], args=tuple(args))
-    return found
+        routed_calls[rank] = replace(routed_calls[rank], args=tuple(args))
+    return routed_calls
 
 
 def route(
@@ -74,7 +74,7 @@ def route(
             rows = np.unique(np.concatenate([part.rows for part in parts]))
             piece_of[reader, key] = len(parcel), rows
             parcel.append(replace(parts[0], ids=rows[:0], rows=rows))
-    parcels = {node: cut(node, found) for node, found in cuts.items()}
+    parcels = {node: cut(node, node_cuts) for node, node_cuts in cuts.items()}
 
     def readable(part: StoredRows, reader: int) -> StoredRows:
         if part.node == reader:
@@ -93,8 +93,8 @@ def cut_parcels(
     parcels: Sequence[Sequence[StoredRows]], objects: Mapping[Any, Batch | list[Any]]
 ) -> tuple[list[Batch | list[Any]] | int, ...]:
     """Each parcel as a list of pieces, and last the bytes of all of them. objects: by reference."""
-    made = [[pick(part, objects[part.ref]) for part in parcel] for parcel in parcels]
-    return (*made, sum(payload_bytes(piece) for pieces in made for piece in pieces))
+    parcel_pieces = [[pick(part, objects[part.ref]) for part in parcel] for parcel in parcels]
+    return (*parcel_pieces, sum(payload_bytes(piece) for pieces in parcel_pieces for piece in pieces))
 
 
 def payload_bytes(value: Any) -> int:

@@ -79,11 +79,11 @@ def ask_nodes(workers: Sequence[Any], nodes: Sequence[int]) -> Callable[[], list
 
     def come() -> list[Node]:
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
-        found = []
+        nodes = []
         for reference in ready:
             with suppress(ray.exceptions.RayError):  # the next call says that a worker is gone
-                found.append(ray.get(reference))
-        return found
+                nodes.append(ray.get(reference))
+        return nodes
 
     return come
 

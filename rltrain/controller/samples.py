@@ -87,8 +87,8 @@ class Samples:
     def put(self, ids: Array, numbers: Mapping[str, Array]) -> None:
         """Add numbers of the samples ``ids``; the others keep theirs, or 0."""
         for name, values in numbers.items():
-            known = self.numbers.get(name, np.zeros(len(self), values.dtype))
-            self.numbers[name] = known.astype(values.dtype, copy=not known.flags.writeable)
+            earlier_values = self.numbers.get(name, np.zeros(len(self), values.dtype))
+            self.numbers[name] = earlier_values.astype(values.dtype, copy=not earlier_values.flags.writeable)
             self.numbers[name][ids] = values
 
     def attach(self, parts: Sequence[StoredRows]) -> None:
@@ -98,8 +98,8 @@ class Samples:
             # The id is safe because the part that is kept holds the reference: no other object can get the same id
             # meanwhile.
             name = (id(part.ref), part.columns)
-            if known := self._parts.get(name):  # so that one object is fetched once
-                ids, rows = (np.concatenate(pair) for pair in ((known.ids, part.ids), (known.rows, part.rows)))
+            if kept_part := self._parts.get(name):  # so that one object is fetched once
+                ids, rows = (np.concatenate(pair) for pair in ((kept_part.ids, part.ids), (kept_part.rows, part.rows)))
                 part = replace(part, ids=ids, rows=rows)
             self._parts[name] = part
 
@@ -141,10 +141,10 @@ class Samples:
 
     def nodes(self, column: str) -> Array:
         """The node [n] where each sample's ``column`` lies."""
-        found = np.zeros(self.num_samples, dtype=np.int64)
+        node_of_sample = np.zeros(self.num_samples, dtype=np.int64)
         for part in self.parts_with(column):
-            found[part.ids] = part.node
-        return found
+            node_of_sample[part.ids] = part.node
+        return node_of_sample
 
     def without(self, column: str) -> Array:
         """Whether a sample lacks ``column`` [n]."""
@@ -180,7 +180,7 @@ class Samples:
         optional = (*optional, c.IMAGES) if c.PROMPT in columns else optional
         columns = [*columns, *optional]
         parts = []
-        known, where = self._where()
+        stored_parts, where = self._where()
         for held, (number_of, row_of) in where.items():
             wanted = tuple(name for name in held if name in columns)
             if not wanted or not len(ids):
@@ -190,7 +190,7 @@ class Samples:
             numbers_found, starts = np.unique(number_of[ids[places]], return_index=True)
             for number, its in zip(numbers_found.tolist(), np.split(places, starts[1:]), strict=True):
                 if number >= 0:
-                    parts.append(replace(known[number], columns=wanted, ids=its, rows=row_of[ids[its]]))
+                    parts.append(replace(stored_parts[number], columns=wanted, ids=its, rows=row_of[ids[its]]))
         for name in columns:
             have = sum(len(part.rows) for part in parts if name in part.columns)
             if have != len(ids) and name not in optional:
@@ -208,8 +208,14 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
     if not request.num_samples:
         return batch
     for name in dict.fromkeys(name for part in request.parts for name in part.columns):
-        having = [(part, found) for part, found in zip(request.parts, objects, strict=True) if name in part.columns]
-        joined = Batch.concat([_only(name, pick(replace(part, columns=(name,)), found)) for part, found in having])
+        having = [
+            (part, stored_object)
+            for part, stored_object in zip(request.parts, objects, strict=True)
+            if name in part.columns
+        ]
+        joined = Batch.concat(
+            [_only(name, pick(replace(part, columns=(name,)), stored_object)) for part, stored_object in having]
+        )
         places = np.concatenate([part.ids for part, _ in having])
         # Rows were joined object by object; sorted by place they are in the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]

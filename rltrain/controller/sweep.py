@@ -44,7 +44,7 @@ def forget(session: str) -> None:
 
 
 def _holders(folder: str) -> list[int]:
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
             files = map(os.readlink, (process / "fd").iterdir())
@@ -52,8 +52,8 @@ def _holders(folder: str) -> list[int]:
                 continue
             # Python's own sweeper ends with the processes that it sweeps behind: it removes their semaphores.
             if b"multiprocessing.resource_tracker" not in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 if __name__ == "__main__" and (last := sys.stdin.buffer.read().rpartition(_PART)[2]):

@@ -56,7 +56,7 @@ class ChatEncoder:
     max_pixels: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ending where the assistant starts to answer."""
@@ -98,13 +98,14 @@ class ChatEncoder:
         numbers = num_images or [0] * len(conversations)
 
         def longest() -> int:
-            seen = [with_parts(each, of) if of else each for each, of in zip(conversations, numbers, strict=True)]
+            asked = zip(conversations, numbers, strict=True)
+            seen = [with_parts(conversation, of) if of else conversation for conversation, of in asked]
             return max(map(len, self._templated(seen, tokenize=False)), default=0)
 
-        if found := trouble(longest, _MOST_CHARS, cpu_s):
+        if problem := trouble(longest, _MOST_CHARS, cpu_s):
             whose = "in custom_chat_template" if self.chat_template else f"of {self.path!r}"
             raise DataError(
-                f"the chat template {whose} {found} on a conversation that it is to write. Set "
+                f"the chat template {whose} {problem} on a conversation that it is to write. Set "
                 "actor_rollout_ref.model.custom_chat_template to another, or take the model from whom you trust."
             )
         # Compiled once for all conversations: Jinja computes constants then, and goes on without one that does not fit.
@@ -118,7 +119,7 @@ class ChatEncoder:
         and images that do not fit, and for an image that cannot be read, which it counts from 1.
         """
         pictures = self.open_images(images)
-        tokens = np.asarray(self.expanded([messages], [[each.size for each in pictures]])[0][0], dtype=np.int32)
+        tokens = np.asarray(self.expanded([messages], [[picture.size for picture in pictures]])[0][0], dtype=np.int32)
         return self.with_pictures(tokens, pictures)
 
     def can_see(self) -> None:
@@ -130,7 +131,7 @@ class ChatEncoder:
         """PIL images in RGB, within the bounds. Raises DataError, which counts the image from 1."""
         if images:
             self.can_see()
-        return [self._picture(*each, len(images)) for each in enumerate(images, 1)]
+        return [self._picture(*numbered_image, len(images)) for numbered_image in enumerate(images, 1)]
 
     def bounded_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Width and height of an image within the bounds."""
@@ -144,17 +145,17 @@ class ChatEncoder:
 
         sizes: width and height of the images of each, within the bounds. No pixel is looked at.
         """
-        parts = [with_parts(each, len(of)) for each, of in zip(conversations, sizes, strict=True)]
+        parts = [with_parts(conversation, len(of)) for conversation, of in zip(conversations, sizes, strict=True)]
         plain = [place for place, of in enumerate(sizes) if not of]
         ids = self.encode_batch([parts[place] for place in plain]) if plain else []
-        found = {place: (tokens, 0, 0) for place, tokens in zip(plain, ids, strict=True)}
+        encoded = {place: (tokens, 0, 0) for place, tokens in zip(plain, ids, strict=True)}
         seeing = [place for place, of in enumerate(sizes) if of]
         texts = self._templated([parts[place] for place in seeing], tokenize=False) if seeing else []
         for place, text in zip(seeing, texts, strict=True):
             num_rows = [self._num_rows(size) for size in sizes[place]]
             tokens = self._expand(text, num_rows)
-            found[place] = (tokens, sum(num_rows), tokens.count(self.processor.image_token_id))
-        return [found[place] for place in range(len(parts))]
+            encoded[place] = (tokens, sum(num_rows), tokens.count(self.processor.image_token_id))
+        return [encoded[place] for place in range(len(parts))]
 
     def _num_rows(self, size: tuple[int, int]) -> int:
         """Rows of pixels (patches or tiles) that the processor makes of an image of this width and height."""
@@ -178,24 +179,24 @@ class ChatEncoder:
                 "the text itself, or the chat template does not know images."
             )
         before, behind, tokens_of_a_row = self._frame
-        found: list[int] = []
+        token_ids: list[int] = []
         sizes = iter(num_rows)
         for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]:
             if token != processor.image_token_id:
-                found.append(token)
+                token_ids.append(token)
                 continue
-            if found and found[-1] == token and not before:
+            if token_ids and token_ids[-1] == token and not before:
                 raise DataError("the chat template puts images side by side, without a token between them.")
-            found += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
-        return found
+            token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
+        return token_ids
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int], Fraction]:
         """Tokens that the processor puts before and behind those of an image; tokens per row of pixels."""
-        made = self._processed(self.processor.image_token, [blank_image()])
-        ids, token = made["input_ids"][0].tolist(), self.processor.image_token_id
+        features = self._processed(self.processor.image_token, [blank_image()])
+        ids, token = features["input_ids"][0].tolist(), self.processor.image_token_id
         number, first = ids.count(token), ids.index(token)
-        return ids[:first], ids[first + number :], Fraction(number, len(made["pixel_values"]))
+        return ids[:first], ids[first + number :], Fraction(number, len(features["pixel_values"]))
 
     def _processed(self, text: str, pictures: Sequence[Any]) -> Any:
         try:
@@ -211,10 +212,10 @@ class ChatEncoder:
         if not pictures:
             return EncodedPrompt(tokens)
         processor = self.processor
-        made = self._processed(processor.image_token * len(pictures), pictures)
-        placeholder, pixels = processor.image_token_id, made["pixel_values"].numpy()
+        features = self._processed(processor.image_token * len(pictures), pictures)
+        placeholder, pixels = processor.image_token_id, features["pixel_values"].numpy()
         _, num_tokens = runs(tokens, placeholder)
-        grids = made["image_grid_thw"].numpy() if "image_grid_thw" in made else None
+        grids = features["image_grid_thw"].numpy() if "image_grid_thw" in features else None
         num_rows = num_tokens * len(pixels) // num_tokens.sum() if grids is None else grids.prod(1)
         expected = [int(rows * self._frame[2]) for rows in num_rows.tolist()]
         if expected != num_tokens.tolist() or num_rows.sum() != len(pixels):
@@ -226,8 +227,8 @@ class ChatEncoder:
         mrope = self._family.mrope
         positions = mrope_positions(tokens, placeholder, grids, merge) if mrope and grids is not None else None
         places = np.flatnonzero(tokens == placeholder)
-        found = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
-        return EncodedPrompt(tokens, found)
+        prompt_images = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
+        return EncodedPrompt(tokens, prompt_images)
 
     def _picture(self, number: int, image: Any, count: int) -> Any:
         """Image ``number`` of ``count``, opened and within the bounds."""
@@ -326,10 +327,10 @@ class ChatEncoder:
     def eos_token_ids(self) -> list[int]:
         """Every token that ends an answer: the tokenizer's and those of generation_config.json; ascending."""
         # The two often differ: a chat model ends its turn with a token that is not the tokenizer's eos.
-        found = {self.tokenizer.eos_token_id, *_generation_eos(self.path)} - {None}
-        if not found:
+        eos_ids = {self.tokenizer.eos_token_id, *_generation_eos(self.path)} - {None}
+        if not eos_ids:
             raise DataError(f"neither the tokenizer nor generation_config.json in {self.path!r} names an eos token.")
-        return sorted(found)
+        return sorted(eos_ids)
 
     @property
     def vocab_size(self) -> int:

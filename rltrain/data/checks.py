@@ -34,16 +34,16 @@ class Keys:
 def check_columns(path: str, names: Sequence[str], keys: Keys) -> None:
     """Raise DataError if a file lacks a column."""
     missing = [name for name in keys.required() if name not in names]
-    has = short(", ".join(map(repr, names)) or "none", 300)
+    column_names = short(", ".join(map(repr, names)) or "none", 300)
     if missing:
         hint = "" if keys.prompt not in missing else " Or name its prompt column with data.prompt_key=NAME."
         raise DataError(
-            f"{path!r} has no column {', '.join(map(repr, missing))}; it has {has}. "
+            f"{path!r} has no column {', '.join(map(repr, missing))}; it has {column_names}. "
             f"A verl file holds {', '.join(map(repr, keys.required()))}; "
             f"python -m rltrain.data_preprocess.jsonl --input {path} makes one of other columns (see --help).{hint}"
         )
     if keys.image != "images" and keys.image not in names:
-        raise DataError(f"{path!r} has no column data.image_key={keys.image!r}; it has {has}.")
+        raise DataError(f"{path!r} has no column data.image_key={keys.image!r}; it has {column_names}.")
 
 
 def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:

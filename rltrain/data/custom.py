@@ -55,11 +55,11 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
     that lack what a row of a file must have.
     """
     name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
-    made, count = _dataset(data, files, tokenizer, max_rows)
+    dataset, count = _dataset(data, files, tokenizer, max_rows)
     # Of a class that takes no max_samples; any other has chosen so many itself.
     numbers = drawn(count, max_rows, data.seed if data.shuffle else None)
     folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
-    records = (_record(made, row, data, name, folder) for row in numbers.tolist())
+    records = (_record(dataset, row, data, name, folder) for row in numbers.tolist())
     return rows_of(records, name, numbers, **keys_of(data))
 
 
@@ -85,9 +85,13 @@ def call_class(key: str, made: Callable[..., Any], offered: Mapping[str, Any]) -
     Raises ConfigError if it needs more, or raises.
     """
     parameters = inspect.signature(made).parameters.values()
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    needed = [name for name, each in named.items() if each.default is each.empty and name not in offered]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    needed = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in offered]
     if needed:
         raise ConfigError(f"{key}: the class needs {', '.join(needed)}; it is given {', '.join(offered)}.")
     try:
@@ -106,12 +110,12 @@ def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tup
             "Leave it out, or choose rows with a sampler (data.sampler.name)."
         )
     offered = {"data_files": files, "tokenizer": tokenizer, "config": class_config(data), "processor": None}
-    made = call_class(name, kind, offered | {"max_samples": max_rows})
-    lacking = [each for each in ("__len__", "__getitem__") if not hasattr(made, each)]
+    dataset = call_class(name, kind, offered | {"max_samples": max_rows})
+    lacking = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
     if lacking:
         raise ConfigError(f"{name} has no {' and no '.join(lacking)}: a dataset class says how many rows it has.")
     try:
-        return made, len(made)
+        return dataset, len(dataset)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
         raise ConfigError(f"{name} cannot say how many rows it has:\n{user_traceback(error)}") from None
 
@@ -133,10 +137,14 @@ def _record(made: Any, row: int, data: DataConfig, name: str, folder: Path) -> d
         )
     media = item.get("multi_modal_data") or {}
     # Not by their truth, which an array of several does not have.
-    others = {each: item.get(each) for each in ("videos", "audios")} | {each: media.get(each) for each in _OTHERS}
+    others = {medium: item.get(medium) for medium in ("videos", "audios")} | {
+        medium: media.get(medium) for medium in _OTHERS
+    }
     if held := [kind for kind, value in others.items() if value is not None and len(value)]:
         raise DataError(f"{name}: row {row} holds {', '.join(held)}: only images are in this version.")
-    images = next((each for each in (item.get(data.image_key), media.get("image")) if each is not None), None)
+    images = next(
+        (candidate for candidate in (item.get(data.image_key), media.get("image")) if candidate is not None), None
+    )
     messages, inside = _taken_out(messages)
     given = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
     columns = (data.reward_fn_key, "reward_model", "ability", "extra_info")
@@ -164,8 +172,8 @@ def _taken_out(messages: Any) -> tuple[Any, list[Any]]:
             return message
         return {**message, "content": [bare(part) for part in content]}
 
-    found = list(map(each_bare, messages)) if isinstance(messages, list | tuple | np.ndarray) else messages
-    return found, images
+    bare_messages = list(map(each_bare, messages)) if isinstance(messages, list | tuple | np.ndarray) else messages
+    return bare_messages, images
 
 
 def _stored(image: Any, folder: Path) -> Any:
@@ -186,7 +194,7 @@ def _plain(value: Any, where: str) -> Any:
     value = value.value if isinstance(value, Enum) else value
     if value is None:
         return None
-    if kind := next((each for each in _PLAIN if isinstance(value, each)), None):
+    if kind := next((plain_type for plain_type in _PLAIN if isinstance(value, plain_type)), None):
         return kind(value)
     if isinstance(value, Mapping):
         return {str(_plain(key, where)): _plain(item, f"{where}.{key}") for key, item in value.items()}

@@ -62,33 +62,33 @@ def files_of(name: str) -> list[str]:
 
     Raises DataError for a folder that holds nothing to read, or training and test files side by side.
     """
-    found = [Path(name)] if "://" in name else matching(name)
-    if not found:
+    paths = [Path(name)] if "://" in name else matching(name)
+    if not paths:
         return [name]
-    if len(found) == 1 and found[0].is_dir():
-        return _of_folder(name, found[0])
-    return [str(each) for each in found] if found != [Path(name).expanduser()] else [name]
+    if len(paths) == 1 and paths[0].is_dir():
+        return _of_folder(name, paths[0])
+    return [str(path) for path in paths] if paths != [Path(name).expanduser()] else [name]
 
 
 def _of_folder(name: str, folder: Path) -> list[str]:
-    inside = sorted(each for each in folder.iterdir() if each.is_file() and each.name[0] not in "._")
-    by_kind = ([each for each in inside if each.name.endswith(kinds)] for kinds in (".parquet", _JSON))
-    found = next(filter(None, by_kind), [])
-    if any(each.name in ("dataset_info.json", "state.json", "dataset_dict.json") for each in inside):
+    inside = sorted(file for file in folder.iterdir() if file.is_file() and file.name[0] not in "._")
+    by_kind = ([file for file in inside if file.name.endswith(kinds)] for kinds in (".parquet", _JSON))
+    files = next(filter(None, by_kind), [])
+    if any(file.name in ("dataset_info.json", "state.json", "dataset_dict.json") for file in inside):
         way_out = "It was saved by datasets: load_from_disk(FOLDER)['train'].to_parquet('train.parquet')."
         raise DataError(f"{name!r} is a folder of Arrow files. {way_out}")
-    if not found:
-        below = next((each for kind in (".parquet", *_JSON) for each in sorted(folder.rglob(f"*{kind}"))), None)
+    if not files:
+        below = next((file for kind in (".parquet", *_JSON) for file in sorted(folder.rglob(f"*{kind}"))), None)
         hint = f" Did you mean {str(below.parent)!r}?" if below else ""
         raise DataError(f"{name!r} is a folder without a parquet or jsonl file.{hint}")
-    tests = [each for each in found if _TEST.search(each.stem.lower())]
-    if 0 < len(tests) < len(found):
-        shown = ", ".join(each.name for each in found[:4])
+    tests = [file for file in files if _TEST.search(file.stem.lower())]
+    if 0 < len(tests) < len(files):
+        shown = ", ".join(file.name for file in files[:4])
         raise DataError(
-            f"{name!r} is a folder with files of several splits ({shown}{', …' if len(found) > 4 else ''}). "
-            f"Name those that are meant, such as '{name}/train*{found[0].suffix}'."
+            f"{name!r} is a folder with files of several splits ({shown}{', …' if len(files) > 4 else ''}). "
+            f"Name those that are meant, such as '{name}/train*{files[0].suffix}'."
         )
-    return [str(each) for each in found]
+    return [str(file) for file in files]
 
 
 def kind_of(name: str, file: Path) -> str:
@@ -143,7 +143,9 @@ def _content(name: str, file: Path) -> Iterator[BinaryIO]:
     """The bytes of a file: unpacked, and as UTF-8. A file that ends in the middle is an error with its name."""
     with file.open("rb") as stream:
         head = stream.read(8)
-    opener: Any = next((each for magic, each in _COMPRESSED if head.startswith(magic)), partial(open, mode="rb"))
+    opener: Any = next(
+        (unpacker for magic, unpacker in _COMPRESSED if head.startswith(magic)), partial(open, mode="rb")
+    )
     try:
         with opener(file) as stream, BufferedReader(stream) as buffered:
             wide = next((code for first, code in _WIDE if buffered.peek(4).startswith(first)), None)
@@ -185,8 +187,8 @@ def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
         first = None
     if not isinstance(first, dict):  # not one record a line
         text = "".join([text, *(line for _, line in lines)])
-        told = text if _HALF.search(text) else ""
-        yield from ((told, record) for value in _documents(text, number) for record in _of_document(value))
+        source_text = text if _HALF.search(text) else ""
+        yield from ((source_text, record) for value in _documents(text, number) for record in _of_document(value))
         return
     second = next(lines, None)
     if second is None:
@@ -224,18 +226,22 @@ def _of_document(value: Any) -> list[Any]:
     if not isinstance(value, dict) or not value:
         return [value]
     columns = list(value.values())
-    lengths = {len(each) if isinstance(each, list | dict) else -1 for each in columns}
+    lengths = {len(column) if isinstance(column, list | dict) else -1 for column in columns}
     if len(lengths) == 1 and min(lengths) > 0:
-        are_lists = all(isinstance(each, list) and not any(isinstance(one, dict) for one in each) for each in columns)
+        are_lists = all(
+            isinstance(column, list) and not any(isinstance(cell, dict) for cell in column) for column in columns
+        )
         # As pandas writes a table.
-        are_numbered = all(isinstance(each, dict) and all(map(str.isdigit, each)) for each in columns)
+        are_numbered = all(isinstance(column, dict) and all(map(str.isdigit, column)) for column in columns)
         if are_lists or are_numbered:
-            by_row = zip(*(each if are_lists else each.values() for each in columns), strict=True)
+            by_row = zip(*(column if are_lists else column.values() for column in columns), strict=True)
             return [dict(zip(value, row, strict=True)) for row in by_row]
     tables = [
-        each for each in columns if isinstance(each, list) and each and all(isinstance(one, dict) for one in each)
+        column
+        for column in columns
+        if isinstance(column, list) and column and all(isinstance(cell, dict) for cell in column)
     ]
-    if len(tables) == 1 and not any(isinstance(each, list) and each is not tables[0] for each in columns):
+    if len(tables) == 1 and not any(isinstance(column, list) and column is not tables[0] for column in columns):
         # Messages are no records.
         return [value] if {"role", "from", "content", "value"} & tables[0][0].keys() else tables[0]
     return [value]
@@ -245,9 +251,9 @@ def _without_halves(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
-        return [_without_halves(each) for each in value]
+        return [_without_halves(item) for item in value]
     if isinstance(value, dict):
-        return {_without_halves(name): _without_halves(each) for name, each in value.items()}
+        return {_without_halves(name): _without_halves(item) for name, item in value.items()}
     return value
 
 

@@ -108,22 +108,24 @@ def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[d
 
     A message without images stays as it is. Raises DataError where slots and images do not fit.
     """
-    found: list[dict[str, Any]] = []
+    converted_messages: list[dict[str, Any]] = []
     num_slots = 0
     for message in messages:
         content = message.get("content")
         if num_images and isinstance(content, str) and _VIDEO_SLOT in content:
             raise DataError(f"the prompt has a place for a video ({_VIDEO_SLOT}): videos are not in this version.")
-        parts = _parts(content) if isinstance(content, str) else [_part(each) for each in content or ()]
+        parts = _parts(content) if isinstance(content, str) else [_part(entry) for entry in content or ()]
         slots = sum(part["type"] == "image" for part in parts)
         num_slots += slots
-        found.append({**message, "content": parts} if slots or not isinstance(content, str) else dict(message))
+        converted_messages.append(
+            {**message, "content": parts} if slots or not isinstance(content, str) else dict(message)
+        )
     if num_slots != num_images:
         hint = "" if num_images else " Does data.image_key name the column of its images?"
         raise DataError(
             f"the prompt has {num_slots} places for images ({SLOT}) and the row has {num_images} images.{hint}"
         )
-    return found
+    return converted_messages
 
 
 def has_slot(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -137,7 +139,7 @@ def has_slot(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 def without_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with texts alone, as a model that sees no images reads them: an image is ``<image>``."""
-    return [{**each, "content": _flat(each.get("content"))} for each in messages]
+    return [{**message, "content": _flat(message.get("content"))} for message in messages]
 
 
 def _flat(content: Any) -> str:

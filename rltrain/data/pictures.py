@@ -134,15 +134,15 @@ class Pictures:
         """The files of the images of a row. Raises DataError where they are not those of before the run."""
         source = self.sources[self.source[row]]
         try:
-            found = entries(source.value(int(self.number[row])), source.path)
+            image_entries = entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
             raise host_error(error) or DataError(f"its images cannot be read any more: {error}") from error
         files = []
-        for number, entry in enumerate(found, 1):
+        for number, entry in enumerate(image_entries, 1):
             try:
                 files.append(file_bytes(entry))
             except DataError as error:
-                raise DataError(f"image {number} of {len(found)}: {error}") from error
+                raise DataError(f"image {number} of {len(image_entries)}: {error}") from error
         # Other images of as many tokens would go unnoticed.
         if seal([_digest(file) for file in files]) != self.seal[row]:
             raise DataError("its images have changed since the run was started.")
@@ -171,7 +171,7 @@ def entries(value: Any, path: str) -> list[Any]:
 
     A path without bytes is taken from the folder of the parquet file at ``path``.
     """
-    return [_beside(path, each) for each in (value if isinstance(value, list) else [] if value is None else [value])]
+    return [_beside(path, entry) for entry in (value if isinstance(value, list) else [] if value is None else [value])]
 
 
 def _beside(path: str, image: Any) -> Any:
@@ -215,10 +215,10 @@ def _encoded(text: str, *, is_data: bool) -> bytes | None:
     if not (is_address or is_data or (len(code) >= _LEAST_CODE and _CODE.fullmatch(code))):
         return None
     try:
-        found = base64.b64decode(code + "=" * (-len(code) % 4), validate=True)
+        content = base64.b64decode(code + "=" * (-len(code) % 4), validate=True)
     except ValueError:
         return text.encode() if is_address or is_data else None
-    return found if is_address or is_data or begins_as_image(found) else None
+    return content if is_address or is_data or begins_as_image(content) else None
 
 
 # -- the look before a run ---------------------------------------------------------------------------------------------

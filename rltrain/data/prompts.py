@@ -118,11 +118,11 @@ def encode_prompts(
     """
     kept, row_index, overlong, counts, wrong = [], [], [], [], []
     _ = encoder.tokenizer  # where there is none, no row is to blame
-    for position, found in enumerate(_encode_rows(rows, encoder)):
-        if isinstance(found, str):
-            wrong.append(f"{rows.origin(position)}: {found}")
+    for position, outcome in enumerate(_encode_rows(rows, encoder)):
+        if isinstance(outcome, str):
+            wrong.append(f"{rows.origin(position)}: {outcome}")
             continue
-        ids, count = found
+        ids, count = outcome
         if len(ids) > max_prompt_length:
             # Collected even where they are an error, so that one message names how many there are and the length that
             # would do.
@@ -224,10 +224,12 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded | str]:
                         with_parts(messages, 0)
                 return [(ids, (0, 0, 0)) for ids in encoder.encode_batch(chunk)]
             sizes = [rows.image_sizes(position) for position in range(first, first + len(chunk))]
-            found = encoder.expanded(chunk, [[encoder.bounded_size(size) for size in each] for each in sizes])
+            expansions = encoder.expanded(
+                chunk, [[encoder.bounded_size(size) for size in image_sizes] for image_sizes in sizes]
+            )
             return [
                 (ids, (len(of), num_rows, num_tokens))
-                for (ids, num_rows, num_tokens), of in zip(found, sizes, strict=True)
+                for (ids, num_rows, num_tokens), of in zip(expansions, sizes, strict=True)
             ]
 
         try:
@@ -235,9 +237,9 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded | str]:
         except DataError:
             deadline = deadline or time.monotonic() + _SEARCH_S
             num_wrong = 0
-            for found in _one_by_one(start, prompts, encode):
-                num_wrong += isinstance(found, str)
-                yield found
+            for outcome in _one_by_one(start, prompts, encode):
+                num_wrong += isinstance(outcome, str)
+                yield outcome
                 if num_wrong and time.monotonic() > deadline:
                     return
             if not num_wrong:

@@ -217,8 +217,8 @@ def scan_rows(
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
     keys = Keys(prompt_key, reward_fn_key, image_key)
-    found = [open_table(file, keys) for path in paths for file in files_of(str(path))]
-    return _checked(chosen(found, max_rows, seed), keys)
+    tables = [open_table(file, keys) for path in paths for file in files_of(str(path))]
+    return _checked(chosen(tables, max_rows, seed), keys)
 
 
 def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:

@@ -109,15 +109,17 @@ def make_sampler(data: DataConfig, order: BatchOrder, rows: Rows) -> Sampler:
         return order
     if name == "solve_rate":
         return SolveRateSampler(order, rows, data.sampler.revisit)
-    key, made = f"data.sampler.name={name}", load_plugin("data.sampler.name", name)
-    if is_verls(made):
-        return EpochSampler(key, made, data, order, rows)
+    key, sampler_class = f"data.sampler.name={name}", load_plugin("data.sampler.name", name)
+    if is_verls(sampler_class):
+        return EpochSampler(key, sampler_class, data, order, rows)
     try:
-        sampler = made(order, rows)
+        sampler = sampler_class(order, rows)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
         raise ConfigError(f"{key} cannot be made:\n{user_traceback(error)}") from None
     missing = [
-        each for each in ("rows", "epoch", "observe", "state", "restore") if not callable(getattr(sampler, each, None))
+        method
+        for method in ("rows", "epoch", "observe", "state", "restore")
+        if not callable(getattr(sampler, method, None))
     ]
     if missing:
         raise ConfigError(f"{key}: {type(sampler).__name__} has no method {', '.join(missing)}.")
@@ -126,5 +128,5 @@ def make_sampler(data: DataConfig, order: BatchOrder, rows: Rows) -> Sampler:
 
 def _pass_rate(info: dict[str, Any]) -> float:
     names = [name for name in info if name.lower().replace("_", "").startswith(("passrate", "solverate"))]
-    found = next((info[name] for name in names if info[name] is not None), None)
-    return float(found) if isinstance(found, int | float) else float("nan")
+    rate = next((info[name] for name in names if info[name] is not None), None)
+    return float(rate) if isinstance(rate, int | float) else float("nan")

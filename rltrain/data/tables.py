@@ -60,7 +60,7 @@ class Pickled(Table):
             for column, values in columns.items():
                 values.append(pickle.dumps(row.get(column)))
             has_images = has_images or bool(row.get(keys.image))
-        table = pa.table({column: pa.array(each, pa.large_binary()) for column, each in columns.items()})
+        table = pa.table({column: pa.array(cells, pa.large_binary()) for column, cells in columns.items()})
         numbers = np.arange(table.num_rows) if numbers is None else numbers
         pictures = PictureTable(place or path, table.column(keys.image), numbers) if has_images else None
         return cls(path, table.drop_columns(keys.image), numbers, pictures)
@@ -114,13 +114,17 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
     place = str(file.absolute())
     if kind == "json":
         mended: list[int] = []
-        found = list(records(path, file, kind, mended.append))
+        json_records = list(records(path, file, kind, mended.append))
         if other := next(
-            (f"row {row} is a {type(each).__name__}" for row, each in enumerate(found) if not isinstance(each, dict)),
+            (
+                f"row {row} is a {type(record).__name__}"
+                for row, record in enumerate(json_records)
+                if not isinstance(record, dict)
+            ),
             "",
         ):
             raise DataError(f'{path!r} {other}; each must be an object such as {{"prompt": [...], ...}}.')
-        check_columns(path, list(dict.fromkeys(name for each in found for name in each)), keys)
+        check_columns(path, list(dict.fromkeys(name for record in json_records for name in record)), keys)
         if mended:
             log.warning(
                 "%r: half a character (a lone surrogate) became � in %d rows, first in row %d.",
@@ -128,7 +132,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
                 len(mended),
                 mended[0],
             )
-        return Pickled.of(found, path, keys, place=place)
+        return Pickled.of(json_records, path, keys, place=place)
     # A flipped bit in a page with a checksum is then an error and not another number.
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
         check_schema(path, source.schema_arrow, keys)

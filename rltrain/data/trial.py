@@ -71,7 +71,7 @@ def memory_bound(memory_bytes: int = MEMORY_BYTES) -> Iterator[bool]:
     before, bounds = resource.getrlimit(resource.RLIMIT_AS), False
     with suppress(OSError, ValueError), open("/proc/self/statm", encoding="utf-8") as file:
         size = int(file.read().split()[0]) * resource.getpagesize() + memory_bytes
-        limits = [each for each in before if each != resource.RLIM_INFINITY]
+        limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([size, *limits]), before[1]))
         bounds = size <= min([size, *limits])
     try:

@@ -24,7 +24,7 @@ def _row(record: Record, at: At) -> Row:
     text = templated[1] if templated else prompt
     if "<｜" in text:
         raise Drop("chat template marks inside the prompt")
-    answers = [each for each in solutions if isinstance(each, str) and each.strip()]
+    answers = [solution for solution in solutions if isinstance(solution, str) and solution.strip()]
     if not answers:
         raise Drop("no solution")
     extra = kept(record, "query_id", "task")

@@ -87,7 +87,7 @@ def row(
     given = [{"role": "user", "content": question}] if isinstance(question, str) else question
     return {
         "data_source": data_source,
-        "prompt": [*messages, *({"role": each["role"], "content": each["content"]} for each in given)],
+        "prompt": [*messages, *({"role": message["role"], "content": message["content"]} for message in given)],
         **({} if images is None else {"images": list(images)}),
         "ability": ability,
         "reward_model": {"style": style, "ground_truth": ground_truth},
@@ -98,11 +98,11 @@ def row(
 def texts(record: Record, *names: str) -> list[str]:
     """The named fields of a record. Raises DataError if one is not text."""
     values = [record.get(name) for name in names]
-    found = [value for value in values if isinstance(value, str)]
-    if len(found) < len(names):
+    field_texts = [value for value in values if isinstance(value, str)]
+    if len(field_texts) < len(names):
         fields = "fields" if len(names) > 1 else "field"
         raise DataError(f"{fields} {' and '.join(map(repr, names))} must be text, as in the original data set.")
-    return found
+    return field_texts
 
 
 def kept(record: Record, *names: str) -> Record:
@@ -122,7 +122,7 @@ def with_slots(text: str, images: Sequence[Any]) -> str:
 
 def stored_images(values: Any, folder: Path) -> list[Record]:
     """Images as their encoded bytes: entries ``{bytes, path}`` as on the hub, bytes, base64, or files in ``folder``."""
-    found = []
+    encoded_images = []
     for entry in entries(values or [], str(folder / "_")):
         path = entry.get("path")
         if not entry.get("bytes") and not (isinstance(path, Path) and path.is_file()):
@@ -132,8 +132,8 @@ def stored_images(values: Any, folder: Path) -> list[Record]:
             measured({"bytes": data})
         except DataError as error:
             raise Drop("an image that cannot be read") from error
-        found.append({"bytes": data, "path": Path(path).name if path else None})
-    return found
+        encoded_images.append({"bytes": data, "path": Path(path).name if path else None})
+    return encoded_images
 
 
 def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, unique: bool = False) -> dict[str, Part]:
@@ -151,18 +151,18 @@ def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, uni
         for index, record in enumerate(records):
             at = At({"split": split, "index": index}, options, folder, part.notes, part.unused)
             try:
-                made = to_row(record if isinstance(record, dict) else {}, at)
+                converted_row = to_row(record if isinstance(record, dict) else {}, at)
             except Drop as reason:
                 part.dropped[str(reason)] += 1
                 continue
             except DataError as error:
                 raise DataError(f"{name!r} row {index}: {error}") from error
-            prompt = str(made["prompt"]) if unique else str(index)
+            prompt = str(converted_row["prompt"]) if unique else str(index)
             if prompt in seen:
                 part.dropped["a prompt that came before"] += 1
                 continue
             seen.add(prompt)
-            part.append(made)
+            part.append(converted_row)
         if mended:
             part.notes["with half a character (a lone surrogate), which became \ufffd"] = len(mended)
             mended.clear()

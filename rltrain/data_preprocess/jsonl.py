@@ -25,8 +25,8 @@ def _row(record: Record, at: At) -> Row:
     if not isinstance(source, str) or not source:
         raise DataError("give --data-source NAME or --data-source-column COLUMN: it picks the scorer.")
     if (given := _field(record, options.prompt_column)) is None:
-        has = short(", ".join(map(repr, record)), 300)
-        raise DataError(f"--prompt-column {options.prompt_column!r} is not there, or null; columns: {has}.")
+        column_names = short(", ".join(map(repr, record)), 300)
+        raise DataError(f"--prompt-column {options.prompt_column!r} is not there, or null; columns: {column_names}.")
     prompt = messages_of(given, f"--prompt-column {options.prompt_column!r}")
     if not prompt:
         raise Drop("an empty prompt")
@@ -40,7 +40,9 @@ def _row(record: Record, at: At) -> Row:
     elif prompt[-1]["role"] == "assistant":
         at.notes["that end with the assistant's message: a run writes it as a finished turn, and opens a new one"] += 1
     used = (options.prompt_column, options.answer_column, options.data_source_column, options.image_column)
-    at.unused.update(dict.fromkeys(record.keys() - {str(each).partition(".")[0] for each in (*used, *options.keep)}))
+    at.unused.update(
+        dict.fromkeys(record.keys() - {str(column).partition(".")[0] for column in (*used, *options.keep)})
+    )
     extra = {name: _field(record, name) for name in options.keep}
     rest = {"system": options.system, "style": options.style, "ability": options.ability}
     return row(source, prompt, "" if answer is None else answer, images=images, extra=extra, **rest, **at.place)
@@ -50,10 +52,12 @@ def _truth(answer: Any, name: str) -> str | list[str] | None:
     """The right answer as text, or several of them; None where there is none."""
     if isinstance(answer, list):
         return [
-            each for each in (_truth(one, f"{name}[{at}]") for at, one in enumerate(answer)) if isinstance(each, str)
+            truth
+            for truth in (_truth(entry, f"{name}[{at}]") for at, entry in enumerate(answer))
+            if isinstance(truth, str)
         ] or None
     if isinstance(answer, dict):
-        fields = [each for each in answer if answer[each] is not None]
+        fields = [field for field in answer if answer[field] is not None]
         way_out = f"Say which field, such as --answer-column {name}.{fields[0]}." if fields else ""
         raise DataError(f"--answer-column {name!r} holds {{{short(', '.join(map(str, fields)))}}}. {way_out}")
     if answer is None or answer != answer:  # NaN, as pandas writes it

@@ -164,12 +164,16 @@ def _is_tests(truth: Any) -> bool:
 
 def best_form(slot: ScoringSlot, row: PromptRow, form: str | None = None) -> tuple[float, str]:
     """The best score of the reference answer (of several: of the worst), and the form that earns it."""
-    forms = [one for one in (form, *FORMS, *(THOUGHT + each for each in FORMS)) if one is not None]
+    forms = [
+        candidate
+        for candidate in (form, *FORMS, *(THOUGHT + base_form for base_form in FORMS))
+        if candidate is not None
+    ]
     best = (float("-inf"), forms[0])
-    for one in forms:
+    for candidate in forms:
         for truths in _truths(row):
-            score = min((_score(slot, row, one.format(truth)) for truth in truths), default=float("-inf"))
-            best = max(best, (score, one), key=lambda pair: pair[0])
+            score = min((_score(slot, row, candidate.format(truth)) for truth in truths), default=float("-inf"))
+            best = max(best, (score, candidate), key=lambda pair: pair[0])
         if best[0] >= FULL_SCORE:
             break
     return best

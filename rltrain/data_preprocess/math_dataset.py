@@ -11,10 +11,10 @@ HUB = Hub("DigitalLearningGmbH/MATH-lighteval")
 
 def boxed_answer(solution: str) -> str | None:
     """What the last ``\\boxed{}`` holds; for the few solutions that write ``\\boxed 5``, what follows up to a ``$``."""
-    found = last_boxed(solution)
-    if found is None:
-        found = solution.rpartition("\\boxed ")[2].partition("$")[0] if "\\boxed " in solution else None
-    return (found or "").strip() or None
+    boxed = last_boxed(solution)
+    if boxed is None:
+        boxed = solution.rpartition("\\boxed ")[2].partition("$")[0] if "\\boxed " in solution else None
+    return (boxed or "").strip() or None
 
 
 def _row(record: Record, at: At) -> Row:

@@ -33,7 +33,7 @@ def messages_of(value: Any, field: str) -> str | list[dict[str, str]]:
         return value[0]
     if not isinstance(value, list) or not value:
         raise DataError(f"{field} is {_kind(value)}; it must be text, or a list of messages.")
-    return [_message(each, f"{field}[{number}]") for number, each in enumerate(value)]
+    return [_message(message, f"{field}[{number}]") for number, message in enumerate(value)]
 
 
 def _message(value: Any, field: str) -> dict[str, str]:
@@ -56,17 +56,17 @@ def _text(content: Any, field: str) -> str:
         return content
     if not isinstance(content, list):
         raise DataError(f"{field}: the content is {_kind(content)}; it must be text, or parts.")
-    found = []
+    pieces = []
     for part in content:
         kind = part.get("type", "text" if "text" in part else None) if isinstance(part, Mapping) else None
         if isinstance(part, str) or (kind in ("text", "input_text") and isinstance(part.get("text"), str)):
-            found.append(part if isinstance(part, str) else part["text"])
+            pieces.append(part if isinstance(part, str) else part["text"])
         elif kind == "image":
-            found.append("<image>")
+            pieces.append("<image>")
         else:
             what = f"a part of type {short(repr(kind), 40)}" if isinstance(part, Mapping) else _kind(part)
             raise DataError(f"{field}: the content holds {what}; known are text and image (with --image-column).")
-    return "".join(found)
+    return "".join(pieces)
 
 
 def _of_json(text: str) -> Any:
@@ -78,7 +78,7 @@ def _of_json(text: str) -> Any:
     except ValueError:
         return text
     messages = value if isinstance(value, list) else [value]
-    are_messages = all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in messages)
+    are_messages = all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages)
     return value if are_messages else text
 
 

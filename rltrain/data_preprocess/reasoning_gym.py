@@ -64,8 +64,8 @@ def generate(
         for split, entries in (("train", train), ("test", test))
     }
     if as_gsm8k and worked_example:
-        for each in (*rows["train"], *rows["test"]):
-            each["prompt"] = [*WORKED_EXAMPLE, *each["prompt"]]
+        for generated_row in (*rows["train"], *rows["test"]):
+            generated_row["prompt"] = [*WORKED_EXAMPLE, *generated_row["prompt"]]
     return rows
 
 

@@ -48,7 +48,7 @@ def open_splits(
         return {split: (f"{hub.name} {name}", _from_hub(hub, name)) for split, name in hub.splits.items()}
     source = Path(given).expanduser()
     if source.is_dir():
-        files = {split: found for split, name in hub.splits.items() if (found := _find(source, hub, name))}
+        files = {split: paths for split, name in hub.splits.items() if (paths := _find(source, hub, name))}
     else:
         files = {next(iter(hub.splits)): matching(given) or [source]}
     if test_given is not None:
@@ -59,7 +59,7 @@ def open_splits(
             f"--input {given!r} has no {' or '.join(hub.splits.values())} file ({', '.join(SUFFIXES)}). "
             f"Give the folder that holds {' and '.join(names)}, or a file."
         )
-    return {split: (str(found[0]), _read_all(found, mended)) for split, found in files.items()}
+    return {split: (str(paths[0]), _read_all(paths, mended)) for split, paths in files.items()}
 
 
 def _find(folder: Path, hub: Hub, split: str) -> list[Path]:

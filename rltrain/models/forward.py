@@ -93,12 +93,12 @@ class PolicyModel(PackedModel):
             self.model.get_output_embeddings(),
             Scaling.of(self.model.config)._replace(temperature=temperature),
         )
-        found = token_log_probs(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
+        outputs = token_log_probs(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
         if not inputs.labels.numel():
             # A rank without answer tokens only keeps step: every parameter must stay in its graph.
-            found = found._replace(log_probs=found.log_probs + 0.0 * hidden.float().sum())
-        entropy, kl = (each if each is None else collect(each) for each in (found.entropy, found.kl))
-        return TokenLogProbs(collect(found.log_probs), entropy, kl)
+            outputs = outputs._replace(log_probs=outputs.log_probs + 0.0 * hidden.float().sum())
+        entropy, kl = (values if values is None else collect(values) for values in (outputs.entropy, outputs.kl))
+        return TokenLogProbs(collect(outputs.log_probs), entropy, kl)
 
 
 class ScalarModel(PackedModel):
@@ -144,21 +144,21 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
     have images, also those of `tower_numbers`.
     """
     config = policy.model.config.get_text_config()
-    known = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
+    settings = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
     total = sum(parameter.numel() for parameter in policy.parameters())
     embedding = next(policy.model.get_input_embeddings().parameters())
     output = policy.model.get_output_embeddings()  # a critic's decoder has none
     tied = output is not None and embedding is next(output.parameters())
-    head_size = known.get("head_dim") or config.hidden_size // config.num_attention_heads
+    head_size = settings.get("head_dim") or config.hidden_size // config.num_attention_heads
     experts = next(
-        (known[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if known.get(name)), 0
+        (settings[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if settings.get(name)), 0
     )
-    kept = 2 * (known.get("num_key_value_heads") or config.num_attention_heads) * head_size
-    if known.get("kv_lora_rank"):  # latent attention (DeepSeek-AI 2024): one vector for all heads
-        kept = known["kv_lora_rank"] + known["qk_rope_head_dim"]
+    kept = 2 * (settings.get("num_key_value_heads") or config.num_attention_heads) * head_size
+    if settings.get("kv_lora_rank"):  # latent attention (DeepSeek-AI 2024): one vector for all heads
+        kept = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
     # A recurrent layer sees no pairs of tokens and keeps no keys.
-    layers = config.num_hidden_layers - list(known.get("layer_types") or ()).count("linear_attention")
-    idle = 1 - known.get("num_experts_per_tok", experts) / experts if experts else 0.0
+    layers = config.num_hidden_layers - list(settings.get("layer_types") or ()).count("linear_attention")
+    idle = 1 - settings.get("num_experts_per_tok", experts) / experts if experts else 0.0
     aside = sum(parameter.numel() for part in tower(policy.model) for parameter in part.parameters())
     aside += 0 if tied else embedding.numel()
     in_experts = sum(weight.numel() for name, weight in policy.named_parameters() if ".experts." in name)

@@ -89,8 +89,8 @@ def token_log_probs(
     reference: ReferenceStates | None = None,
 ) -> TokenLogProbs:
     """Log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), entropy and KL where asked for."""
-    found = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, with_entropy, reference)
-    log_probs, entropy, kl = found
+    outputs = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, with_entropy, reference)
+    log_probs, entropy, kl = outputs
     return TokenLogProbs(log_probs, entropy if with_entropy else None, kl if reference else None)
 
 

@@ -107,25 +107,25 @@ def fuse(model: PreTrainedModel, kernels: Kernels) -> Counter[str]:
     The model may be on the meta device. Functions of its modeling file are replaced for all models of the process, and
     compute on a CPU as before.
     """
-    found: Counter[str] = Counter()
-    known: dict[tuple[Any, ...], Any] = {}
+    counts: Counter[str] = Counter()
+    replacements: dict[tuple[Any, ...], Any] = {}
     for module in model.modules():
         for replace, shape in ((_norm, _norm_shape(module)), (_mlp, _mlp_shape(module))):
             if shape is None:
                 continue
             key = (type(module), *shape)
-            if key not in known:
-                known[key] = _attempt(replace, module)
-            if known[key] is not None:
-                module.forward = known[key](module, kernels)
-                found[type(module).__name__] += 1
+            if key not in replacements:
+                replacements[key] = _attempt(replace, module)
+            if replacements[key] is not None:
+                module.forward = replacements[key](module, kernels)
+                counts[type(module).__name__] += 1
     for name in {type(module).__module__ for module in model.modules()}:
-        found[f"{name.rpartition('.')[2]}.{_ROTARY}"] += _replace_rotary(sys.modules.get(name), kernels)
-    found += Counter()  # without those of which there is none
+        counts[f"{name.rpartition('.')[2]}.{_ROTARY}"] += _replace_rotary(sys.modules.get(name), kernels)
+    counts += Counter()  # without those of which there is none
     log.info(
-        "fused kernels: %s", ", ".join(f"{count} {name}" for name, count in found.items()) or "none fits the model"
+        "fused kernels: %s", ", ".join(f"{count} {name}" for name, count in counts.items()) or "none fits the model"
     )
-    return found
+    return counts
 
 
 Fused = Callable[[Any, Kernels], Callable[..., Tensor]]
@@ -206,7 +206,7 @@ def _mlp(module: Any) -> Fused | None:
 
 def _mlp_forward(module: Any, kernels: Kernels) -> Callable[..., Tensor]:
     if "gate_up_proj" in module._modules:
-        halves = lambda x: (each.contiguous() for each in module.gate_up_proj(x).chunk(2, -1))  # noqa: E731
+        halves = lambda x: (half.contiguous() for half in module.gate_up_proj(x).chunk(2, -1))  # noqa: E731
         return lambda x: module.down_proj(kernels.swiglu(*halves(x)))
     return lambda x: module.down_proj(kernels.swiglu(module.gate_proj(x), module.up_proj(x)))
 

@@ -93,17 +93,17 @@ def read_weights(
     kind = model_kind(config, decoder_only)
     how: Any = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
     try:
-        model, told = kind.from_pretrained(path, **how, output_loading_info=True)
+        model, loading_info = kind.from_pretrained(path, **how, output_loading_info=True)
     except UNREADABLE as error:
         raise ConfigError(f"the weights of {path} cannot be read as tensors: {error}") from error
     # What transformers has made of random numbers.
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(
             f"the files of {path} have not {count(len(missing), 'weight')} of {type(model).__name__}: {missing[0]}"
             f"{', …' if len(missing) > 1 else ''}. Copy the model again."
         )
-    found: PreTrainedModel = model
-    return found
+    loaded_model: PreTrainedModel = model
+    return loaded_model
 
 
 def read_score_head(path: str) -> Tensor | None:

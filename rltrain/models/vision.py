@@ -45,7 +45,9 @@ def tower(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that make features of images, with what projects them; none in a model of text."""
     language = language_model(model)
     return (
-        [] if language is model.base_model else [each for each in model.base_model.children() if each is not language]
+        []
+        if language is model.base_model
+        else [child for child in model.base_model.children() if child is not language]
     )
 
 
@@ -67,8 +69,8 @@ def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
     for part_name, part in model.base_model.named_children():
         if part is language_model(model):
             continue
-        total += sum(each.numel() for each in part.parameters())
-        trained += sum(each.numel() for each in part.parameters() if each.requires_grad)
+        total += sum(parameter.numel() for parameter in part.parameters())
+        trained += sum(parameter.numel() for parameter in part.parameters() if parameter.requires_grad)
         for name, layer in part.named_modules():
             if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d):
                 # What projects features sees each of them once, and a feature is made of several patches.
@@ -97,8 +99,8 @@ def read_with_images(
     features, deep = _encode(model, send(pixels, tokens.device).to(embeddings.dtype), grids)
     if images is None:
         # Not left out: the backward pass of the tower is a collective as well.
-        for each in (features, *deep):  # a sum in half precision may overflow
-            embeddings = embeddings + (0.0 * each.float().sum()).to(embeddings.dtype)
+        for tensor in (features, *deep):  # a sum in half precision may overflow
+            embeddings = embeddings + (0.0 * tensor.float().sum()).to(embeddings.dtype)
     else:
         places, order = send(images.places, tokens.device), send(images.features, tokens.device)
         embeddings = embeddings.index_copy(0, places, features[order].to(embeddings.dtype))
@@ -107,7 +109,7 @@ def read_with_images(
             is_image[places] = True
             # Places ascend, which is the order in which the decoder reads the mask.
             arguments["visual_pos_masks"] = is_image[None]
-            arguments["deepstack_visual_embeds"] = [each[order] for each in deep]
+            arguments["deepstack_visual_embeds"] = [layer_features[order] for layer_features in deep]
     rows = positions[:, None] if positions.dim() == 2 else positions[None]
     decoder = language_model(model)
     return decoder(inputs_embeds=embeddings[None], position_ids=rows, **arguments).last_hidden_state[0]
@@ -116,17 +118,20 @@ def read_with_images(
 def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     """Features [n, hidden] of all images, one after the other, and those for the first layers of the decoder."""
     base: Any = model.base_model
-    trains = any(each.requires_grad for part in tower(model) for each in part.parameters())
+    trains = any(parameter.requires_grad for part in tower(model) for parameter in part.parameters())
     where = {} if grids is None else {"image_grid_thw": send(grids, pixels.device)}
     # A frozen tower keeps no activations.
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        found = base.get_image_features(pixel_values=pixels, return_dict=True, **where)
-    features = found.pooler_output
+        output = base.get_image_features(pixel_values=pixels, return_dict=True, **where)
+    features = output.pooler_output
     # Qwen's families give a tensor per image, others one of [tiles, tokens, hidden].
     features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
     # A tensor of all images (transformers 5.5), or one per image.
-    deep = getattr(found, "deepstack_features", None) or ()
-    return features, [each if isinstance(each, Tensor) else torch.cat(list(each)) for each in deep]
+    deep = getattr(output, "deepstack_features", None) or ()
+    return features, [
+        layer_features if isinstance(layer_features, Tensor) else torch.cat(list(layer_features))
+        for layer_features in deep
+    ]
 
 
 def _blank(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:

@@ -97,8 +97,8 @@ class Batch:
         try:
             return self._columns[name]
         except KeyError:
-            known = ", ".join(sorted(self._columns)) or "none"
-            raise KeyError(f"the batch has no column '{name}' (columns: {known})") from None
+            column_names = ", ".join(sorted(self._columns)) or "none"
+            raise KeyError(f"the batch has no column '{name}' (columns: {column_names})") from None
 
     def ragged(self, name: str) -> Ragged:
         """The column ``name``, which must be ragged."""
@@ -148,14 +148,14 @@ _AnyColumn = TypeVar("_AnyColumn", bound=Column)
 
 
 def _select(column: _AnyColumn, rows: RowNumbers) -> _AnyColumn:
-    found: Any
+    selection: Any
     if isinstance(column, Ragged | DictionaryColumn):
-        found = column.select(rows)
+        selection = column.select(rows)
     elif isinstance(column, Tensor):
-        found = column[torch.tensor(rows, dtype=torch.long, device=column.device)]
+        selection = column[torch.tensor(rows, dtype=torch.long, device=column.device)]
     else:
-        found = [column[row] for row in rows]
-    return found
+        selection = [column[row] for row in rows]
+    return selection
 
 
 def _to(column: _AnyColumn, device: torch.device | str) -> _AnyColumn:

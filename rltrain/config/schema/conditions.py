@@ -56,15 +56,15 @@ def parse(text: str) -> Condition:
 def is_met(config: Config, section: str, text: str) -> bool:
     """Whether a condition holds that stands in ``section`` of the schema."""
     conditions = map(parse, text.split(" or "))
-    return any(each.holds(get(config, _full_name(config, section, each.key))) for each in conditions)
+    return any(condition.holds(get(config, _full_name(config, section, condition.key))) for condition in conditions)
 
 
 def unmet(config: Config, section: str, text: str) -> str:
     """The values on which a condition failed, and where the key would count."""
-    conditions = [parse(each) for each in text.split(" or ")]
-    keys = dict.fromkeys(_full_name(config, section, each.key) for each in conditions)
+    conditions = [parse(clause) for clause in text.split(" or ")]
+    keys = dict.fromkeys(_full_name(config, section, condition.key) for condition in conditions)
     values = " and ".join(f"{key}={as_text(get(config, key))}" for key in keys)
-    if not any(each.operator for each in conditions):
+    if not any(condition.operator for condition in conditions):
         return values
     return f"{values}; it counts with {text.replace('|', ' or ')}"
 

@@ -80,22 +80,22 @@ def free_form_parent(name: str) -> str | None:
 def followed(name: str) -> str | None:
     """The key whose value ``name`` has unless it is set, or None."""
     key = all_keys().get(name)
-    found = re.fullmatch(r"\$\{([\w.]+)\}", str(key.default)) if key else None
-    return found[1] if found else None
+    match = re.fullmatch(r"\$\{([\w.]+)\}", str(key.default)) if key else None
+    return match[1] if match else None
 
 
 def similar_keys(name: str) -> list[str]:
     """Up to three keys that a mistyped ``name`` may have meant, of its own section alone: keys of other sections do
     other things."""
     section, _, leaf = name.rpartition(".")
-    inside = [known for known in all_keys() if known.startswith(f"{section}." if section else "")]
-    own = {known.rpartition(".")[2]: known for known in inside if known.rpartition(".")[0] == section}
+    inside = [candidate for candidate in all_keys() if candidate.startswith(f"{section}." if section else "")]
+    own = {candidate.rpartition(".")[2]: candidate for candidate in inside if candidate.rpartition(".")[0] == section}
     near = [own[match] for match in difflib.get_close_matches(leaf, own, n=2, cutoff=0.8)]
-    below = [known for known in inside if known.endswith(f".{leaf}")]
+    below = [candidate for candidate in inside if candidate.endswith(f".{leaf}")]
     # The start of the name was left out or mistyped, and the rest of it is there.
-    whole = [known for known in all_keys() if section and known.endswith(f".{name}")]
+    whole = [candidate for candidate in all_keys() if section and candidate.endswith(f".{name}")]
     sections_like = difflib.get_close_matches(section, sections(), n=2, cutoff=0.85)
-    whole += [known for like in sections_like if (known := f"{like}.{leaf}") in all_keys()]
+    whole += [candidate for like in sections_like if (candidate := f"{like}.{leaf}") in all_keys()]
     return list(dict.fromkeys([*near, *below, *whole]))[:3]
 
 
@@ -105,8 +105,8 @@ def nearest(name: str) -> list[str]:
     leaf = name.rpartition(".")[2]
     alike = difflib.get_close_matches(name, names, n=2, cutoff=0.8)
     # Reversed, so that of several keys with one last part the first in the schema is offered.
-    by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)}
-    same = [known for known in names if known.rpartition(".")[2] == leaf]
+    by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(names)}
+    same = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
     leaves = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.8)]
     return list(dict.fromkeys([*alike, *same, *leaves]))[:3]
 
@@ -117,7 +117,7 @@ def _walk(owner: type, prefix: str, around: tuple[tuple[str, str, str], ...]) ->
     for field in dataclasses.fields(owner):
         name, kind = prefix + field.name, hints[field.name]
         rules = field.metadata.get("rules", Rules())
-        only_with = (*around, *((prefix.rstrip("."), *each) for each in rules.only_with.items()))
+        only_with = (*around, *((prefix.rstrip("."), *condition) for condition in rules.only_with.items()))
         if dataclasses.is_dataclass(kind):
             yield from _walk(typing.cast(type, kind), name + ".", only_with)
             continue
@@ -134,8 +134,8 @@ def _literals(kind: Any) -> tuple[Any, ...]:
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        found = [value for part in typing.get_args(kind) for value in _literals(part)]
-        return (None, *found) if found else ()
+        values = [value for part in typing.get_args(kind) for value in _literals(part)]
+        return (None, *values) if values else ()
     return ()
 
 
@@ -161,10 +161,10 @@ def _module_texts(module: str) -> dict[str, dict[str, str]]:
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):
             texts[node.name] = {
-                one.target.id: inspect.cleandoc(after.value.value)
-                for one, after in zip(node.body, node.body[1:], strict=False)
-                if isinstance(one, ast.AnnAssign)
-                and isinstance(one.target, ast.Name)
+                statement.target.id: inspect.cleandoc(after.value.value)
+                for statement, after in zip(node.body, node.body[1:], strict=False)
+                if isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
                 and isinstance(after, ast.Expr)
                 and isinstance(after.value, ast.Constant)
                 and isinstance(after.value.value, str)

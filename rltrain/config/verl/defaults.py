@@ -133,5 +133,5 @@ def _a_default(written: str, value: Any, leaves: Mapping[str, Any]) -> bool:
 
 
 def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
-    pruned = {name: _without_nulls(one) if isinstance(one, dict) else one for name, one in value.items()}
-    return {name: one for name, one in pruned.items() if one is not None and one != {}}
+    pruned = {name: _without_nulls(item) if isinstance(item, dict) else item for name, item in value.items()}
+    return {name: item for name, item in pruned.items() if item is not None and item != {}}

@@ -32,7 +32,7 @@ def is_easyr1(settings: Mapping[str, Any]) -> bool:
 def is_key(key: str) -> bool:
     """Whether a key is EasyR1's, and not one of ours by the same name."""
     patterns = (*TOGETHER, *(parse(row).key for row in (*NO_EFFECT, *REFUSED)), *KEYS)
-    return key.startswith(_OWN) and any(fnmatchcase(key, each) for each in patterns)
+    return key.startswith(_OWN) and any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 @dataclass
@@ -57,14 +57,16 @@ class Reading:
 
     def put(self, key: str, value: Any, *of: str) -> None:
         """Set a key of ours for what ``of``, keys of theirs, say."""
-        written = [each for each in of if self.theirs.get(each) is not None]
+        written = [their_key for their_key in of if self.theirs.get(their_key) is not None]
         if not written and is_known(key) and get(Config(), key) == value:
             return
         self.settings[key] = value
         if not written:
             self.why[key] = "EasyR1's default"
         elif key not in written:
-            self.why[key] = "was " + ", ".join(f"{each}={as_text(self.theirs[each])}" for each in written)
+            self.why[key] = "was " + ", ".join(
+                f"{their_key}={as_text(self.theirs[their_key])}" for their_key in written
+            )
             self.was[key] = written[0]
 
     def defaulted(self) -> str:
@@ -83,7 +85,7 @@ class Reading:
             elif applies(condition, value):
                 self.refused.append(f"{key}={as_text(value)}: {why}.")
             return
-        table = next((each for pattern, each in VALUES.items() if fnmatchcase(key, pattern)), {})
+        table = next((replacements for pattern, replacements in VALUES.items() if fnmatchcase(key, pattern)), {})
         turned = table.get(value, value) if isinstance(value, str | int) else value
         if turned is None or turned == {}:
             return
@@ -147,14 +149,14 @@ def _kl(of: Reading) -> None:
 
 def _sizes(of: Reading, role: str, ours: str, passes: tuple[str, ...]) -> None:
     """Micro-batches: by tokens with its dynamic batching, which is on by default."""
-    update, experience = (f"{role}micro_batch_size_per_device_for_{each}" for each in ("update", "experience"))
+    update, experience = (f"{role}micro_batch_size_per_device_for_{phase}" for phase in ("update", "experience"))
     dynamic = f"{role}dynamic_batching"
     lengths = ("data.max_prompt_length", "data.max_response_length")
     # Lengths that the user's shell knows alone cannot be added up.
-    numbers = all(isinstance(of.value(each), int) for each in (*lengths, update, experience))
+    numbers = all(isinstance(of.value(key), int) for key in (*lengths, update, experience))
     tokens = bool(of.value(dynamic, True)) and numbers
     name = "max_token_len_per_gpu" if tokens else "micro_batch_size_per_gpu"
-    factor = sum(of.value(each) for each in lengths) if tokens else 1
+    factor = sum(of.value(key) for key in lengths) if tokens else 1
     of.put(f"{ours}use_dynamic_bsz", tokens, dynamic)
     of.put(f"{ours}ppo_{name}", of.value(update) * factor, update, *lengths)
     for other in passes:
@@ -168,11 +170,11 @@ def _validation(of: Reading) -> None:
     """It validates as it trains, but for what is overridden; here validation is greedy unless told."""
     if not of.value("data.val_files"):
         return
-    for each in ("temperature", "top_p", "top_k", "n"):
-        default = 1 if each == "n" else of.value(f"worker.rollout.{each}")
-        value = of.value(_OVERRIDE + each, default)
+    for option in ("temperature", "top_p", "top_k", "n"):
+        default = 1 if option == "n" else of.value(f"worker.rollout.{option}")
+        value = of.value(_OVERRIDE + option, default)
         if value is not None:
-            of.put(_V + each, value, _OVERRIDE + each)
+            of.put(_V + option, value, _OVERRIDE + option)
     of.put(_V + "do_sample", of.settings.get(_V + "temperature") != 0, _OVERRIDE + "temperature")
     for key, value in of.theirs.items():
         name = key.removeprefix(_OVERRIDE)
@@ -202,8 +204,8 @@ def _filtering(of: Reading) -> None:
 
 def _offload(of: Reading) -> None:
     for role, ours in (("actor", _A), ("ref", "actor_rollout_ref.ref."), ("critic", "critic.model.")):
-        keys = [f"worker.{role}.{each}" for each in ("fsdp.enable_cpu_offload", "offload.offload_params")]
-        if moved := [each for each in keys if of.value(each, False)]:
+        keys = [f"worker.{role}.{ending}" for ending in ("fsdp.enable_cpu_offload", "offload.offload_params")]
+        if moved := [key for key in keys if of.value(key, False)]:
             of.put(f"{ours}fsdp_config.param_offload", True, *moved)
 
 
@@ -243,16 +245,16 @@ def _data(of: Reading) -> None:
 
 
 def _reward(of: Reading) -> None:
-    keys = [f"worker.reward.{each}" for each in ("reward_function", "score_function", "compute_score")]
-    for key in (each for each in keys if of.value(each)):
+    keys = [f"worker.reward.{ending}" for ending in ("reward_function", "score_function", "compute_score")]
+    for key in (candidate for candidate in keys if of.value(candidate)):
         file, _, name = str(of.value(key)).partition(":")
         if of.value("custom_reward_function.path"):
             of.notes.append(f"{key}: no effect: custom_reward_function.path is set")
             continue
-        more = ", **options" if any(".reward_function_kwargs." in each for each in of.theirs) else ""
+        more = ", **options" if any(".reward_function_kwargs." in their_key for their_key in of.theirs) else ""
         call = '{"response": solution_str, "ground_truth": ground_truth}'
-        one = of.value("worker.reward.reward_type") == "sequential"
-        call = f"({call}{more})" if one else f"([{call}]{more})[0]"
+        is_sequential = of.value("worker.reward.reward_type") == "sequential"
+        call = f"({call}{more})" if is_sequential else f"([{call}]{more})[0]"
         of.refused.append(
             f"{key}={of.value(key)}: a reward function is called otherwise here. Write FILE.py with the lines: import "
             f'runpy; theirs = runpy.run_path("{file}")["{name or "main"}"]; def compute_score(data_source, '

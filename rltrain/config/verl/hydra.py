@@ -145,8 +145,8 @@ def named(config_path: str | None, config_name: str | None, config_dir: str | No
         # Without a folder, verl's own names mean verl's files.
         if (folder / f"{name}.yaml").is_file() and (folders or stock(name) is None):
             return compose(folder / f"{name}.yaml", folders)
-    if (known := stock(name)) is not None:
-        return known
+    if (stock_tree := stock(name)) is not None:
+        return stock_tree
     flags = {"--config-path": config_path, "--config-name": config_name, "--config-dir": config_dir}
     written = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
     _refuse_recipe(written, name)
@@ -184,12 +184,12 @@ class _Composer:
     def _entry(self, name: str, option: Any, group: str, package: str, file: Path) -> None:
         words = name.split()
         path, _, place = words[-1].partition("@")
-        for one in option if isinstance(option, list) else [option]:
-            if one is None or one == "_self_":
+        for choice in option if isinstance(option, list) else [option]:
+            if choice is None or choice == "_self_":
                 continue
-            one = re.sub(r"\$\{(\w+)\}", lambda match: self._chosen.get(match[1], ""), str(one))
-            full = posixpath.normpath(posixpath.join("/", group, path, one)).lstrip("/")
-            self._chosen[path] = one
+            choice = re.sub(r"\$\{(\w+)\}", lambda match: self._chosen.get(match[1], ""), str(choice))
+            full = posixpath.normpath(posixpath.join("/", group, path, choice)).lstrip("/")
+            self._chosen[path] = choice
             below = posixpath.dirname(full) if not place else ""
             inner = place if place else posixpath.relpath(below or ".", group or ".").replace("/", ".").strip(".")
             under = (
@@ -197,11 +197,11 @@ class _Composer:
                 if place == "_global_"
                 else ".".join(part for part in (package, inner.removeprefix("_here_")) if part)
             )
-            found = next((at for root in self.roots if (at := root / f"{full}.yaml").is_file()), None)
-            if found:
-                self.merge(found, posixpath.dirname(full), under)
-            elif (known := stock(full)) is not None:
-                _merge(self.tree, known)
+            entry_file = next((at for root in self.roots if (at := root / f"{full}.yaml").is_file()), None)
+            if entry_file:
+                self.merge(entry_file, posixpath.dirname(full), under)
+            elif (stock_tree := stock(full)) is not None:
+                _merge(self.tree, stock_tree)
             elif full.split("/")[0] not in _STOCK_GROUPS and "optional" not in words:
                 where = ", ".join(str(root) for root in dict.fromkeys(self.roots))
                 self.problems.append(f"{file}: there is no {full}.yaml in {where} (defaults: {name}).")

@@ -59,9 +59,9 @@ def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         key = f"{prefix}{name}"
         if name == "_target_":  # Hydra's class names
             continue
-        known = all_keys().get(rename(key))
+        schema_key = all_keys().get(rename(key))
         # verl has some keys as sections, with keys of their own.
-        is_leaf = known and (known.free_form or not any(f"{part}.".startswith(f"{key}.") for part in _PARTS))
+        is_leaf = schema_key and (schema_key.free_form or not any(f"{part}.".startswith(f"{key}.") for part in _PARTS))
         if isinstance(value, Mapping) and value and not is_leaf:
             yield from leaves_of(value, f"{key}.")
         else:

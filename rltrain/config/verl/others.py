@@ -74,9 +74,9 @@ def own_name(key: str) -> str | None:
     others have all their settings in a trainer's.
     """
     section, _, leaf = key.rpartition(".")
-    found = _BY_LEAF.get(leaf)
-    fits = not section or section == "trainer" or (found or "").split(".")[0] == section.split(".")[0]
-    return found if fits else None
+    own_key = _BY_LEAF.get(leaf)
+    fits = not section or section == "trainer" or (own_key or "").split(".")[0] == section.split(".")[0]
+    return own_key if fits else None
 
 
 def trainer_of(names: Collection[str]) -> str | None:

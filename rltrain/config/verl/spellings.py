@@ -231,4 +231,4 @@ def sizes_not_written(explicit: Collection[str], value: Callable[[str], Any]) ->
 
 
 def _are_whole(*values: Any) -> bool:
-    return all(isinstance(each, int) for each in values)
+    return all(isinstance(value, int) for value in values)

@@ -93,15 +93,15 @@ class Board:
 
     def alive(self) -> dict[str, dict[str, float]]:
         """Address of each node where Ray runs -> its devices."""
-        found = self._ask("get_all_node_info").values()
-        return {node.node_manager_address: dict(node.resources_total) for node in found if node.state == 0}
+        nodes = self._ask("get_all_node_info").values()
+        return {node.node_manager_address: dict(node.resources_total) for node in nodes if node.state == 0}
 
     def nodes(self) -> list[Node]:
         """All that have told of themselves, by rank."""
         alive, names = self.alive(), self._ask("internal_kv_keys", b"node/")
-        told = map(json.loads, self._ask("internal_kv_multi_get", names).values() if names else ())
-        found = [Node(**each, resources=alive.get(each["address"], {})) for each in told]
-        return sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.address))
+        records = map(json.loads, self._ask("internal_kv_multi_get", names).values() if names else ())
+        listed_nodes = [Node(**record, resources=alive.get(record["address"], {})) for record in records]
+        return sorted(listed_nodes, key=lambda node: (node.rank is None, node.rank or 0, node.address))
 
     def tell_of(self, node: Node) -> None:
         """Say, or say anew, who we are."""
@@ -141,15 +141,15 @@ def clusters_here() -> dict[str, list[int]]:
             for line in (process / "environ").read_bytes().split(b"\0"):
                 if line.startswith(MARK.encode() + b"="):
                     marked[int(process.name)] = line.decode().partition("=")[2]
-    found: dict[str, list[int]] = {}
+    clusters: dict[str, list[int]] = {}
     for pid in parents:
         # Ray's workers write their titles over their environment, but descend from a raylet that has not.
         above: int | None = pid
         while above is not None and above not in marked:
             above = parents.get(above)
         if above is not None:
-            found.setdefault(marked[above], []).append(pid)
-    return found
+            clusters.setdefault(marked[above], []).append(pid)
+    return clusters
 
 
 def program_of(pid: int) -> str:
@@ -191,8 +191,8 @@ def _processes() -> Iterator[Path]:
 
 def _ancestors() -> set[int]:
     """This process and those above it, which an end of the cluster must not take."""
-    found = {pid := os.getpid()}
+    pids = {pid := os.getpid()}
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
-        found.add(pid)
-    return found
+        pids.add(pid)
+    return pids

@@ -30,9 +30,9 @@ def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[
     own |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
     with attempt_file() as file:
         code = _run(launch.command, asked, heed, os.environ | own | {ATTEMPT: file})
-        told = told_supervisor(file)
-    told["pids"] = [pid for pid in told["pids"] if pid != os.getpid()]
-    exit_code, cause = interpret_exit(code, told)
+        report = told_supervisor(file)
+    report["pids"] = [pid for pid in report["pids"] if pid != os.getpid()]
+    exit_code, cause = interpret_exit(code, report)
     if exit_code != code:
         tell_supervisor(error=cause)
     return exit_code

@@ -86,12 +86,12 @@ def text(file: Path | None) -> str:
 
 def _token_of(file: Path, fix: str) -> str:
     try:
-        found = file.read_text("utf-8").strip()
+        token = file.read_text("utf-8").strip()
     except OSError as error:
         raise ConfigError(f"the token in {file} cannot be read ({error.strerror}): {fix}.") from error
-    if not found:
+    if not token:
         raise ConfigError(f"{file} holds no token: {fix}.")
-    return found
+    return token
 
 
 def write(file: Path, content: str) -> None:

@@ -51,12 +51,12 @@ def own_address(launch: Launch, head: str = "") -> str:
             f"HEAD_ADDRESS (or MASTER_ADDR) says {host}, which is not this node: start rank 0 there. Where others "
             "reach this node by that address all the same, set NODE_IP to its own."
         )
-    found = first_set("NODE_IP") or address_towards(host or None)
+    address = first_set("NODE_IP") or address_towards(host or None)
     # On the head its own name may stand for 127.0.1.1.
-    if found and found.startswith("127.") and not first_set("NODE_IP") and not head:
-        found = address_towards(None)
-    if not found:
+    if address and address.startswith("127.") and not first_set("NODE_IP") and not head:
+        address = address_towards(None)
+    if not address:
         raise ConfigError(
             "this node's address is not known, as no network card leads out: set NODE_IP to the one that others reach."
         )
-    return found
+    return address

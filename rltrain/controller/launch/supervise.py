@@ -85,7 +85,7 @@ class Attempt:
     def same_as(self, other: Attempt, place: str = "step") -> bool:
         """Whether it got no further than another attempt (in steps or ``checkpoint``), and ended by the same cause."""
         # Pids and times differ between two ends of one cause.
-        ours, theirs = (re.sub(r"\d+", "0", each.cause) for each in (self, other))
+        ours, theirs = (re.sub(r"\d+", "0", attempt.cause) for attempt in (self, other))
         # Nodes other than the head know neither; the head decides for them.
         known = bool(self.cause) or self.step is not None
         at, other_at = getattr(self, place), getattr(other, place)
@@ -146,21 +146,21 @@ class Supervisor:
         self._child = None
         if code:
             self._end_what_is_left()
-        told = self._told()
-        if "folder" in told:
-            self._folder = Path(told["folder"])
-        code, cause = interpret_exit(code, told)
+        report = self._told()
+        if "folder" in report:
+            self._folder = Path(report["folder"])
+        code, cause = interpret_exit(code, report)
         cause = cause.partition("\n")[0]
         if code > 128 and not cause:
             with suppress(ValueError):
                 cause = f"killed by {signal.Signals(code - 128).name}"
-        if code and not told["pids"] and not cause:
+        if code and not report["pids"] and not cause:
             cause = "the command has told the supervisor nothing"
         # A run that was killed by the signal that we have handed on has stopped as it was asked to.
         code = _AGAIN if code == 128 + signal.SIGTERM and self._asked else code
         return Attempt(
             len(self._attempts) + 1, started, round(time.monotonic() - clock, 1), code, self._step(), cause,
-            self._checkpoint(), bool(told.get("passing")), time.monotonic(),
+            self._checkpoint(), bool(report.get("passing")), time.monotonic(),
         )  # fmt: skip
 
     def _wait_for(self, child: subprocess.Popen[bytes]) -> int:
@@ -195,7 +195,7 @@ class Supervisor:
     def _waiting(self) -> float:
         """Seconds until the next attempt."""
         # Steps that no checkpoint holds are made again.
-        saved = [each.checkpoint or 0 for each in self._attempts]
+        saved = [attempt.checkpoint or 0 for attempt in self._attempts]
         in_vain = 0
         while in_vain < len(saved) - 1 and saved[-1 - in_vain] <= max(saved[: -1 - in_vain]):
             in_vain += 1
@@ -239,10 +239,10 @@ class Supervisor:
         if not self._folder:
             return None
         try:
-            found = [re.fullmatch(r"global_step_(\d+)", name) for name in os.listdir(self._folder)]
+            matches = [re.fullmatch(r"global_step_(\d+)", name) for name in os.listdir(self._folder)]
         except OSError:  # as before
             return self._attempts[-1].checkpoint if self._attempts else None
-        return max((int(match[1]) for match in found if match), default=0)
+        return max((int(match[1]) for match in matches if match), default=0)
 
     def _tell(self, last: Attempt) -> None:
         code = last.exit_code
@@ -255,8 +255,8 @@ class Supervisor:
         try:
             with open(self._folder / "attempts.jsonl", "a", encoding="utf-8") as file:
                 # With those of before, where the run had not got as far as its folder.
-                for each in self._attempts[self._written :]:
-                    file.write(json.dumps(asdict(each)) + "\n")
+                for attempt in self._attempts[self._written :]:
+                    file.write(json.dumps(asdict(attempt)) + "\n")
             self._written = len(self._attempts)
         except OSError as error:
             _say(f"{self._folder / 'attempts.jsonl'} cannot be written: {error}")
@@ -291,11 +291,11 @@ def interpret_exit(code: int, told: dict[str, Any]) -> tuple[int, str]:
 
 def _parents() -> dict[int, int]:
     """The parent of every process."""
-    found = {}
+    parents = {}
     for process in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            found[int(process.parent.name)] = int(process.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
-    return found
+            parents[int(process.parent.name)] = int(process.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+    return parents
 
 
 def _below(top: int) -> list[int]:
@@ -319,8 +319,8 @@ def _leads_to(top: int, pid: int, parents: dict[int, int]) -> bool:
 def _catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
     with suppress(OSError):
-        found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
-        return bool(found and int(found[1], 16) >> (number - 1) & 1)
+        match = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
+        return bool(match and int(match[1], 16) >> (number - 1) & 1)
     return False
 
 

@@ -110,5 +110,5 @@ def _port_of_head(port: str, ray_words: list[str]) -> str:
 
 def _value_of(key: str, words: list[str]) -> str:
     """The last value of a key in a command; empty where it is not a number that stands there."""
-    found = [word.partition("=")[2] for word in words if word.partition("=")[0] == key]
-    return found[-1] if found and found[-1].isdigit() else ""
+    values = [word.partition("=")[2] for word in words if word.partition("=")[0] == key]
+    return values[-1] if values and values[-1].isdigit() else ""

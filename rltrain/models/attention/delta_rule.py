@@ -32,8 +32,8 @@ def delta_rule(
     exp(G_i - G_j) for i >= j, A = 1 + strictly lower (b K K^T D): U = A^-1 b V and W = A^-1 b exp(G) K, so that
     O = exp(G) Q S + lower (Q K^T D) (U - W S) and S' = exp(G_end) S + (exp(G_end - G) K)^T (U - W S).
     """
-    query, key, value, decay, step = (each.float() for each in (query, key, value, decay, step))
-    query, key = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+    query, key, value, decay, step = (tensor.float() for tensor in (query, key, value, decay, step))
+    query, key = (tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in (query, key))
     query = query * query.shape[-1] ** -0.5
     if before is None:
         before = value.new_zeros(len(lengths), value.shape[1], key.shape[2], value.shape[2])
@@ -42,12 +42,12 @@ def delta_rule(
     size, where, back, counts, order, home = _chunks(tuple(lengths), value.device)
     # [chunks, heads, size, ...]; places without a token are zeros, which change nothing.
     query, key, value = (
-        pad(each, (0, 0, 0, 0, 0, 1)).index_select(0, where).unflatten(0, (-1, size)).transpose(1, 2)
-        for each in (query, key, value)
+        pad(tensor, (0, 0, 0, 0, 0, 1)).index_select(0, where).unflatten(0, (-1, size)).transpose(1, 2)
+        for tensor in (query, key, value)
     )
     decay, step = (
-        pad(each, (0, 0, 0, 1)).index_select(0, where).unflatten(0, (-1, size)).transpose(1, 2)
-        for each in (decay, step)
+        pad(tensor, (0, 0, 0, 1)).index_select(0, where).unflatten(0, (-1, size)).transpose(1, 2)
+        for tensor in (decay, step)
     )
     sums = decay.cumsum(-1)
     hidden = torch.ones(size, size, dtype=torch.bool, device=value.device).triu(1)
@@ -61,7 +61,9 @@ def delta_rule(
     query, end = query * sums.exp()[..., None], sums[..., -1:]
     key = key * (end - sums).exp()[..., None]
     memory, outputs, done = before.float().index_select(0, order), [], []
-    pieces = zip(*(each.split(counts) for each in (query, key, new, read, within, end.exp()[..., None])), strict=True)
+    pieces = zip(
+        *(tensor.split(counts) for tensor in (query, key, new, read, within, end.exp()[..., None])), strict=True
+    )
     for queries, keys, values, reads, inner, kept in pieces:
         # Segments are sorted by their chunks, so those that have ended are the last.
         done.append(memory[len(queries) :])
@@ -78,8 +80,8 @@ def _one_step(
 ) -> tuple[Tensor, Tensor]:
     """`delta_rule` for segments of one token, such as the rows of a decode step."""
     memory = memory * decay.exp()[..., None, None]
-    known = (key[:, :, None] @ memory)[:, :, 0]
-    memory = memory + key[..., None] * ((value - known) * step[..., None])[:, :, None]
+    recalled_value = (key[:, :, None] @ memory)[:, :, 0]
+    memory = memory + key[..., None] * ((value - recalled_value) * step[..., None])[:, :, None]
     return (query[:, :, None] @ memory)[:, :, 0], memory
 
 
@@ -98,7 +100,7 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor
     # Integers of the host, which have values where a dry run computes shapes alone.
     numbers = [-(-length // size) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda segment: -numbers[segment])
-    counts = [sum(each > number for each in numbers) for number in range(max(numbers))]
+    counts = [sum(num_chunks > number for num_chunks in numbers) for number in range(max(numbers))]
     where = []
     for number, count in enumerate(counts):
         for segment in order[:count]:
@@ -108,7 +110,7 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor
     back = torch.empty(total + 1, dtype=torch.long)
     back[row] = torch.arange(len(row))
     first = torch.tensor(order)
-    row, back, first, home = (send(each, device) for each in (row, back[:total], first, first.argsort()))
+    row, back, first, home = (send(indices, device) for indices in (row, back[:total], first, first.argsort()))
     return size, row, back, counts, first, home
 
 

@@ -150,10 +150,10 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     """
     parts = tensor.split(plan.query_lengths, dim=2)
     # A prefix is always a whole earlier segment, so its keys are one of the parts.
-    place = {(each.start, each.stop): part for each, part in zip(plan.segments, parts, strict=True)}
+    place = {(segment.start, segment.stop): part for segment, part in zip(plan.segments, parts, strict=True)}
     return [
-        torch.cat([place[each.prefix], part], 2) if each.prefix_length else part
-        for each, part in zip(plan.segments, parts, strict=True)
+        torch.cat([place[segment.prefix], part], 2) if segment.prefix_length else part
+        for segment, part in zip(plan.segments, parts, strict=True)
     ]
 
 

@@ -42,16 +42,16 @@ class PackedImages:
         first, total = {}, 0
         for key, images in distinct.items():
             first[key], total = total, total + len(images.places)
-        each = list(distinct.values())
+        distinct_images = list(distinct.values())
         # `tensor` copies: arrays that come out of the object store must not be written to, of which torch warns.
         places = [torch.tensor(images.places) + start for images, start in laid]
         features = [torch.arange(len(images.places)) + first[id(images)] for images, _ in laid]
-        grids = [images.grids for images in each if images.grids is not None]
+        grids = [images.grids for images in distinct_images if images.grids is not None]
         return cls(
-            torch.from_numpy(np.concatenate([images.pixel_values for images in each])),
+            torch.from_numpy(np.concatenate([images.pixel_values for images in distinct_images])),
             torch.from_numpy(np.concatenate(grids)) if grids else None,
-            torch.from_numpy(np.concatenate([images.num_rows for images in each])),
-            torch.from_numpy(np.concatenate([images.num_tokens for images in each])),
+            torch.from_numpy(np.concatenate([images.num_rows for images in distinct_images])),
+            torch.from_numpy(np.concatenate([images.num_tokens for images in distinct_images])),
             torch.cat(places),
             torch.cat(features),
         )

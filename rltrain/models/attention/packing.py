@@ -101,7 +101,7 @@ class AttentionPlan:
             queries, where = send(torch.tensor((0, *self.query_ends), dtype=torch.int32), device), torch.zeros(0)
             keys = queries  # The very same tensor, by which torch knows that its fastest kernel will do.
             if self.has_prefixes:
-                parts = [part for each in self.segments for part in (each.prefix, (each.start, each.stop))]
+                parts = [part for segment in self.segments for part in (segment.prefix, (segment.start, segment.stop))]
                 keys = send(torch.tensor((0, *self.key_ends), dtype=torch.int32), device)
                 where = send(torch.cat([torch.arange(*part) for part in parts]), device)
             self._on_devices[device] = queries, keys, where
@@ -118,7 +118,9 @@ class AttentionPlan:
         Each such stretch becomes a segment. An answer's first one goes on from the last of its prompt.
         """
         if size not in self._chunked:
-            self._chunked[size] = AttentionPlan(tuple(piece for each in self.segments for piece in _pieces(each, size)))
+            self._chunked[size] = AttentionPlan(
+                tuple(piece for segment in self.segments for piece in _pieces(segment, size))
+            )
         return self._chunked[size]
 
     @cached_property
@@ -128,7 +130,7 @@ class AttentionPlan:
     def places(self, device: torch.device) -> Tensor:
         """Of every token in its sample [tokens]."""
         if device not in self._places:
-            spans = [torch.arange(each.prefix_length, each.length) for each in self.segments]
+            spans = [torch.arange(segment.prefix_length, segment.length) for segment in self.segments]
             self._places[device] = send(torch.cat(spans), device)
         return self._places[device]
 
@@ -185,8 +187,15 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     """
     if not len(batch):
         # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
-        one = torch.zeros(1, dtype=torch.long, device=device)
-        return PackedInputs(one, one, AttentionPlan.of_lengths([1]), one[:0], one[:0], torch.zeros(0).long())
+        dummy_token = torch.zeros(1, dtype=torch.long, device=device)
+        return PackedInputs(
+            dummy_token,
+            dummy_token,
+            AttentionPlan.of_lengths([1]),
+            dummy_token[:0],
+            dummy_token[:0],
+            torch.zeros(0).long(),
+        )
     prompts, answers = batch.dictionary(c.PROMPT), batch.ragged(c.RESPONSE)
     assert isinstance(prompts.values, Ragged)
     prompt_starts, prompt_lengths = prompts.values.offsets.tolist(), prompts.values.lengths.tolist()
@@ -233,7 +242,7 @@ def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
         return {}
     column, prompts = batch.dictionary(c.IMAGES), batch.dictionary(c.PROMPT)
     pairs = zip(prompts.index.tolist(), column.index.tolist(), strict=True)
-    return {prompt: found for prompt, place in pairs if (found := column.values[place]) is not None}  # type: ignore[misc]
+    return {prompt: prompt_images for prompt, place in pairs if (prompt_images := column.values[place]) is not None}  # type: ignore[misc]
 
 
 class _Laid:
@@ -246,7 +255,7 @@ class _Laid:
         # (prompt, where its tokens begin) for each time that a prompt with images is laid.
         self.with_images: list[tuple[int, int]] = []
         self._images = images
-        self._three_rows = any(each.positions is not None for each in images.values())
+        self._three_rows = any(prompt_images.positions is not None for prompt_images in images.values())
 
     def add(
         self,
@@ -261,7 +270,7 @@ class _Laid:
         ends. prompt_length: of the prompt in ``prefix``, where this is an answer alone.
         """
         start, images = self.segments[-1].stop if self.segments else 0, self._images.get(prompt)
-        ranges = [each for each in (question, own) if each and each[1]]
+        ranges = [span for span in (question, own) if span and span[1]]
         stop = start + sum(length for _, length in ranges)
         self.segments.append(Segment(start, stop, prefix))
         self.rows += [torch.arange(first, first + length) for first, length in ranges]

@@ -88,19 +88,19 @@ def adopt(model: PreTrainedModel) -> None:
     if not family(text.model_type).gated_delta_nets:
         return
     expected = list(getattr(text, "layer_types", ())).count("linear_attention")
-    found = 0
+    num_nets = 0
     for layer in model.modules():
         net = getattr(layer, "linear_attn", None)
         if net is None or not all(hasattr(net, name) for name in ("conv1d", "A_log", "dt_bias", "num_k_heads")):
             continue
-        found += 1
+        num_nets += 1
         # Older transformers do not hand the arguments of a forward on to these layers. The hook is called again when
         # activations are recomputed, with the arguments of that forward.
         layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
         net.forward = partial(_forward, net)
-    if found != expected:
+    if num_nets != expected:
         raise ConfigError(
-            f"{found} of the {expected} recurrent layers of {type(model).__name__} are gated delta nets as rltrain "
+            f"{num_nets} of the {expected} recurrent layers of {type(model).__name__} are gated delta nets as rltrain "
             "knows them; another version of transformers may build them so."
         )
 
@@ -115,18 +115,18 @@ def _forward(net: Any, hidden_states: Tensor, *_: Any, attention_mask: Tensor | 
     plan, group, states = vars(net).pop("rltrain_arguments", (None, None, None))
     if (plan is None and states is None) or attention_mask is not None:
         raise NotImplementedError(f"{type(net).__name__} is given no plan of its packed row, or a mask of its own")
-    made, gate = _project(net, hidden_states.flatten(0, 1))
+    projected, gate = _project(net, hidden_states.flatten(0, 1))
     weights = Weights(net.conv1d.weight.squeeze(1), net.conv1d.bias, net.A_log, net.dt_bias)
     advance = partial(_advance, net=net)
     if states is not None:
         before, alone = states.state_before(net.layer_idx), not states.is_prefill
         lengths = (1,) * len(hidden_states) if alone else plan.query_lengths
-        core, after = advance(made, weights, lengths=lengths, before=before)
+        core, after = advance(projected, weights, lengths=lengths, before=before)
         states.keep_state(net.layer_idx, after)
     elif group is None:
-        core = _by_plan(advance, made, weights, plan)
+        core = _by_plan(advance, projected, weights, plan)
     else:
-        core = _with_others(advance, made, weights, plan, group)
+        core = _with_others(advance, projected, weights, plan, group)
     norm, last = (net.norm, net.out_proj) if hasattr(net, "out_proj") else (net.o_norm, net.o_proj)
     core = norm(core.to(hidden_states.dtype).flatten(0, 1), gate.flatten(0, 1))
     return last(core.view(*hidden_states.shape[:2], -1))
@@ -135,8 +135,8 @@ def _forward(net: Any, hidden_states: Tensor, *_: Any, attention_mask: Tensor | 
 def _project(net: Any, hidden: Tensor) -> tuple[Projected, Tensor]:
     """hidden [tokens, size] -> what is made of it, and the gate of the output [tokens, heads, size]."""
     if hasattr(net, "in_proj_qkvz"):
-        found = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden[None]), net.in_proj_ba(hidden[None]))
-        query, key, value, gate, step, decay = (each[0] for each in found)
+        projections = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden[None]), net.in_proj_ba(hidden[None]))
+        query, key, value, gate, step, decay = (projection[0] for projection in projections)
         return Projected(query, key, value, step, decay), gate
     if hasattr(net, "in_proj_qkv"):
         parts = net.in_proj_qkv(hidden).split([net.key_dim, net.key_dim, net.value_dim], -1)
@@ -159,11 +159,11 @@ def _by_plan(advance: Advance, made: Projected, weights: Weights, plan: Attentio
     if not plan.has_prefixes:
         return advance(made, weights, lengths=plan.query_lengths, before=None)[0]
     order, back, firsts, seconds, prompts = _rounds(plan, made.query.device)
-    made = Projected(*(each.index_select(0, order) for each in made))
+    made = Projected(*(tensor.index_select(0, order) for tensor in made))
     ends = (sum(firsts), sum(seconds))
-    one, two = (Projected(*parts) for parts in zip(*(each.split(ends) for each in made), strict=True))
-    core, after = advance(one, weights, lengths=firsts, before=None)
-    start = State(*(each.index_select(0, prompts) for each in after))
+    first_round, two = (Projected(*parts) for parts in zip(*(tensor.split(ends) for tensor in made), strict=True))
+    core, after = advance(first_round, weights, lengths=firsts, before=None)
+    start = State(*(tensor.index_select(0, prompts) for tensor in after))
     more, _ = advance(two, weights, lengths=seconds, before=start)
     return torch.cat([core, more]).index_select(0, back)
 
@@ -177,13 +177,13 @@ def _rounds(
     """The tokens with segments without a prefix first, the way back, the lengths of those segments and of the others,
     and of each of the others the place of its prompt among the first.
     """
-    firsts = [each for each in plan.segments if not each.prefix_length]
-    seconds = [each for each in plan.segments if each.prefix_length]
-    order = torch.cat([torch.arange(each.start, each.stop) for each in (*firsts, *seconds)])
-    place = {(each.start, each.stop): number for number, each in enumerate(firsts)}
-    prompts = torch.tensor([place[each.prefix] for each in seconds])
-    one, two = (tuple(each.stop - each.start for each in some) for some in (firsts, seconds))
-    return send(order, device), send(order.argsort(), device), one, two, send(prompts, device)
+    firsts = [segment for segment in plan.segments if not segment.prefix_length]
+    seconds = [segment for segment in plan.segments if segment.prefix_length]
+    order = torch.cat([torch.arange(segment.start, segment.stop) for segment in (*firsts, *seconds)])
+    place = {(segment.start, segment.stop): number for number, segment in enumerate(firsts)}
+    prompts = torch.tensor([place[segment.prefix] for segment in seconds])
+    first_lengths, two = (tuple(segment.stop - segment.start for segment in segments) for segments in (firsts, seconds))
+    return send(order, device), send(order.argsort(), device), first_lengths, two, send(prompts, device)
 
 
 def _with_others(
@@ -192,15 +192,17 @@ def _with_others(
     """`_by_plan` where each rank holds a slice of the tokens: it computes all of them for its share of the heads."""
     ranks, rank = group.size(), group.rank()
     numbers = torch.stack([made.step, made.decay], -1)
-    parts = [each.transpose(0, 1)[None] for each in (*made[:3], numbers)]
-    query, key, value, numbers = (each[0].transpose(0, 1) for each in share_of_heads(group, *parts))
+    parts = [tensor.transpose(0, 1)[None] for tensor in (*made[:3], numbers)]
+    query, key, value, numbers = (tensor[0].transpose(0, 1) for tensor in share_of_heads(group, *parts))
     filters = [
         # Repeated as the heads they belong to are.
-        part.unflatten(0, each.shape[1:]).repeat_interleave(math.lcm(each.shape[1], ranks) // each.shape[1], 0)
-        for part, each in zip(weights.filters.split([each[0].numel() for each in made[:3]]), made[:3], strict=True)
+        part.unflatten(0, tensor.shape[1:]).repeat_interleave(math.lcm(tensor.shape[1], ranks) // tensor.shape[1], 0)
+        for part, tensor in zip(
+            weights.filters.split([tensor[0].numel() for tensor in made[:3]]), made[:3], strict=True
+        )
     ]
     own = Weights(
-        torch.cat([each.chunk(ranks)[rank].flatten(0, 1) for each in filters]),
+        torch.cat([kernel.chunk(ranks)[rank].flatten(0, 1) for kernel in filters]),
         None,
         weights.log_decay.chunk(ranks)[rank],
         weights.decay_bias.chunk(ranks)[rank],
@@ -220,12 +222,12 @@ def _advance(
     Returns [tokens, heads, value size] and the states behind the segments.
     """
     three = made[:3]
-    channels = torch.cat([each.flatten(1) for each in three], 1)
+    channels = torch.cat([tensor.flatten(1) for tensor in three], 1)
     channels, tokens = _convolve(channels, weights, lengths, before and before.tokens, net.activation)
-    parts = channels.split([each[0].numel() for each in three], 1)
-    query, key, value = (part.view(each.shape) for part, each in zip(parts, three, strict=True))
+    parts = channels.split([tensor[0].numel() for tensor in three], 1)
+    query, key, value = (part.view(tensor.shape) for part, tensor in zip(parts, three, strict=True))
     times = value.shape[1] // key.shape[1]
-    query, key = (each.repeat_interleave(times, 1) if times > 1 else each for each in (query, key))
+    query, key = (tensor.repeat_interleave(times, 1) if times > 1 else tensor for tensor in (query, key))
     step = made.step.sigmoid() * (2.0 if getattr(net, "allow_neg_eigval", False) else 1.0)
     decay = -weights.log_decay.float().exp() * softplus(made.decay.float() + weights.decay_bias)
     # The kernel takes half precision, and no row of a single token.
@@ -249,10 +251,10 @@ def _convolve(
     row = torch.cat([before.to(channels.dtype).flatten(0, 1), channels]).index_select(0, where)
     kernel = _fused_convolution() if _on_cuda(row) else None
     if kernel is not None:
-        found = kernel(row.mT[None], weights.filters, weights.bias, activation=activation)[0, :, width:].mT
+        convolved = kernel(row.mT[None], weights.filters, weights.bias, activation=activation)[0, :, width:].mT
     else:
-        found = _filtered(row, weights, activation)
-    return found.index_select(0, out), row.index_select(0, last).unflatten(0, (-1, width))
+        convolved = _filtered(row, weights, activation)
+    return convolved.index_select(0, out), row.index_select(0, last).unflatten(0, (-1, width))
 
 
 def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
@@ -260,9 +262,9 @@ def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
     filters = weights.filters.float().mT
     length = row.shape[-2] - len(filters) + 1
     # Products, because not every device has a convolution with a filter per channel.
-    found = sum(row.narrow(-2, first, length).float() * each for first, each in enumerate(filters))
-    found = found if weights.bias is None else found + weights.bias
-    return ACT2FN[activation](found.to(row.dtype))
+    convolved = sum(row.narrow(-2, first, length).float() * tap for first, tap in enumerate(filters))
+    convolved = convolved if weights.bias is None else convolved + weights.bias
+    return ACT2FN[activation](convolved.to(row.dtype))
 
 
 @lru_cache(8)
@@ -280,7 +282,7 @@ def _laid(lengths: tuple[int, ...], width: int, device: torch.device) -> tuple[T
         out.append(torch.arange(first, first + length) + number * width)
         end = first + length + (number + 1) * width
         last.append(torch.arange(end - width, end))
-    return tuple(send(torch.cat(each), device) for each in (where, out, last))  # type: ignore[return-value]
+    return tuple(send(torch.cat(pieces), device) for pieces in (where, out, last))  # type: ignore[return-value]
 
 
 # -- kernels of accelerators (not run) ---------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
     for name, kind in (("num_attention_heads", "attention"), ("linear_num_value_heads", "recurrent")):
         heads = getattr(text, name, None) or size
         if heads % size:
-            fits = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+            fits = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
             return f"{key}={size} does not divide the {heads} {kind} heads of the model. Use one of {fits}."
     return None
 
@@ -125,15 +125,17 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     start = group.rank() * length
     plan = inputs.plan.padded_to(length * ranks)
     tokens, positions = (
-        pad(each, (0, length * ranks - total))[..., start : start + length]
-        for each in (inputs.tokens, inputs.positions)
+        pad(tensor, (0, length * ranks - total))[..., start : start + length]
+        for tensor in (inputs.tokens, inputs.positions)
     )
     images = None if inputs.images is None else inputs.images.within(start, length)
     # Places within the slice; predictors of other ranks fall outside of it.
     here = inputs.host_predictors - start
-    found = ((here >= 0) & (here < length)).nonzero()[:, 0]
-    places = send(found, tokens.device)
-    mine = replace(inputs, tokens=tokens, positions=positions, plan=plan, images=images, host_predictors=here[found])
+    own_places = ((here >= 0) & (here < length)).nonzero()[:, 0]
+    places = send(own_places, tokens.device)
+    mine = replace(
+        inputs, tokens=tokens, positions=positions, plan=plan, images=images, host_predictors=here[own_places]
+    )
     mine = replace(mine, predictors=inputs.predictors[places] - start, labels=inputs.labels[places])
     num_answer_tokens = len(inputs.labels)
 

@@ -97,13 +97,13 @@ def _torchs() -> Callable[..., Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = inspect.signature(varlen_attn).parameters
-    if "window_size" not in known:
+    parameters = inspect.signature(varlen_attn).parameters
+    if "window_size" not in parameters:
         return None
 
     def flash(query: Tensor, key: Tensor, *others: Any, kind: Kind) -> Any:
         # torch 2.11 takes grouped queries without being told, and knows no word for it.
-        grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in known else {}
+        grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in parameters else {}
         return varlen_attn(query, key, *others, scale=kind.scaling, window_size=(_left(kind), 0), **grouped)
 
     return flash
@@ -153,7 +153,7 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         query, key, value, sinks, output, total, state, unused = ctx.saved_tensors
-        found = _operators()[1](
+        input_gradients = _operators()[1](
             gradient.contiguous(), query, key, value, output, total, *ctx.lengths, 0.0,
             ctx.windows["window_size_left"] < 0, state, unused, **ctx.windows,
         )  # fmt: skip
@@ -162,7 +162,7 @@ class _Flash(torch.autograd.Function):
             shares = (sinks.to(total.dtype)[:, None] - total).exp()
             products = (gradient.to(total.dtype) * output.to(total.dtype)).sum(-1).mT
             of_sinks = -(shares * products).sum(1).to(sinks.dtype)
-        return (*found, of_sinks, None, None, None)
+        return (*input_gradients, of_sinks, None, None, None)
 
 
 def _operators() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -186,9 +186,9 @@ def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: K
         q_ends, kv_ends = (ends[first : first + _NPU_SEGMENTS] for ends in (plan.query_ends, plan.key_ends))
         # The kernel takes cumulative lengths, which start anew with each call.
         q_start, kv_start = (ends[first - 1] if first else 0 for ends in (plan.query_ends, plan.key_ends))
-        some = (each[kv_start : kv_ends[-1]].contiguous() for each in rows)
+        slices = (kv_rows[kv_start : kv_ends[-1]].contiguous() for kv_rows in rows)
         outputs.append(torch_npu().npu_fusion_attention(
-            _rows(query)[q_start : q_ends[-1]].contiguous(), *some, query.shape[1], "TND",
+            _rows(query)[q_start : q_ends[-1]].contiguous(), *slices, query.shape[1], "TND",
             atten_mask=_upper_triangle(query.device), scale=kind.scale(query.shape[-1]),
             actual_seq_qlen=tuple(end - q_start for end in q_ends),
             actual_seq_kvlen=tuple(end - kv_start for end in kv_ends), **more,

@@ -49,16 +49,16 @@ class Entries:
     def read(self, name: str) -> Tensor:
         """The numbers of an entry, from a file that is mapped into memory."""
         if name in self.opened:
-            found: Tensor = self.opened[name].get_tensor(name)
-            return found
+            tensor: Tensor = self.opened[name].get_tensor(name)
+            return tensor
         weights: Tensor = _unpickled(self.files[name][-1], "cpu")[name]
         return weights
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Some rows of an entry."""
         part = self.opened[name].get_slice(name) if name in self.opened else self.read(name)
-        found: Tensor = part[first:last] if self.empty[name].dim() else self.read(name)
-        return found
+        selected_rows: Tensor = part[first:last] if self.empty[name].dim() else self.read(name)
+        return selected_rows
 
     def differing(self) -> Iterator[str]:
         """Entries that stand in several files with other numbers."""
@@ -84,10 +84,10 @@ def files_of(path: str, *, fetch: bool = False) -> list[Path]:
     fetch: from the hub; else only what is on this machine.
     """
     for single, index in KINDS:
-        found = _here(path, index, fetch)
-        names = index_names(found) if found else [single]
+        index_file = _here(path, index, fetch)
+        names = index_names(index_file) if index_file else [single]
         files = [_here(path, name, fetch) for name in names]
-        if found or files[0]:
+        if index_file or files[0]:
             if None in files:
                 raise NoEntries(f"it has no file {names[files.index(None)]}")
             return [file for file in files if file]
@@ -101,13 +101,13 @@ def index_names(index: Path) -> list[str]:
 
 def read_entries(path: str, *, fetch: bool = False) -> Entries:
     """Raises NoEntries."""
-    found = Entries(path, files_of(path, fetch=fetch))
-    for file in found.paths:
+    entries = Entries(path, files_of(path, fetch=fetch))
+    for file in entries.paths:
         try:
-            _add(found, file)
+            _add(entries, file)
         except (*UNREADABLE, RuntimeError, ValueError) as error:
             raise NoEntries(f"{file}: {error}") from error
-    return found
+    return entries
 
 
 def _add(found: Entries, file: Path) -> None:

@@ -120,11 +120,11 @@ class Planner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """What DCP writes next; it writes one after the other (`HashingWriter`)."""
-        found = super().transform_object(write_item, object)
-        if not isinstance(found, torch.Tensor) or found.is_cpu:
-            return alone(found) if isinstance(found, torch.Tensor) else found
+        payload = super().transform_object(write_item, object)
+        if not isinstance(payload, torch.Tensor) or payload.is_cpu:
+            return alone(payload) if isinstance(payload, torch.Tensor) else payload
         self.drop()
-        self._copied = found.cpu()
+        self._copied = payload.cpu()
         return self._copied
 
     def drop(self) -> None:

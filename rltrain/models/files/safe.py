@@ -50,15 +50,15 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
     """Which tensors the files of ``folder`` hold. Raises CheckpointError for anything else; nothing of it is run."""
     file = Path(folder) / METADATA
     try:
-        found = _Unpickler(io.BytesIO(patiently(file, file.read_bytes))).load()
-        _check(found)
+        metadata = _Unpickler(io.BytesIO(patiently(file, file.read_bytes))).load()
+        _check(metadata)
     except (StorageError, MemoryError):
         raise
     # Damaged bytes make the unpickler raise almost anything.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read ({error}). Use only your own files.") from error
-    found.storage_meta = found.storage_meta or StorageMeta()
-    return found
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata
 
 
 def _check(found: Any) -> None:
@@ -77,7 +77,7 @@ class SafeReader(dcp.FileSystemReader):
     """Reads a sharded checkpoint as `read_metadata` does; torch itself reads the tensors as tensors alone."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found = read_metadata(self.path)
-        assert found.storage_meta
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata = read_metadata(self.path)
+        assert metadata.storage_meta
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

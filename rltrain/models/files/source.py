@@ -75,7 +75,7 @@ def _damage(file: Path) -> str | None:
         needed = (
             8
             + length
-            + max((each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"), default=0)
+            + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{file} has no readable safetensors header ({have:,} bytes): truncated or damaged. Copy it again."

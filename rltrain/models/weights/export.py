@@ -87,7 +87,7 @@ class Export:
         if not self._hosts:
             # As `whole_weights` has it, tied weights come once, under their first name.
             whole = dict([*self._model.named_parameters(), *self._model.named_buffers()])
-            memory = host_memory([each.to(self._dtype) for each in whole.values()], locked=not values.is_cpu)
+            memory = host_memory([tensor.to(self._dtype) for tensor in whole.values()], locked=not values.is_cpu)
             self._hosts = dict(zip(whole, memory, strict=True))
         host = self._hosts.get(name)
         return values.to("cpu", self._dtype, copy=True) if host is None else alone(host.copy_(values))
@@ -97,8 +97,8 @@ class Export:
 
         Returns the problems that `find_problems` finds. Raises DiskError.
         """
-        encoder, sees, found, self._weights = self._encoder, self._policy.sees, self._weights, {}
-        weights = {name: found[name] for name in self._model.state_dict() if name in found}
+        encoder, sees, gathered_weights, self._weights = self._encoder, self._policy.sees, self._weights, {}
+        weights = {name: gathered_weights[name] for name in self._model.state_dict() if name in gathered_weights}
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         _write(self._model, weights, encoder, _source_folder(encoder.path, self._config), folder, digests)
         if sees and (encoder.min_pixels or encoder.max_pixels):
@@ -245,22 +245,25 @@ def _look_at_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str
     from PIL import Image
 
     conversation, image = [{"role": "user", "content": SLOT}], Image.new("RGB", _PROBE)
-    found, expected = (each.encode_prompt(conversation, [image]) for each in (exported, encoder))
-    if found.tokens.tolist() != expected.tokens.tolist():
+    exported_prompt, expected = (
+        chat_encoder.encode_prompt(conversation, [image]) for chat_encoder in (exported, encoder)
+    )
+    if exported_prompt.tokens.tolist() != expected.tokens.tolist():
         yield (
-            f"{_PROCESSOR} makes {len(found.tokens)} tokens of an image of {' x '.join(map(str, _PROBE))}; in training "
-            f"it was {len(expected.tokens)}. Scale images to data.min_pixels and data.max_pixels before you send them."
+            f"{_PROCESSOR} makes {len(exported_prompt.tokens)} tokens of an image of {' x '.join(map(str, _PROBE))}; "
+            f"in training it was {len(expected.tokens)}. Scale images to data.min_pixels and data.max_pixels before "
+            "you send them."
         )
 
 
 def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
-    found: Shapes = {}
+    stored_shapes: Shapes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             names = weights.keys()
-            found |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+            stored_shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
     # transformers may write weights under older names and cut otherwise; then at least the number of elements must
     # agree.
-    if found != shapes and sum(map(prod, found.values())) != sum(map(prod, shapes.values())):
-        odd = next(name for name in sorted(found | shapes) if found.get(name) != shapes.get(name))
-        yield f"model.safetensors: {odd} has shape {found.get(odd)} instead of {shapes.get(odd)}"
+    if stored_shapes != shapes and sum(map(prod, stored_shapes.values())) != sum(map(prod, shapes.values())):
+        odd = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))
+        yield f"model.safetensors: {odd} has shape {stored_shapes.get(odd)} instead of {shapes.get(odd)}"

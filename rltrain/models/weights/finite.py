@@ -37,17 +37,19 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
         elif compute_dtype == torch.float16 != local.dtype and not all_finite(local.to(compute_dtype)):
             too_large.append(short)
     # Bounds that are infinite are no damage.
-    buffers = ((huggingface_name(name), each) for name, each in packed.named_buffers() if each.is_floating_point())
-    damaged += [name for name, each in buffers if bool(each.isnan().any())]
+    buffers = (
+        (huggingface_name(name), buffer) for name, buffer in packed.named_buffers() if buffer.is_floating_point()
+    )
+    damaged += [name for name, buffer in buffers if bool(buffer.isnan().any())]
     told = _describe(damaged, "numbers that are not finite (NaN or infinity)", "Give another copy of the model", files)
     told += _describe(too_large, "numbers beyond those of float16 (65,504)", "Compute in bfloat16", files)
-    found = torch.tensor(len(told))
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    if not found:
+    num_reports = torch.tensor(len(told))
+    dist.all_reduce(num_reports, dist.ReduceOp.MAX)
+    if not num_reports:
         return
     of_ranks: list[list[str]] = [told] * dist.get_world_size()
     dist.all_gather_object(of_ranks, told)
-    first = next(each[0] for each in of_ranks if each)
+    first = next(rank_reports[0] for rank_reports in of_ranks if rank_reports)
     raise NonFiniteError(f"{key}: {first}")
 
 

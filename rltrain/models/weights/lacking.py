@@ -45,7 +45,7 @@ def notes(key: str, entries: Entries, placing: Placing) -> Iterator[str]:
     """What the files have beside, and what they lack without harm."""
     name, files = f"{key}={entries.path}", _files(entries)
     ignored = [*(placing.plain._keys_to_ignore_on_load_unexpected or ()), _HEADS.pattern, _COMPUTED.pattern]
-    if left := [each for each in placing.left if not any(re.search(pattern, each) for pattern in ignored)]:
+    if left := [entry for entry in placing.left if not any(re.search(pattern, entry) for pattern in ignored)]:
         model = type(placing.plain).__name__
         deeper = _of_layers(left, placing)
         yield f"{name}: {model} does not take {count(len(left), 'weight')} of {files}: {_listed(left)}{deeper}"
@@ -64,7 +64,7 @@ def _missing(entries: Entries, placing: Placing) -> str | None:
     for name in [] if short else _there(placing):
         shape, why = _shape(placing, name)
         if why or shape != placing.shapes[name]:  # a stack that lacks a part
-            lacking += [each for each in placing.in_files([name]) if each not in entries.empty]
+            lacking += [entry for entry in placing.in_files([name]) if entry not in entries.empty]
             # A rule that makes a weight in one way of several has no name for each.
             short = [*short, name] if lacking else short
     if not lacking:
@@ -95,18 +95,18 @@ def _instead(entries: Entries, placing: Placing) -> str:
 
 def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
     """(what is said of the names, what undoes it): of all that may have been put into them, the likeliest first."""
-    some = [name for name in left if not _ADAPTER.search(name)] or left
-    starts = [Counter(found[0] for name in some if (found := _WRAPPED.match(name)))]
-    parts = [name.split(".") for name in some]
+    names = [name for name in left if not _ADAPTER.search(name)] or left
+    starts = [Counter(match[0] for name in names if (match := _WRAPPED.match(name)))]
+    parts = [name.split(".") for name in names]
     for depth in range(1, _DEEPEST + 1):
-        starts.append(Counter(".".join(each[:depth]) + "." for each in parts if len(each) > depth))
-    for prefix, number in [each for prefixes in starts for each in prefixes.most_common(1)]:
-        many = f"All {number}" if number == len(some) else f"{number} of {len(some)}"
+        starts.append(Counter(".".join(name_parts[:depth]) + "." for name_parts in parts if len(name_parts) > depth))
+    for prefix, number in [pair for prefixes in starts for pair in prefixes.most_common(1)]:
+        many = f"All {number}" if number == len(names) else f"{number} of {len(names)}"
         yield f"{many} other names begin with {prefix}", partial(_without, prefix)
-    if words := dict.fromkeys(word for name in some for word in _WRAPPERS.findall(name)):
-        said = f"Other names, such as {some[0]}, have {'. and '.join(words)}. in them"
+    if words := dict.fromkeys(word for name in names for word in _WRAPPERS.findall(name)):
+        said = f"Other names, such as {names[0]}, have {'. and '.join(words)}. in them"
         yield said, partial(_WRAPPERS.sub, "")
-        (prefix, _), *_ = Counter(_WRAPPERS.sub("", name).split(".")[0] + "." for name in some).most_common(1)
+        (prefix, _), *_ = Counter(_WRAPPERS.sub("", name).split(".")[0] + "." for name in names).most_common(1)
         yield f"{said}, begin with {prefix}", partial(_without_all, prefix)
 
 
@@ -123,12 +123,12 @@ def _misfit(entries: Entries, placing: Placing) -> str | None:
     odd = {name: shape for name, shape in shapes if shape not in (None, placing.shapes[name])}
     if not odd:
         return None
-    name, made = next(iter(odd.items()))
+    name, stored_shape = next(iter(odd.items()))
     entry, model = placing.entries(name)[0][0], type(placing.plain).__name__
     return (
         f"{count(len(odd), 'weight')} of {_files(entries)} and config.json are not of one size: {entry} makes "
-        f"{list(made or ())}, and {name} of {model} is {list(placing.shapes[name])}. Give the config.json that belongs "
-        "to these weights."
+        f"{list(stored_shape or ())}, and {name} of {model} is {list(placing.shapes[name])}. Give the config.json that "
+        "belongs to these weights."
     )
 
 
@@ -162,7 +162,7 @@ def _same(entries: Entries, first: str, second: str) -> bool:
     last = entries.empty[first].shape[0] if entries.empty[first].dim() else 0
     starts = {0, max(last // 2 - _ROWS, 0), max(last - _ROWS, 0)}
     pairs = ([entries.rows(name, at, at + _ROWS).float() for name in (first, second)] for at in starts)
-    return all(torch.allclose(one, other, 0.0, 0.0, equal_nan=True) for one, other in pairs)
+    return all(torch.allclose(rows, other, 0.0, 0.0, equal_nan=True) for rows, other in pairs)
 
 
 def _there(placing: Placing) -> Iterator[str]:
@@ -180,7 +180,7 @@ def _shape(placing: Placing, name: str) -> tuple[tuple[int, ...] | None, str | N
 
 def _of_layers(left: list[str], placing: Placing) -> str:
     """Layers beyond those that config.json has."""
-    numbers = [int(found[1]) for name in left if (found := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name))]
+    numbers = [int(match[1]) for name in left if (match := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name))]
     depth = getattr(placing.plain.config.get_text_config(), "num_hidden_layers", None)
     if not depth or not numbers or max(numbers) < depth:
         return ""

@@ -271,18 +271,18 @@ def _matching(key: str, wanted: Any, linear: list[str], *, required: bool = True
     """
     chosen = set()
     for wish in [wanted] if isinstance(wanted, str) else wanted:
-        found = {name for name in linear if f".{name}".endswith(f".{wish}")}
-        if not found and isinstance(wanted, str):
+        matches = {name for name in linear if f".{name}".endswith(f".{wish}")}
+        if not matches and isinstance(wanted, str):
             try:
-                found = {name for name in linear if re.fullmatch(wanted, name)}
+                matches = {name for name in linear if re.fullmatch(wanted, name)}
             except re.error as error:
                 raise ConfigError(f"{key}={wanted} is neither a name nor a pattern: {error}") from error
-        if not found and required:
+        if not matches and required:
             leaves = sorted({name.rpartition(".")[2] for name in linear})
             near = difflib.get_close_matches(wish, [*leaves, *linear], n=3, cutoff=0.5)
             hint = f"Did you mean {', '.join(near)}?" if near else f"There are {', '.join(leaves[:20])}."
             raise ConfigError(f"{key}={wanted}: no linear layer below the head matches '{wish}'. {hint}")
-        chosen |= found
+        chosen |= matches
     return chosen
 
 
@@ -326,17 +326,20 @@ def _stored_weights(lora: Lora) -> dict[str, Tensor]:
 
 
 def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
-    found, shapes = _stored_weights(lora), {name: parameter.shape for name, parameter in model.named_parameters()}
+    stored_weights, shapes = (
+        _stored_weights(lora),
+        {name: parameter.shape for name, parameter in model.named_parameters()},
+    )
     weights = {}
     for name, _ in lora_layers(model):
         for kind in ("A", "B"):
             own = _weight_name(name, kind)
-            weight = found.get(f"{_PEFT}{name}.lora_{kind}.weight")
+            weight = stored_weights.get(f"{_PEFT}{name}.lora_{kind}.weight")
             if weight is None or weight.shape != shapes[own]:
-                has = "no such weight" if weight is None else f"shape {list(weight.shape)}"
+                adapter_shape = "no such weight" if weight is None else f"shape {list(weight.shape)}"
                 raise ConfigError(
                     f"{lora.section}.lora_adapter_path={lora.path} does not fit this model: {own} is "
-                    f"{list(shapes[own])} here, and the adapter has {has}."
+                    f"{list(shapes[own])} here, and the adapter has {adapter_shape}."
                 )
             weights[own] = weight
     return weights

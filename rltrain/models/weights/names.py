@@ -63,16 +63,16 @@ class CheckpointNames:
         if conversions is None:
             # As save_pretrained does with a model that was not read from a file: what cannot be told without one, such
             # as a prefix that some files lack, stays as it is. Kept, or it would be looked for with every weight.
-            found = get_model_conversion_mapping(model, add_legacy=False)
-            conversions = [each for each in found if type(each).__name__ != "PrefixChange"]
+            rules = get_model_conversion_mapping(model, add_legacy=False)
+            conversions = [conversion for conversion in rules if type(conversion).__name__ != "PrefixChange"]
             vars(model)["_weight_conversions"] = conversions
         # Since 5.6 the last conversion is undone first.
         self._order: dict[str, Any] = (
             {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
         )
-        undone = [each.reverse_transform() for each in (conversions[::-1] if self._order else conversions)]
-        self._renamings = [each for each in undone if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in undone if isinstance(each, WeightConverter)]
+        undone = [conversion.reverse_transform() for conversion in (conversions[::-1] if self._order else conversions)]
+        self._renamings = [transform for transform in undone if isinstance(transform, WeightRenaming)]
+        self._converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
 
     def unit(self, name: str) -> str:
         """The same for weights in memory that are one weight in a checkpoint."""
@@ -107,10 +107,10 @@ def _renamed(weights: Iterable[Weight], units: Iterable[int], names: CheckpointN
     """units: how many neighbouring weights are converted together, again and again."""
     left = iter(weights)
     for size in units:
-        found = names({weight.name: weight.values for weight in islice(left, size)})
-        while found:  # so that nothing is held here that its reader has done with
-            name = next(iter(found))
-            yield Weight(name, found.pop(name))
+        converted_weights = names({weight.name: weight.values for weight in islice(left, size)})
+        while converted_weights:  # so that nothing is held here that its reader has done with
+            name = next(iter(converted_weights))
+            yield Weight(name, converted_weights.pop(name))
 
 
 Bucket = list[tuple[str, Tensor]]

@@ -47,7 +47,7 @@ class Placing:
         ignored = plain._keys_to_ignore_on_load_missing or ()
         lacking = [name for name in self.shapes if self.home.get(name, name) not in self.parts]
         buffers = {name for name, _ in plain.named_buffers() if not _LEARNT.search(name)}
-        self.ignored = [name for name in lacking if any(re.search(each, name) for each in ignored)]
+        self.ignored = [name for name in lacking if any(re.search(pattern, name) for pattern in ignored)]
         """Weights that no entry makes, and that transformers does not miss."""
         self.computed = [name for name in lacking if name in buffers and name not in self.ignored]
         """Buffers that no entry makes: they start as the configuration says."""

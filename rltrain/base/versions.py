@@ -64,7 +64,8 @@ def misfits(device: str) -> Iterator[str]:
             wanted = package_set(device)
             yield (
                 f"{package} {have[0]} and {other} {have[1]} do not fit: they are built for each other release by "
-                f"release. Install {package}=={wanted.get(package)} and {other}=={wanted.get(other)} (docs/{device}.md)."
+                f"release. Install {package}=={wanted.get(package)} and {other}=={wanted.get(other)} "
+                f"(docs/{device}.md)."
             )
 
 

@@ -46,9 +46,9 @@ class Trainer(Watcher):
         closing: ExitStack,
         ppo: PPOTrainer | None = None,
         saver: Saver | None = None,
-        validation: Validation | None = None,
         watchers: Watchers | None = None,
         owes_validation: bool = False,
+        validation: Validation | None = None,
     ) -> None:
         self.config = config
         self.plan = plan

@@ -126,7 +126,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     watchers.add(callbacks, Drift.of(group), tracker)
     if saver:
         watchers.add(Notice(stop, lambda: saver.under_way_s))
-    return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, validation, watchers, owes)
+    return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, watchers, owes, validation)
 
 
 def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> Saver:

@@ -88,7 +88,9 @@ def run(tiny_trainer, tmp_path):
         saver.load(start)
         ppo.restore(start.progress, start.folder)
         run.validated = []
-        ppo.validate = lambda step, stop: run.validated.append(step) or Answered(step, {METRIC: found[step]}, None, 1)
+        ppo.validation.run = lambda step, stop: (
+            run.validated.append(step) or Answered(step, {METRIC: found[step]}, None, 1)
+        )
         with Tracker(["console"], RunInfo("p", "e", {}, folder.path, start.step), 8) as tracker:
             trainer = Trainer(cfg, ppo.plan, folder, Stop(), start.step, ExitStack(), ppo, saver, Watchers(tracker))
             ended = trainer.fit()

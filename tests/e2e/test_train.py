@@ -370,7 +370,7 @@ def test_a_reward_outage_saves_what_was_learned_before(tiny_model, arithmetic_fi
     scorer.write_text(
         "import pathlib\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info, folder):\n"
-        "    if 'step\": 2' in (pathlib.Path(folder) / 'metrics.jsonl').read_text():\n"
+        "    if '\"step\": 2,' in (pathlib.Path(folder) / 'metrics.jsonl').read_text():\n"
         "        raise OSError('the scoring server is gone')\n"
         "    return float(len(solution_str) % 2)\n"
     )

@@ -43,7 +43,7 @@ class FreeScores:
 
     seconds = 0.0
 
-    def begin(self, split: str, total: int) -> FreeScores:
+    def begin_scoring(self, split: str, total: int) -> FreeScores:
         self.num_scored = 0
         return self
 
@@ -53,7 +53,7 @@ class FreeScores:
     def advance(self) -> None:
         pass
 
-    def finish(self) -> dict[str, np.ndarray]:
+    def collect(self) -> dict[str, np.ndarray]:
         nothing = np.zeros(self.num_scored)
         return {"score": np.arange(self.num_scored) % 3 / 2, "reward_failed": nothing, "reward_timeout": nothing}
 

@@ -14,7 +14,7 @@ from rltrain.base.errors import ConfigError, RewardError
 from rltrain.base.stop import Stop
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.controller.samples import Samples
-from rltrain.trainer import experience
+from rltrain.trainer import validation
 from rltrain.trainer.rewards import overlong_penalty
 from rltrain.trainer.timing import StepTimer
 from tests.trainer.steps import (
@@ -86,14 +86,14 @@ def test_a_reward_model_alone_is_the_whole_score(make, reward_model):
 
 def test_a_validation_is_judged_in_parts_like_steps(make, reward_model, monkeypatch):
     """All answers in one call would take many times as long as those of a step, and count as hung."""
-    monkeypatch.setattr(experience, "_BUSY_ENGINE", 1)
+    monkeypatch.setattr(validation, "_BUSY_ENGINE", 1)
     trainer = make(reward_model__enable=True, reward_model__model__path=reward_model)
-    steps = trainer.experience
-    steps._plan = replace(steps._plan, prompts_per_step=3, answers_per_prompt=1)
-    samples, scores, _ = steps.validation(0, Stop())
+    parts = trainer.validation
+    parts._plan = replace(parts._plan, samples_per_step=3)
+    samples = parts.run(0, Stop()).samples
     assert trainer.group.calls.count("RewardModel.score") == math.ceil(len(samples) / 3) > 1
     together = trainer.rewards.score("val", samples)
-    assert np.allclose(scores["model_score"], together["model_score"], rtol=0, atol=1e-6)
+    assert np.allclose(samples["model_score"], together["model_score"], rtol=0, atol=1e-6)
 
 
 def test_the_overlong_penalty_by_hand():

@@ -30,8 +30,8 @@ from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
+from rltrain.run.preflight.fake_run import Ledger
 from rltrain.run.preflight.memory import OWNERS, forecast
-from rltrain.run.preflight.shadow import Ledger
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.residency import Residency
@@ -94,7 +94,7 @@ def prepare(folder: Path) -> None:
 
 
 class _Kernel(torch.autograd.Function):
-    """The stand-in's attention as the real one takes memory: it works in its own, and keeps what `shadow` says."""
+    """The stand-in's attention as the real one takes memory: it works in its own, and keeps what `fake_run` says."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, others: Any, more: Any) -> Tensor:

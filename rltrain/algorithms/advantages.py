@@ -68,7 +68,7 @@ class TokenAdvantages:
 OutcomeEstimator = Callable[[OutcomeInputs, AlgorithmConfig], Tensor]
 TokenEstimator = Callable[[TokenInputs, AlgorithmConfig], TokenAdvantages]
 Estimator = TypeVar("Estimator", bound=Callable[..., Any])
-# The built-in functions; their declarations are those of their names in `config.declarations`.
+# The built-in functions; their declarations are those of their names in `config.schema.declarations`.
 ESTIMATORS: dict[str, Callable[..., Any]] = {}
 
 

@@ -85,7 +85,7 @@ class PolicyLossEntry:
     selection: Selection | None = None
 
 
-# The built-in functions; their declarations are those of their names in `config.declarations`.
+# The built-in functions; their declarations are those of their names in `config.schema.declarations`.
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
 
 

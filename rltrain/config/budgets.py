@@ -16,6 +16,7 @@ from typing import Any
 from rltrain.config.passes import PASSES, BudgetKeys
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
+from rltrain.config.step_passes import roles_of
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,10 @@ def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _used(config: Config) -> dict[str, BudgetKeys]:
-    """Of the passes whose roles the run has."""
-    there = {"critic": config.algorithm.needs_critic, "reward_model": config.reward_model.enable}
-    return {name: step_pass.keys for name, step_pass in PASSES.items() if there.get(step_pass.role, True)}
+    """Of the passes whose roles the run has; in training the reference may be the actor without its adapters."""
+    roles = roles_of(config)
+    roles |= {"ref"} if "actor" in roles else set()
+    return {name: step_pass.keys for name, step_pass in PASSES.items() if step_pass.role in roles}
 
 
 def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[int, int]:

@@ -13,27 +13,28 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import is_plugin, plugin_file
 from rltrain.base.storage import matching
 from rltrain.config.budgets import budget_problems
-from rltrain.config.engine_rules import engine_problems
+from rltrain.config.engine_rules import engine_problems, tail_problems
 from rltrain.config.folders import folder_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.overlap import overlap_problems
+from rltrain.config.reward_rules import asked_of_scorers, reward_problems, reward_terms
 from rltrain.config.schema import Config
-from rltrain.config.schema.algorithm import FILTER_METRICS
 from rltrain.config.schema.conditions import as_text, is_met
 from rltrain.config.schema.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.schema.model import HALF, NO_SCALER
+from rltrain.config.step_passes import roles_of
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
-_LEAST_SCORER_MEMORY_MB = 256
 # Parts of the names of keys that are an upper limit.
 _LIMITS = ("clip", "limit", "_s")
+# Of models that an evaluation does not load.
+_TRAINED = (_A + "ref.", "critic.")
 # Numbers of devices that work together, by the end of their keys, and what they make.
 _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
@@ -63,10 +64,12 @@ def check(loaded: LoadedConfig) -> None:
 def broken_rules(loaded: LoadedConfig) -> list[str]:
     """One line for every rule that the config breaks."""
     # Every rule must bear values that another one refuses, since all of them run.
-    models = (_lora, _shared_sequences, budget_problems)
-    rewards = (_reward_terms, _reward_model, _scorers)
-    ends = (engine_problems, overlap_problems, folder_problems)
-    rules = (_each_key, _lists, _precision, uneven, _comparison, _correction, *models, *rewards, *ends, _names, _run)
+    rules = [_each_key, _lists, uneven, _lora, budget_problems, reward_problems, engine_problems]
+    rules += [folder_problems, _names, _run]
+    # An evaluation is mostly the command of a run with one key more, and what only a step would need may stay in it.
+    if "actor" in roles_of(loaded.config):
+        rules += [_precision, _comparison, _correction, _shared_sequences, reward_terms, asked_of_scorers]
+        rules += [tail_problems, overlap_problems]
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 
@@ -193,13 +196,14 @@ def _uneven_batches(config: Config) -> Iterator[str]:
 
 def uneven(config: Config) -> Iterator[str]:
     """Everything that must divide and does not: nothing is ever rounded."""
-    if not config.trainer.val_only:  # which makes no step
+    trains = "actor" in roles_of(config)
+    if trains:
         yield from _uneven_batches(config)
     here = config.trainer.n_gpus_per_node
     devices = config.trainer.nnodes * here
     for key in all_keys():
         spanning = [name for ending, name in _SPANNING.items() if key.endswith(ending)]
-        if not spanning:
+        if not spanning or (not trains and key.startswith(_TRAINED)):
             continue
         size = get(config, key)
         size = min(size, devices) if key.endswith("fsdp_size") else size  # more than there are means all
@@ -246,7 +250,7 @@ def _correction(config: Config) -> Iterator[str]:
 
 def _lora(config: Config) -> Iterator[str]:
     """The layers of adapters are named by text."""
-    for section in (_A + "model", "critic.model"):
+    for section in (_A + "model", *(["critic.model"] if "actor" in roles_of(config) else [])):
         for key in ("target_modules", "exclude_modules") if get(config, f"{section}.uses_lora") else ():
             value = get(config, f"{section}.{key}")
             names = value if isinstance(value, list) else [value]
@@ -270,84 +274,6 @@ def _shared_sequences(config: Config) -> Iterator[str]:
             f"{key}={ref}: with {why} actor and reference share the devices of a sequence. Use {key}={actor}, as the "
             "actor."
         )
-
-
-def _reward_terms(config: Config) -> Iterator[str]:
-    """An estimator that compares the numbers of a scorer one by one replaces every other way to put rewards
-    together."""
-    algorithm, model = config.algorithm, config.reward_model
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if weights is not None and len(weights) != len(keys):
-        yield f"algorithm.gdpo_reward_weights={weights}: give one weight for each of gdpo_reward_keys={keys}."
-    if not algorithm.estimator.reward_terms:
-        return
-    chosen = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-    if not keys:
-        yield f"{chosen} needs algorithm.gdpo_reward_keys, the numbers a scorer returns, such as [acc,format]."
-    other_terms = {
-        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
-        "reward_model.enable": model.enable,
-        "reward.weights": bool(config.reward.weights),
-        "reward_model.overlong_buffer.enable": model.reward_manager == "dapo" and model.overlong_buffer.enable,
-    }
-    for key in (key for key, on in other_terms.items() if on):
-        yield f"{chosen} compares gdpo_reward_keys alone, and {key} would be lost. Leave it out, or use grpo."
-
-
-def _reward_model(config: Config) -> Iterator[str]:
-    model, buffer, algorithm = config.reward_model, config.reward_model.overlong_buffer, config.algorithm
-    if model.enable and model.rule_weight is None and config.custom_reward_function.path:
-        # verl 0.5 takes the model's score, its main the function's, which there asks the model over HTTP.
-        yield (
-            f"reward_model.enable=True and custom_reward_function.path={config.custom_reward_function.path} both score "
-            "answers, and which one decides depends on the version of verl. Set reward_model.rule_weight=0 for the "
-            "model alone, reward_model.rule_weight=1 for the sum, or leave reward_model.enable out for the function."
-        )
-    if not model.runs_scorers:
-        if model.weight == 0:
-            yield "reward_model.weight=0 and no reward_model.rule_weight leave no reward at all."
-        metric, sampler = algorithm.filter_groups.metric, config.data.sampler.name
-        own_metric = algorithm.filter_groups.enable and metric not in FILTER_METRICS
-        asking = {
-            f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.estimator.reward_terms,
-            f"data.sampler.name={sampler}": sampler == "solve_rate",
-            f"algorithm.filter_groups.metric={metric}": own_metric,
-            f"reward.weights={config.reward.weights}": bool(config.reward.weights),
-        }
-        for setting in (setting for setting, asks in asking.items() if asks):
-            yield (
-                f"{setting} needs a scorer, and beside a reward model none runs unless reward_model.rule_weight is set "
-                f"(got {as_text(model.rule_weight)})."
-            )
-    if model.reward_manager == "batch" and not config.custom_reward_function.path:
-        needs = "custom_reward_function.path, a function that takes lists"
-        yield f"reward_model.reward_manager=batch needs {needs}. Or use naive."
-    if model.enable and not model.model.path:
-        yield "reward_model.enable=True needs reward_model.model.path, a sequence classifier with one label."
-    limit, named = config.data.max_response_length, "data.max_response_length"
-    if buffer.max_resp_len:
-        limit, named = buffer.max_resp_len, "reward_model.overlong_buffer.max_resp_len"
-    if model.reward_manager == "dapo" and buffer.enable and not 0 < buffer.len <= limit:
-        yield f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most {named}={limit}."
-
-
-def _scorers(config: Config) -> Iterator[str]:
-    reward = config.reward
-    if 0 < reward.memory_limit_mb < _LEAST_SCORER_MEMORY_MB:
-        least = f"0 (no limit) or at least {_LEAST_SCORER_MEMORY_MB}"
-        yield f"reward.memory_limit_mb={reward.memory_limit_mb}: a scorer's process needs more. Use {least}."
-    if reward.url is None:
-        return
-    if config.custom_reward_function.path:
-        yield "reward.url and custom_reward_function.path both say how to score; give one of them."
-    try:
-        address = urlsplit(reward.url)
-        # Reading `port` raises ValueError too, where it is no number.
-        usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        yield f"reward.url={reward.url!r} is no address; write http://host:port/path."
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -377,7 +303,7 @@ def _run(config: Config) -> Iterator[str]:
         yield f"data.train_files is not set. Give one or more parquet files ({maker})."
     if trainer.val_only and not as_list(config.data.val_files):
         yield "trainer.val_only=True has nothing to do: data.val_files is not set."
-    if config.algorithm.needs_critic and steps is not None and trainer.critic_warmup > steps:
+    if "critic" in roles_of(config) and steps is not None and trainer.critic_warmup > steps:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} is over trainer.total_training_steps={steps}, so the actor "
             "would never learn."

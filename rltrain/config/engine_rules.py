@@ -13,20 +13,20 @@ _R = "actor_rollout_ref.rollout."
 
 
 def engine_problems(config: Config) -> Iterator[str]:
-    """One line for every rule about the engine that the config breaks."""
-    yield from _tail(config)
+    """What the chosen engine cannot do, a line for each."""
+    rollout, engine = config.actor_rollout_ref.rollout, ENGINES.get(config.actor_rollout_ref.rollout.name)
+    if rollout.tail == "exact" and engine and not engine.speculation:
+        yield (
+            f"{_R}tail=exact is speculative decoding, which {_R}name={rollout.name} does not have. "
+            f"Use {engines_with('speculation')}, or leave tail out."
+        )
     yield from _engine(config)
 
 
-def _tail(config: Config) -> Iterator[str]:
-    """What `rollout.tail` needs, and what it cannot stand beside."""
+def tail_problems(config: Config) -> Iterator[str]:
+    """What a step needs whose answers `rollout.tail` cuts short, and what it cannot stand beside."""
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
-    tail, engine = f"{_R}tail={rollout.tail}", ENGINES.get(rollout.name)
-    if rollout.tail == "exact" and engine and not engine.speculation:
-        yield (
-            f"{tail} is speculative decoding, which {_R}name={rollout.name} does not have. "
-            f"Use {engines_with('speculation')}, or leave tail out."
-        )
+    tail = f"{_R}tail={rollout.tail}"
     if rollout.stops_early and config.algorithm.filter_groups.enable:
         yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
     # With bypass_mode and ppo_clip the ratio of the loss is taken against the policy that sampled the token, which

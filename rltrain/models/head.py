@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from rltrain.base.device import device_of
+from rltrain.config.schema.families import family
 
 
 class TokenLogProbs(NamedTuple):
@@ -50,9 +51,8 @@ class Scaling(NamedTuple):
         """
         text = config.get_text_config()
         scaling = getattr(text, "logits_scaling", None) or 1.0
-        multiplier = (getattr(text, "logit_scale", None) or 1.0) * (
-            scaling if text.model_type == "hyperclovax" else 1 / scaling
-        )
+        scaling = scaling if family(text.model_type).multiplies_logits else 1 / scaling
+        multiplier = (getattr(text, "logit_scale", None) or 1.0) * scaling
         return cls(multiplier, getattr(text, "final_logit_softcapping", None) or None)
 
     def apply(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """``python -m rltrain.doctor key=value ...``: would this cluster train? A table, and per failure node, cause and fix.
 
-The settings are those of the run to come. Choice: the same functions as at the start of a run (`trainer.health`), on
-the same devices and lines; then every device computes, all exchange, and every pair of devices is timed. Left out: a
-load of hours, which shows devices that fail when they are hot.
+The settings are those of the run to come. Choice: the same functions as at the start of a run
+(`run.preflight.health`), on the same devices and lines; then every device computes, all exchange, and every pair of
+devices is timed. Left out: a load of hours, which shows devices that fail when they are hot.
 """
 
 from __future__ import annotations

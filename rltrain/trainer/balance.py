@@ -4,9 +4,9 @@ The driver decides for all ranks at once, from lengths alone: every rank gets th
 because a collective in one of them would otherwise wait for ever. Which samples share an optimizer step is settled
 before and does not change here.
 
-Answers to one prompt that meet in a micro-batch share its tokens (`models.packing.pack`) and its images, which are
-encoded once however many answers follow, also where an answer is too long to share the tokens. Keeping answers together
-saves work but leaves coarser chunks to spread evenly; the cost model weighs one against the other.
+Answers to one prompt that meet in a micro-batch share its tokens (`models.attention.packing.pack`) and its images,
+which are encoded once however many answers follow, also where an answer is too long to share the tokens. Keeping
+answers together saves work but leaves coarser chunks to spread evenly; the cost model weighs one against the other.
 
 Over several nodes a chunk goes to a rank of the node where it was made, as long as that leaves the ranks as even. Which
 node that is depends on when engines were free, so numbers of two such runs are equal to rounding alone.

@@ -95,7 +95,7 @@ class Experience:
 
     def _round(self, timer: StepTimer, rank_listener: RankListener | None = None) -> _Round:
         started = self.line.next_prompts(self._draw)
-        n = self._rollout.n
+        n = self._plan.answers_per_prompt
         sampling = sampling_of(self._cfg, self._rollout, greedy=not self._rollout.do_sample)
         # Begun before generation, so that the first answers can be scored while the last are still generated.
         arrivals = self._rewards.begin_scoring("train", len(started) * n)
@@ -139,15 +139,15 @@ class Experience:
             values = samples[c.RULE_SCORE if c.RULE_SCORE in samples.numbers else c.MODEL_SCORE]
         else:
             values = known_number(samples, metric, self._cfg.reward.on_error)
-        values = values.reshape(-1, self._rollout.n)
-        if self._rollout.n < 2:  # nothing to compare an answer with, so none is left out, as in verl
+        values = values.reshape(-1, self._plan.answers_per_prompt)
+        if self._plan.answers_per_prompt < 2:  # nothing to compare an answer with, so none is left out, as in verl
             return np.arange(len(values))
         # A difference is something to learn from, however small, unless it is the rounding of a sum.
         return np.flatnonzero(np.ptp(values, 1) > SCORE_ROUNDING * np.abs(values).max(1))
 
     def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:
         """Useful groups in order; where they are too few, rejected groups fill the batch up."""
-        wanted, n = self._plan.prompts_per_step, self._rollout.n
+        wanted, n = self._plan.prompts_per_step, self._plan.answers_per_prompt
         taken: list[Ids] = []
         for each in useful:
             taken.append(each[: wanted - sum(map(len, taken))])
@@ -173,7 +173,7 @@ class Experience:
 
     def add_greedy_baseline(self, samples: Samples, timer: StepTimer) -> None:
         """``baseline`` [n]: the score of the greedy answer to the same prompt (ReMax)."""
-        n = self._rollout.n
+        n = self._plan.answers_per_prompt
         # One greedy answer per prompt: a second one would be the same.
         rows = samples[c.ROW][::n]
         with timer("gen_max"):

@@ -2,7 +2,7 @@
 
 Problem: the text of the algorithm gets lost between passes that some runs skip, layouts and metrics. Choice: `step`
 asks `StepPasses` which passes to make and reads like the paper; what its phases leave for the report is a `StepRecord`.
-Left out: the loop with saving and trackers, which is `Trainer.fit` in run.py, and every computation on tokens, which is
+Left out: the loop with saving and trackers, which is `run.fit.Trainer`, and every computation on tokens, which is
 the workers'.
 """
 

@@ -1,4 +1,4 @@
-"""What a process finds out about its node before anything is loaded; `trainer.health` asks on all nodes and compares.
+"""What a process finds out about its node before anything is loaded; `run.preflight.health` asks all nodes.
 
 Problem: what is wrong with one node of many shows late and somewhere else: as a collective that hangs, as half a
 checkpoint. Choice: every node answers the same small questions first. Nothing here knows of Ray, and nothing takes more
@@ -71,7 +71,7 @@ class Facts:
     port: int = 0
     """Where the node listens."""
     room: dict[str, float] = field(default_factory=dict)
-    """What is left, by a name of `trainer.health`."""
+    """What is left, by a name of `run.preflight.health`."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -114,10 +114,7 @@ class RolloutWorker(Rollout):
             images=self._images,
             max_pixels=cfg.data.max_pixels,
         )
-        engine = make_engine(settings)
-        if self._rollout.name == "vllm":
-            self._device.grow_segments()
-        return engine
+        return make_engine(settings)
 
     def _release(self) -> None:
         if self.engine.sleep():

@@ -16,6 +16,7 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import all_keys, free_form_parent, get, is_known
 from rltrain.config.verl.no_effect import NO_EFFECT
 from rltrain.config.verl.spellings import ALIASES
+from rltrain.trainer.plan import make_plan
 
 A = "actor_rollout_ref."
 # What every valid config needs.
@@ -407,6 +408,42 @@ def test_what_an_engine_would_not_share_with_the_trainer():
     assert loaded.config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"cudagraph_capture_sizes": [1, 2, 4]}}
     off = [f"{A}rollout.quantization=null", f"{A}rollout.cudagraph_capture_sizes=null"]
     assert load_config([*off, f"{A}rollout.name=vllm"]).config.actor_rollout_ref.rollout.engine_kwargs == {}
+
+
+TRAINING_ALONE = [
+    [f"{A}actor.ppo_max_token_len_per_gpu=16"],
+    [f"{A}ref.log_prob_max_token_len_per_gpu=16"],
+    ["algorithm.adv_estimator=gae", "critic.ppo_max_token_len_per_gpu=16"],
+    [f"{A}actor.use_dynamic_bsz=False"],
+    [f"{A}ref.ulysses_sequence_parallel_size=3"],
+    ["critic.model.fsdp_config.fsdp_size=3", "critic.ulysses_sequence_parallel_size=3"],
+    ["trainer.total_training_steps=0"],
+    ["trainer.total_epochs=0"],
+    ["trainer.n_gpus_per_node=2", "trainer.overlap=True", "algorithm.filter_groups.enable=True"],
+    [f"{A}rollout.tail=carry_over"],
+    [f"{A}rollout.n=1", "algorithm.adv_estimator=grpo_passk"],
+    [f"{A}rollout.do_sample=False"],
+    [f"{A}actor.ppo_mini_batch_size=3"],
+    [f"{A}actor.fsdp_config.model_dtype=float16"],
+    ["algorithm.adv_estimator=gdpo"],
+    [
+        "reward_model.enable=True",
+        "reward_model.rule_weight=0",
+        "reward_model.model.path=m",
+        "data.sampler.name=solve_rate",
+    ],
+    ["algorithm.adv_estimator=gae", "trainer.critic_warmup=9", "trainer.total_training_steps=5"],
+    ["algorithm.adv_estimator=gae", "critic.model.lora_rank=8", "critic.model.target_modules=[]"],
+    ["algorithm.rollout_correction.rollout_rs=token_k1"],
+]
+
+
+@pytest.mark.parametrize("overrides", TRAINING_ALONE, ids=" ".join)
+def test_what_a_step_alone_needs_is_no_rule_of_an_evaluation(overrides):
+    assert problems(*overrides)
+    evaluation = load_config([*BASE, *overrides, "trainer.val_only=True", "data.val_files=v.parquet"])
+    check(evaluation)
+    make_plan(evaluation.config)
 
 
 def test_several_broken_rules_come_together():

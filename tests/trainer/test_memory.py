@@ -14,7 +14,7 @@ from rltrain.config.schema.model import OptimConfig
 from rltrain.models.attention import delta_rule, recurrent
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight import shadow
+from rltrain.run.preflight import fake_run
 from rltrain.run.preflight.memory import forecast, fullest
 from rltrain.run.preflight.memory_room import look_at_memory, no_cache, table, too_large, way_out
 from rltrain.trainer.plan import make_plan
@@ -91,7 +91,9 @@ def test_gated_delta_nets_are_foretold(tmp_path):
     batch = Batch(
         {c.PROMPT: DictionaryColumn(prompt, torch.zeros(2).long()), c.RESPONSE: answers, c.RESPONSE_MASK: mask}
     )
-    found = shadow.peak_of(PolicyModel, spec, DEVICES["npu"], 4, batch, shadow.update(OptimConfig(), 1, False, False))
+    found = fake_run.peak_of(
+        PolicyModel, spec, DEVICES["npu"], 4, batch, fake_run.update(OptimConfig(), 1, False, False)
+    )
     assert found["activations"] > 0
     tables = (recurrent._laid, recurrent._rounds, delta_rule._chunks)
     assert [each.cache_info().currsize for each in tables] == [0, 0, 0], (
@@ -106,11 +108,11 @@ def test_short_models_tell_the_memory_of_a_long_one(planned, monkeypatch):
     batch = fullest(cfg, plan.budgets["update_actor"], 8)
 
     def peak():
-        work = shadow.update(OptimConfig(), 2, True, False)
-        return shadow.peak_of(PolicyModel, spec, DEVICES["npu"], 64, batch, work).total()
+        work = fake_run.update(OptimConfig(), 2, True, False)
+        return fake_run.peak_of(PolicyModel, spec, DEVICES["npu"], 64, batch, work).total()
 
     short = peak()
-    monkeypatch.setattr(shadow, "_LAYERS", 100)
+    monkeypatch.setattr(fake_run, "_LAYERS", 100)
     assert short == pytest.approx(peak(), rel=0.01)
 
 

@@ -39,6 +39,8 @@ class Engine:
     """Its random numbers depend on the sample's seed and the position alone, the same in every such engine."""
     temperatures: tuple[float, float] = (0.0, math.inf)
     """The range it samples in, besides 0 (greedy)."""
+    rigid_on_npu: bool = False
+    """On an NPU it lays out the weights of experts and latent attention once, at its start."""
     beyond_positions: bool = True
     """It generates past the positions that the model's configuration names."""
     strict_prefill: bool = False
@@ -84,6 +86,7 @@ ENGINES = {
         images=True,
         speculation=True,
         counted_seeds=True,
+        rigid_on_npu=True,
         # vLLM refuses more than 2. Less than 0.01 it raises to 0.01 with a warning, so that the trainer would compute
         # log-probs of another temperature than the engine's.
         temperatures=(0.01, 2.0),

@@ -20,8 +20,12 @@ class Family:
     """Said where prompts have images all the same."""
     mrope: bool = False
     """Positions of prompts with images have three rows (time, height, width)."""
+    takes_max_pixels: bool = False
+    """Its processor shrinks an image by ``max_pixels``."""
     gated_delta_nets: bool = False
     """Its layers of kind "linear_attention" are gated delta nets (`models/attention/recurrent.py`)."""
+    multiplies_logits: bool = False
+    """Its ``logits_scaling`` multiplies the logits; others divide by it."""
     closed_layers: str = ""
     """The class of layers that keep the keyword arguments of a forward from their attention."""
 
@@ -31,7 +35,7 @@ _BOTH_WAYS = Family(
     "causal"
 )
 _DELTA = Family(gated_delta_nets=True)
-_MROPE = Family(images=True, mrope=True)
+_MROPE = Family(images=True, mrope=True, takes_max_pixels=True)
 
 FAMILIES = {
     "qwen2_vl": _MROPE,
@@ -45,6 +49,7 @@ FAMILIES = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA,
     "olmo_hybrid": _DELTA,
+    "hyperclovax": Family(multiplies_logits=True),
     "nemotron": Family(closed_layers="NemotronDecoderLayer"),
     "stablelm": Family(closed_layers="StableLmDecoderLayer"),
 }

@@ -36,9 +36,9 @@ class TrainerConfig:
     n_gpus_per_node: int = key("${devices_here:${trainer.device}}", least=1)
     """Devices (and so workers) per node; on a CPU the number of worker processes. Default: as many as this machine has,
     on a CPU 1."""
-    total_epochs: int = key(30, least=1)
+    total_epochs: int = key(30, least=1, only_with=TRAINS)
     """Passes over the training prompts; the run may end earlier, see total_training_steps."""
-    total_training_steps: int | None = key(None, least=1)
+    total_training_steps: int | None = key(None, least=1, only_with=TRAINS)
     """Steps; null: as many as total_epochs has. The run ends with the earlier of the two; a learning rate's schedule
     has this length where it is set."""
     critic_warmup: int = key(0, only_with=WITH_CRITIC | TRAINS)

@@ -70,7 +70,7 @@ _SIGNS = {
 def own_name(key: str) -> str | None:
     """The key here of what ``key`` is called in another trainer, or None.
 
-    Beside a section its key must be of that section, since `critic.epochs` is another thing than `trainer.epochs`;
+    Beside a section its key must be of that section, since `critic.epochs` is another thing than ``trainer.epochs``;
     others have all their settings in a trainer's.
     """
     section, _, leaf = key.rpartition(".")

@@ -1,6 +1,6 @@
 """verl's keys and sections that are refused, each with one sentence: what is so here, and what to type instead.
 
-What would make a run another experiment is refused, not noted. The form of a row is told in `keys`.
+What would make a run another experiment is refused, not noted. How a row is written: `config.schema.conditions`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ through its attention interface is then trained without padding. The plan of seg
 the forward call: it holds host integers, so it costs no device sync, and gradient checkpointing replays it.
 
 The device's row in `rltrain.base.device` names the kernel: scaled dot products per block here, those of accelerators in
-`models.varlen`. No fused product knows soft-capped scores, and not all know sinks: where the kernel does not, plain
-products take its place, computed again in the backward pass so that memory does not grow with the square either.
+`models.attention.varlen`. No fused product knows soft-capped scores, and not all know sinks: where the kernel does not,
+plain products take its place, computed again in the backward pass so that memory does not grow with the square either.
 """
 
 from __future__ import annotations

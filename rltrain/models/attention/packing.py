@@ -3,7 +3,7 @@
 Problem: padding wastes compute, and a prompt's tokens are the same for all its answers. Choice: a micro-batch is one
 row without padding. A prompt stands in it once, followed by its answers, which attend to it and to themselves. The
 batch's dictionary-encoded prompt column says who shares. Images stand beside the prompts they belong to, once each
-(`models.packed_images`). Left out: trees of prompts that share only their beginning.
+(`models.attention.packed_images`). Left out: trees of prompts that share only their beginning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """From the products of queries and keys to the weights of a softmax, where a layer does more than scale them.
 
-Training (`models.attention`) and the embedded engine's cache (`workers.rollout.kv`) take the same steps from here.
+Training (`models.attention`) and the embedded engine's cache (`workers.rollout.embedded.kv`) take the same steps from
+here.
 """
 
 from __future__ import annotations

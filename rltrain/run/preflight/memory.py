@@ -1,8 +1,8 @@
 """Device memory of every phase by owner, foretold from the configuration and the model's config alone.
 
 What rests on a device follows from sizes and from `workers.residency`'s rules; what a pass holds on top is learnt from
-the worker's own code on tensors without memory (`models.shadow`), at the fullest micro-batch that its budget allows.
-Left out: what drivers, communicators and fragments take, for which a share of the device is kept free.
+the worker's own code on tensors without memory (`run.preflight.fake_run`), at the fullest micro-batch that its budget
+allows. Left out: what drivers, communicators and fragments take, for which a share of the device is kept free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.weights.names import whole_weights
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, actor_spec, critic_spec, reference_spec, reward_model_spec
-from rltrain.run.preflight.shadow import Owners, Work, forward_only, peak_of, shadow, update
+from rltrain.run.preflight.fake_run import Owners, Work, fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
 from rltrain.workers.rollout.embedded.kv import ROOM
@@ -240,7 +240,7 @@ def _load(cfg: Config, device: Device, policy: _Role) -> tuple[tuple[Owners, Own
     bucket, embedded = rollout.update_weights_bucket_megabytes << 20, ENGINES[rollout.name].embedded
     known = f"load {policy.spec} {device} {policy.ranks} {dtype} {bucket} {embedded}"
     if known not in _PEAKS:
-        with shadow(PolicyModel, policy.spec, device, policy.ranks) as (packed, ledger, _):
+        with fake_model(PolicyModel, policy.spec, device, policy.ranks) as (packed, ledger, _):
             kept = []
             with ledger.owner("gathered"):
                 for weight in whole_weights(packed, dtype, bucket):
@@ -288,11 +288,11 @@ def _generation(
         free = device_bytes - others.total() - weights
         rows = min(rows, int(rollout.gpu_memory_utilization * free / ROOM / ((longest + block) * of_token)))
     # Answers to a prompt enter together, and leave their columns to those who follow.
-    job = samples_per_job(plan.prompts_started, rollout.n, plan.num_engine_replicas, rollout.max_num_seqs)
+    job = samples_per_job(plan.prompts_started, plan.answers_per_prompt, plan.num_engine_replicas, rollout.max_num_seqs)
     rows = max(rows, 0) // job * job
     answer, rounds = cfg.data.max_response_length, -(-plan.samples_per_replica // max(rows, 1))
     columns = min(-(-answer // block) + 1, -(-answer * rounds // block)) * block
-    prompts = -(-rows // rollout.n) * cfg.data.max_prompt_length
+    prompts = -(-rows // plan.answers_per_prompt) * cfg.data.max_prompt_length
     logits = rows * config.get_text_config().vocab_size
     drawn = min(logits, device.sampling_elements)
     return Counter({

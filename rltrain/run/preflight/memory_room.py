@@ -13,8 +13,8 @@ from rltrain.config.budgets import budget_problems, smaller
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
+from rltrain.run.preflight.fake_run import Owners
 from rltrain.run.preflight.memory import OWNERS, forecast, longest_cache_bytes
-from rltrain.run.preflight.shadow import Owners
 from rltrain.trainer.plan import Plan, make_plan
 from rltrain.workers.full_device import least_share
 

@@ -2,7 +2,7 @@
 
 Choice: every role builds its model on the meta device by the function that a worker builds it with (`empty_packed`), so
 whatever a worker would refuse after minutes is known within a second, without memory or weights. And a small copy of it
-shows whether the numbers are right (`workers.model_check`).
+shows whether the numbers are right (`run.preflight.model_check`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> 
     if is_policy:
         _chat(cfg, config, found)
         found.problems += _positions(cfg, config, found)
-        if cfg.actor_rollout_ref.rollout.name == "vllm" and get_device(cfg.trainer.device).kind == "npu":
+        if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
             refuse_on_npu(config)
         sizes |= _sizes_of_policy(cfg)
     if spec.role in ("critic", "actor_rollout_ref.ref"):

@@ -88,7 +88,7 @@ class Source(Protocol):
     """The work of an engine. The processes of a replica call every method at the same point of their work."""
 
     def take(self, most: int) -> list[Job]:
-        """Jobs of at most ``most`` samples together. None when no work is there or wanted, or the next job is larger.
+        """Jobs of at most ``most`` samples together. No job when no work is there or wanted, or the next is larger.
 
         No job has more samples than the engine's ``max_num_seqs``.
         """

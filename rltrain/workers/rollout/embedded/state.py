@@ -1,4 +1,4 @@
-"""What recurrent layers keep of the embedded engine's rows (`models.recurrent`).
+"""What recurrent layers keep of the embedded engine's rows (`models.attention.recurrent`).
 
 A prompt's state is computed once. Unlike keys and values it is changed by the first token of an answer, so every row
 gets a copy when the rows of the prompt enter the batch.

@@ -106,6 +106,7 @@ class VLLMRollout:
         self._sampler = CountedSampler.put_into(self._worker.model_runner, never)
         self._loader = WeightLoader(self._worker, config, on_cpu=device.is_cpu)
         self._num_requests = self._num_calls = 0
+        device.grow_segments()
         self.sleep()
 
     def wake_weights(self) -> None:

@@ -25,7 +25,7 @@ def image_arguments(settings: EngineSettings) -> dict[str, Any]:
     most = settings.rollout.limit_images if settings.images else 0
     limits = {"video": 0} | ({} if most is None else {"image": most})
     arguments: dict[str, Any] = {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
-    if settings.images and settings.max_pixels and family_of(settings.model.load_config().model_type).mrope:
+    if settings.images and settings.max_pixels and family_of(settings.model.load_config().model_type).takes_max_pixels:
         arguments["mm_processor_kwargs"] = {"max_pixels": settings.max_pixels}
     # The trainer's pixels are normalized. vllm 0.32 would do it in its model, earlier ones have no such argument.
     own = "mm_device_do_normalize"

@@ -3,7 +3,9 @@
 A formula for activations is wrong as soon as somebody changes the forward. So here the worker's own model, sharded by
 FSDP2 over a process group that only pretends to be many ranks, runs forward, backward and optimizer step on fake
 tensors, and a ledger adds up the storages that are alive. Memory is linear in equal layers, so two short models tell
-that of a long one. Left out: what kernels take for themselves, and what an allocator loses between its blocks.
+that of a long one. torch's FSDPMemTracker finds the same total for one micro-batch, but takes no second one, and cannot
+tell gathered weights from gradients in a backward. Left out: what kernels take for themselves, and what an allocator
+loses between its blocks.
 """
 
 from __future__ import annotations
@@ -172,7 +174,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def shadow(
+def fake_model(
     kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int,
     lengths: Mapping[int, int] | None = None, batch: Batch | None = None,
 ) -> Iterator[tuple[Any, Ledger, PackedInputs | None]]:  # fmt: skip
@@ -274,7 +276,7 @@ def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, ba
     numbers = [len(layers) for layers in layer_lists(empty_packed(kind, spec, spec.load_config()))]
 
     def stretches(lengths: Mapping[int, int]) -> list[Owners]:
-        with shadow(kind, spec, device, num_ranks, lengths, batch) as (packed, ledger, inputs):
+        with fake_model(kind, spec, device, num_ranks, lengths, batch) as (packed, ledger, inputs):
             assert inputs is not None
             return work(packed, ledger, inputs)
 

@@ -1,0 +1,106 @@
+"""The rules of rewards: what scorers and reward model cannot be together, and what learning needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from rltrain.config.schema import Config
+from rltrain.config.schema.algorithm import FILTER_METRICS
+from rltrain.config.schema.conditions import as_text
+from rltrain.config.schema.model import RewardModelConfig
+
+_LEAST_SCORER_MEMORY_MB = 256
+
+
+def reward_problems(config: Config) -> Iterator[str]:
+    """One line for every rule about scorers and reward model that the config breaks."""
+    yield from _reward_model(config)
+    yield from _scorers(config)
+
+
+def reward_terms(config: Config) -> Iterator[str]:
+    """An estimator that compares the numbers of a scorer one by one replaces every other way to put rewards
+    together."""
+    algorithm, model = config.algorithm, config.reward_model
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if weights is not None and len(weights) != len(keys):
+        yield f"algorithm.gdpo_reward_weights={weights}: give one weight for each of gdpo_reward_keys={keys}."
+    if not algorithm.estimator.reward_terms:
+        return
+    chosen = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    if not keys:
+        yield f"{chosen} needs algorithm.gdpo_reward_keys, the numbers a scorer returns, such as [acc,format]."
+    other_terms = {
+        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "reward_model.enable": model.enable,
+        "reward.weights": bool(config.reward.weights),
+        "reward_model.overlong_buffer.enable": model.reward_manager == "dapo" and model.overlong_buffer.enable,
+    }
+    for key in (key for key, on in other_terms.items() if on):
+        yield f"{chosen} compares gdpo_reward_keys alone, and {key} would be lost. Leave it out, or use grpo."
+
+
+def asked_of_scorers(config: Config) -> Iterator[str]:
+    """Who reads the numbers of a scorer needs one."""
+    algorithm, sampler = config.algorithm, config.data.sampler.name
+    metric = algorithm.filter_groups.metric
+    asking = {
+        f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.estimator.reward_terms,
+        f"data.sampler.name={sampler}": sampler == "solve_rate",
+        f"algorithm.filter_groups.metric={metric}": (algorithm.filter_groups.enable and metric not in FILTER_METRICS),
+    }
+    for setting in (setting for setting, asks in asking.items() if asks and not config.reward_model.runs_scorers):
+        yield _needs_scorer(config.reward_model, setting)
+
+
+def _needs_scorer(model: RewardModelConfig, setting: str) -> str:
+    return (
+        f"{setting} needs a scorer, and beside a reward model none runs unless reward_model.rule_weight is set "
+        f"(got {as_text(model.rule_weight)})."
+    )
+
+
+def _reward_model(config: Config) -> Iterator[str]:
+    model, buffer = config.reward_model, config.reward_model.overlong_buffer
+    if model.enable and model.rule_weight is None and config.custom_reward_function.path:
+        # verl 0.5 takes the model's score, its main the function's, which there asks the model over HTTP.
+        yield (
+            f"reward_model.enable=True and custom_reward_function.path={config.custom_reward_function.path} both score "
+            "answers, and which one decides depends on the version of verl. Set reward_model.rule_weight=0 for the "
+            "model alone, reward_model.rule_weight=1 for the sum, or leave reward_model.enable out for the function."
+        )
+    if not model.runs_scorers:
+        if model.weight == 0:
+            yield "reward_model.weight=0 and no reward_model.rule_weight leave no reward at all."
+        if config.reward.weights:
+            yield _needs_scorer(model, f"reward.weights={config.reward.weights}")
+    if model.reward_manager == "batch" and not config.custom_reward_function.path:
+        needs = "custom_reward_function.path, a function that takes lists"
+        yield f"reward_model.reward_manager=batch needs {needs}. Or use naive."
+    if model.enable and not model.model.path:
+        yield "reward_model.enable=True needs reward_model.model.path, a sequence classifier with one label."
+    limit, named = config.data.max_response_length, "data.max_response_length"
+    if buffer.max_resp_len:
+        limit, named = buffer.max_resp_len, "reward_model.overlong_buffer.max_resp_len"
+    if model.reward_manager == "dapo" and buffer.enable and not 0 < buffer.len <= limit:
+        yield f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most {named}={limit}."
+
+
+def _scorers(config: Config) -> Iterator[str]:
+    reward = config.reward
+    if 0 < reward.memory_limit_mb < _LEAST_SCORER_MEMORY_MB:
+        least = f"0 (no limit) or at least {_LEAST_SCORER_MEMORY_MB}"
+        yield f"reward.memory_limit_mb={reward.memory_limit_mb}: a scorer's process needs more. Use {least}."
+    if reward.url is None:
+        return
+    if config.custom_reward_function.path:
+        yield "reward.url and custom_reward_function.path both say how to score; give one of them."
+    try:
+        address = urlsplit(reward.url)
+        # Reading `port` raises ValueError too, where it is no number.
+        usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        yield f"reward.url={reward.url!r} is no address; write http://host:port/path."

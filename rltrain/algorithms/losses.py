@@ -43,9 +43,9 @@ class LossShare:
         )
 
 
-def _add(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+def _add(shares: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
     # An idle micro-batch, which keeps ranks in step, has a loss and no parts.
-    return one | {name: one[name] + value if name in one else value for name, value in other.items()}
+    return shares | {name: shares[name] + value if name in shares else value for name, value in others.items()}
 
 
 def actor_loss(

@@ -137,8 +137,8 @@ def _ppo(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tensor, T
     return -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
 
 
-def _statistics(inputs: PolicyLossInputs, **more: Tensor) -> dict[str, Tensor]:
-    return {"ppo_kl": -inputs.log_ratio.detach(), **{name: value.detach().float() for name, value in more.items()}}
+def _statistics(inputs: PolicyLossInputs, **terms: Tensor) -> dict[str, Tensor]:
+    return {"ppo_kl": -inputs.log_ratio.detach(), **{name: value.detach().float() for name, value in terms.items()}}
 
 
 @built_in()
@@ -153,8 +153,8 @@ def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     # With A < 0 the clip does not hold a ratio that grows, and a single token could dominate the gradient.
     bound = -inputs.advantages * cfg.clip_ratio_c
     losses = torch.where(inputs.advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
-    held = (pessimistic > bound) & (inputs.advantages < 0)
-    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=held))
+    is_held = (pessimistic > bound) & (inputs.advantages < 0)
+    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=is_held))
 
 
 @built_in()
@@ -279,6 +279,6 @@ def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     old, new = inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()
     # verl's. A token of probability 1 leaves 0 for all others.
     tiny = 1e-8
-    this = old * ((old + tiny) / (new + tiny)).log()
-    other = (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()
-    return _dppo(inputs, this + other, cfg)
+    kl_of_token = old * ((old + tiny) / (new + tiny)).log()
+    kl_of_others = (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()
+    return _dppo(inputs, kl_of_token + kl_of_others, cfg)

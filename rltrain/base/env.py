@@ -74,9 +74,9 @@ def shipped(name: str) -> str:
 
 def shipped_file(name: str) -> Path | None:
     """Where a page or script of the project is, from wherever this runs; None where it was not installed."""
-    here = Path(__file__).parents[2] / name
-    if here.is_file():
-        return here
+    path = Path(__file__).parents[2] / name
+    if path.is_file():
+        return path
     try:
         placed = [file for file in files("rltrain") or () if file.as_posix().endswith(f"share/rltrain/{name}")]
     except PackageNotFoundError:
@@ -111,8 +111,8 @@ def attempt_file() -> Iterator[str]:
     if file := os.environ.get(ATTEMPT):
         yield file
         return
-    with tempfile.NamedTemporaryFile(prefix="rltrain_attempt_") as own:
-        yield own.name
+    with tempfile.NamedTemporaryFile(prefix="rltrain_attempt_") as attempt:
+        yield attempt.name
 
 
 def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs: bool = False) -> dict[str, str]:
@@ -120,18 +120,18 @@ def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs:
 
     graphs: the ``engine`` captures some on an accelerator.
     """
-    wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
+    variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
     if device == "npu":
         # Level 2 launches fastest, but torch_npu captures no graph under it.
-        wanted["TASK_QUEUE_ENABLE"] = "1" if graphs else "2"
+        variables["TASK_QUEUE_ENABLE"] = "1" if graphs else "2"
     # SGLang's memory saver does not go together with it. vLLM switches it off around its own memory; vllm-ascend
     # refuses the variable, so there it is set once the engine is up (`Device.grow_segments`).
     if (device, engine) in (("cuda", "hf"), ("cuda", "vllm"), ("npu", "hf")):
         names = [f"PYTORCH_{device.upper()}_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
-        wanted |= {names[0]: _GROWING} if not any(name in os.environ for name in names) else {}
+        variables |= {names[0]: _GROWING} if not any(name in os.environ for name in names) else {}
     # This becomes Ray's runtime environment, which overrides what is set elsewhere, so the user's own value has to be
     # in it.
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 def driver_environment() -> dict[str, str]:
@@ -327,8 +327,8 @@ def prepare_driver(**of_workers: str) -> None:
         # The command came by `ray job submit`. What it sets for workers goes before what the job sets,
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         # and a single thread is Ray's choice for a process without CPU slots, unless the job has asked for it.
-        asked = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
-        if "OMP_NUM_THREADS" not in asked | of_workers and os.environ.get("OMP_NUM_THREADS") == "1":
+        variables = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
+        if "OMP_NUM_THREADS" not in variables | of_workers and os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
     # Ray warns that it will stop hiding devices from actors that ask for none; that is what we want.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -349,7 +349,7 @@ def use_token(token: str) -> None:
 
 def prepare_vllm(rank: int, world: int) -> None:
     """Environment of a worker process before vLLM is imported: its engine is launched by us, inside this process."""
-    wanted = {
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # GiB of key-value cache on the CPU backend, whose threads are those of the worker.
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -357,7 +357,7 @@ def prepare_vllm(rank: int, world: int) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    for name, value in wanted.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     # As torchrun would set them; the process group exists already, so the address is read by nobody.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
@@ -370,7 +370,7 @@ def prepare_vllm(rank: int, world: int) -> None:
 def prepare_sglang(num_devices: int) -> None:
     """Environment of a worker process before SGLang starts an engine over so many devices."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    wanted = {
+    variables = {
         # Its context may be a few tokens longer than the positions that the model knows; no sequence gets there.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # Trainers leave a little more on one device than on another; SGLang would refuse more than a tenth.
@@ -378,7 +378,7 @@ def prepare_sglang(num_devices: int) -> None:
         # On the CPU it would want a socket (NUMA node) for each of several processes.
         **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_devices)} if num_devices > 1 else {}),
     }
-    for name, value in wanted.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

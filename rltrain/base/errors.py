@@ -151,8 +151,8 @@ def lenient_output() -> None:
         except OSError:
             # The descriptor leads elsewhere since Python started (dup2), from a file into a pipe, which has no place.
             raw = io.FileIO(stream.fileno(), "w", closefd=False)
-            own = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
-            setattr(sys, name, own)
+            lenient = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, lenient)
 
 
 def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:

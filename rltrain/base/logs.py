@@ -128,10 +128,10 @@ def session() -> Iterator[None]:
         yield
         return
     _session = log_session = _Session()
-    root, own = logging.getLogger(), logging.getLogger("rltrain")
+    root, ours = logging.getLogger(), logging.getLogger("rltrain")
     # Only our own loggers tell of more than warnings; those of other packages keep their level.
-    level = own.level
-    own.setLevel(logging.INFO)
+    level = ours.level
+    ours.setLevel(logging.INFO)
     logging.captureWarnings(True)
     for handler in (log_session.lines, log_session.file):
         root.addHandler(handler)
@@ -149,7 +149,7 @@ def session() -> Iterator[None]:
         _session = None
         sys.stdout = output
         logging.captureWarnings(False)
-        own.setLevel(level)
+        ours.setLevel(level)
         for handler in (log_session.lines, log_session.file):
             root.removeHandler(handler)
         # Closing the handler flushes it into its target but leaves that open.

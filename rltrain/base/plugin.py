@@ -72,9 +72,9 @@ def save_object(key: str, value: Any, folder: Path) -> str:
     module = sys.modules.get(getattr(value, "__module__", None) or type(value).__module__)
     # cloudpickle writes a function of an imported module as a mere name, which other machines could not import. What
     # was defined in __main__ it always writes whole.
-    own = module is not None and module.__name__ != "__main__" and not _is_installed(module)
+    by_value = module is not None and module.__name__ != "__main__" and not _is_installed(module)
     try:
-        if own:
+        if by_value:
             cloudpickle.register_pickle_by_value(module)
         data = cloudpickle.dumps({name: value})
     except Exception as error:  # cloudpickle raises whatever an object's own code does
@@ -83,7 +83,7 @@ def save_object(key: str, value: Any, folder: Path) -> str:
             "connections and generators cannot: make them at the first call, or give FILE.py:NAME."
         ) from error
     finally:
-        if own:
+        if by_value:
             cloudpickle.unregister_pickle_by_value(module)
     # Named for its contents: a function that was changed is another one.
     file = folder / f"{name}-{zlib.crc32(data):08x}.pkl"
@@ -114,12 +114,12 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
     module = _imported(f"{key}={name}", place if file is None else path)
     function = getattr(module, function_name, None)
     if not callable(function):
-        own = [
+        names = [
             member for member, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
         ]
-        what = "module" if file is None else "file"
+        kind = "module" if file is None else "file"
         raise ConfigError(
-            f"{key}={name}: the {what} has no function {function_name!r}; it defines {', '.join(own) or 'none'}."
+            f"{key}={name}: the {kind} has no function {function_name!r}; it defines {', '.join(names) or 'none'}."
         )
     return function
 

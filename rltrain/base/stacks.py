@@ -89,13 +89,13 @@ def _asked(pid: int) -> str:
             return ""
         before = offered.stat().st_size
         os.kill(pid, _SIGNAL)
-        deadline, seen = time.monotonic() + _ANSWER_S, before
+        deadline, last_size = time.monotonic() + _ANSWER_S, before
         while time.monotonic() < deadline:
             time.sleep(0.05)
             size = offered.stat().st_size
-            if size > before and size == seen:
+            if size > before and size == last_size:
                 break
-            seen = size
+            last_size = size
         with offered.open("rb") as file:
             file.seek(before)
             return file.read().decode(errors="replace")

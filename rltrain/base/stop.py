@@ -119,17 +119,17 @@ class Stop:
         try:
             yield
         except Exception as error:
-            ours = system_error(error) or error
+            raised = system_error(error) or error
             if not (kept := self.kept()) or self.at_once or isinstance(error, Interrupted):
                 raise
-            if not isinstance(ours, RltrainError):
-                if hasattr(ours, "add_note"):  # since Python 3.11
-                    ours.add_note(kept)
+            if not isinstance(raised, RltrainError):
+                if hasattr(raised, "add_note"):  # since Python 3.11
+                    raised.add_note(kept)
                 raise
-            ours.args = (f"{ours}\n{kept}",)
-            if ours is error:
+            raised.args = (f"{raised}\n{kept}",)
+            if raised is error:
                 raise
-            raise ours from error
+            raise raised from error
 
     def raise_if_asked(self) -> None:
         """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see `leave_where`."""
@@ -238,15 +238,15 @@ def listen(stop: Stop | None = None) -> Iterator[Stop]:
 @contextmanager
 def listed_signals() -> Iterator[list[int]]:
     """Inside, the signals that ask for an end are listed instead of obeyed; one that was ignored (nohup) stays so."""
-    asked: list[int] = []
-    wanted = [
+    received: list[int] = []
+    numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN
     ]
-    before = {number: signal.signal(number, lambda signum, _: asked.append(signum)) for number in wanted}
+    before = {number: signal.signal(number, lambda signum, _: received.append(signum)) for number in numbers}
     try:
-        yield asked
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -57,14 +57,14 @@ def others(device: str) -> str | None:
 
 def misfits(device: str) -> Iterator[str]:
     """Installed packages that cannot work together."""
-    for package, other, numbers in _PAIRS.get(device, ()):
-        have = installed_version(package), installed_version(other)
+    for package, counterpart, numbers in _PAIRS.get(device, ()):
+        have = installed_version(package), installed_version(counterpart)
         parts = [re.split(r"\.(?=\D)", release)[0].split(".")[:numbers] for release in have if release]
         if len(parts) == 2 and parts[0] != parts[1]:
-            wanted = package_set(device)
+            releases = package_set(device)
             yield (
-                f"{package} {have[0]} and {other} {have[1]} do not fit: they are built for each other release by "
-                f"release. Install {package}=={wanted.get(package)} and {other}=={wanted.get(other)} "
+                f"{package} {have[0]} and {counterpart} {have[1]} do not fit: they are built for each other release by "
+                f"release. Install {package}=={releases.get(package)} and {counterpart}=={releases.get(counterpart)} "
                 f"(docs/{device}.md)."
             )
 
@@ -113,6 +113,6 @@ def differences(here: dict[str, str], there: dict[str, str]) -> str:
     files = [name for name in names if name.endswith(".py")]
     phrases = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names if name not in files]
     if files:
-        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-        phrases.append(f"other code: {', '.join(files[:3])}{more}")
+        remainder = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        phrases.append(f"other code: {', '.join(files[:3])}{remainder}")
     return "; ".join(phrases)

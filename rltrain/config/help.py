@@ -53,8 +53,8 @@ def help_text(topic: str = "") -> str:
     # The start that all keys of a model share is often left out.
     for key in (topic, f"actor_rollout_ref.{topic}") if not matches else ():
         # `...` is a value that no row names.
-        if said := verdict(key, ...):
-            return f"{key}: {'refused' if said.forbids else 'accepted, and has no effect'}: {said.why}\n"
+        if ruling := verdict(key, ...):
+            return f"{key}: {'refused' if ruling.forbids else 'accepted, and has no effect'}: {ruling.why}\n"
     if not matches:
         near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
         raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")

@@ -138,7 +138,7 @@ def _masked(value: Any, name: str = "") -> Any:
 
 def masked_command(words: Sequence[str]) -> str:
     """A command line as it can be typed again, but for the secrets in it."""
-    shown = []
+    masked_words = []
     for word in words:
         key, _, text = word.partition("=")
         try:
@@ -147,5 +147,5 @@ def masked_command(words: Sequence[str]) -> str:
         except YAMLError:
             value = text
         masked = _masked(value, "secret" if ".url_headers" in key else key.rpartition(".")[2])
-        shown.append(word if masked == value else f"{key}={masked}")
-    return shlex.join(shown)
+        masked_words.append(word if masked == value else f"{key}={masked}")
+    return shlex.join(masked_words)

@@ -29,8 +29,8 @@ class LoadedConfig:
         """A message with the keys as the user wrote them: by the user's name, and (``follow``) in place of a key that
         has the value of another one, that one."""
 
-        def origin(found: re.Match[str]) -> str:
-            key = found[0]
+        def origin(match: re.Match[str]) -> str:
+            key = match[0]
             while follow and key not in self.explicit and (source := followed(key)):
                 key = source
             return self.written.get(key, key)

@@ -130,13 +130,13 @@ def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 def _unused_by_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     """Keys that the chosen engine does not read, and arguments of other engines."""
     name, section = loaded.config.actor_rollout_ref.rollout.name, _A + "rollout."
-    own = f"{section}engine_kwargs.{name}."
+    prefix = f"{section}engine_kwargs.{name}."
     for key in loaded.explicit:
         if (free_form_parent(key) or key).removeprefix(section) in ENGINES[name].unused_keys:
             yield key, f"the engine is rollout.name={name}"
-        elif key.startswith(section + "engine_kwargs.") and not key.startswith(own):
-            yield key, f"the engine is rollout.name={name}, whose arguments are {own.rstrip('.')}"
-        elif key.startswith(own) and key.removeprefix(own).partition(".")[0] in ENGINES[name].outdated_arguments:
+        elif key.startswith(section + "engine_kwargs.") and not key.startswith(prefix):
+            yield key, f"the engine is rollout.name={name}, whose arguments are {prefix.rstrip('.')}"
+        elif key.startswith(prefix) and key.removeprefix(prefix).partition(".")[0] in ENGINES[name].outdated_arguments:
             yield key, f"{name} has no such argument any more"
 
 
@@ -179,7 +179,7 @@ def _nothing_early(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    kept = set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
-    if left_out := sorted({"model", "optimizer", "extra"} - kept):
+    contents = set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
+    if left_out := sorted({"model", "optimizer", "extra"} - contents):
         why = f"{', '.join(left_out)} left out, but always saved, so that every checkpoint can be resumed"
         yield f"{_A}actor.checkpoint.save_contents", why

@@ -86,13 +86,13 @@ class Reader:
         if not is_known(key):
             self.foreign[key] = (written, value)
         elif key == written:
-            other = self.written.get(key, "")
-            if OVERRIDES in other and other not in self.wrong:
-                self.renamed[written] = f"{written}: no effect: {other} is set too"
+            other_spelling = self.written.get(key, "")
+            if OVERRIDES in other_spelling and other_spelling not in self.wrong:
+                self.renamed[written] = f"{written}: no effect: {other_spelling} is set too"
                 return
             self.direct.add(key)
             if self.written.pop(key, ""):
-                self.renamed[other] = f"{other}: no effect: {key} is set too"
+                self.renamed[other_spelling] = f"{other_spelling}: no effect: {key} is set too"
             self._assign(key, written, value)
         elif value is None and self.written.get(key) != written:
             pass  # a name that is not used, as in the files of versions that know both
@@ -122,8 +122,8 @@ class Reader:
                 self.explicit.discard(key)
                 self.nulls[key] = written
                 return
-            if wanted := _other_type(schema_key, value):
-                self.problems.append(f"{written}={as_text(value)}: {wanted}.")
+            if expected := _other_type(schema_key, value):
+                self.problems.append(f"{written}={as_text(value)}: {expected}.")
                 self.wrong.add(written)
                 return
         try:
@@ -164,41 +164,41 @@ class Reader:
 
     def _share(self, key: str, written: str, total: Any) -> None:
         """Take over a size that counts samples over all ranks."""
-        ours = f"{key}_per_gpu"
+        own_key = f"{key}_per_gpu"
         if total is None:  # as in a file of verl's, where the size is not given
             return
         if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-            self.problems.append(f"{written}={as_text(total)}: give a number of samples, at least 1, or {ours}.")
-        elif ours in self.explicit:
-            self.renamed[written] = f"{written}: no effect: {ours} is set too"
+            self.problems.append(f"{written}={as_text(total)}: give a number of samples, at least 1, or {own_key}.")
+        elif own_key in self.explicit:
+            self.renamed[written] = f"{written}: no effect: {own_key} is set too"
         else:
             try:
                 size, ranks = share_of_rank(key, total, self._value)
             except TypeError:  # a number of devices is none, which is told elsewhere
                 return
             rounded = "" if size * ranks == total else " (rounded, as in verl)"
-            self.renamed[written] = f"{written}={total} over {count(ranks, 'rank')} is {ours}={size} here{rounded}"
-            self._assign(ours, ours, size)
+            self.renamed[written] = f"{written}={total} over {count(ranks, 'rank')} is {own_key}={size} here{rounded}"
+            self._assign(own_key, own_key, size)
 
     def hand_over(self) -> None:
         """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""
         for (path, name), key in CLASSES.items():
-            (written, place), (called, value) = (self.foreign.pop(setting, (setting, None)) for setting in (path, name))
+            (written, place), (stated, value) = (self.foreign.pop(setting, (setting, None)) for setting in (path, name))
             if place and value:
-                self.renamed[written] = f"{written} and {called} are {key}={place}:{value} here"
+                self.renamed[written] = f"{written} and {stated} are {key}={place}:{value} here"
                 self.written[key] = written
                 self._assign(key, written, f"{place}:{value}")
             elif place:
-                self.problems.append(f"{written}={place}: say with {called} which class of it is meant.")
+                self.problems.append(f"{written}={place}: say with {stated} which class of it is meant.")
         if not (self._value("data.custom_cls") or is_plugin(str(self._value("data.sampler.name")))):
             return
         for key, (written, value) in list(self.foreign.items()):
-            said = verdict(key, value)
+            ruling = verdict(key, value)
             mistyped = written not in self.added and similar_keys(key)
-            if key.startswith("data.") and not (said and said.refused) and not mistyped:
+            if key.startswith("data.") and not (ruling and ruling.refused) and not mistyped:
                 del self.foreign[key]
                 OmegaConf.update(self.tree, key.replace("data.", "data.own_keys.", 1), value, force_add=True)
-                if not said and not is_off(value):
+                if not ruling and not is_off(value):
                     self.notes.append(f"{written}: nobody reads it but your own class")
 
     def judge(self, config: Config | None) -> None:
@@ -206,12 +206,12 @@ class Reader:
         keys_by_reason: dict[tuple[str, bool], list[str]] = {}
         self.problems += [f"{written}=null: {NO_NULL[key]}." for key, written in self.nulls.items() if key in NO_NULL]
         for key, (written, value) in self.foreign.items():
-            if said := verdict(key, value, self._value):
-                why = _contradicted(said.why, config) if said.applies else ""
-                if said.refused or why:
-                    keys_by_reason.setdefault((why or said.why, True), []).append(f"{written}={as_text(value)}")
-                elif said.applies:
-                    keys_by_reason.setdefault((said.why, False), []).append(written)
+            if ruling := verdict(key, value, self._value):
+                why = _contradicted(ruling.why, config) if ruling.applies else ""
+                if ruling.refused or why:
+                    keys_by_reason.setdefault((why or ruling.why, True), []).append(f"{written}={as_text(value)}")
+                elif ruling.applies:
+                    keys_by_reason.setdefault((ruling.why, False), []).append(written)
             elif not (key in sections() and is_off(value)):
                 # Nothing is lost with a key of nobody's that is turned off; one that is near a key of ours is mistyped.
                 if is_off(value) and not similar_keys(key):
@@ -340,15 +340,15 @@ def _contradicted(why: str, config: Config | None) -> str:
     return GENERATIVE if model.enable and model.rule_weight is None else ""
 
 
-def _expected(known: Key | None, key: str, value: Any) -> str:
+def _expected(schema_key: Key | None, key: str, value: Any) -> str:
     """What a value of the wrong type or choice should have been."""
-    if (said := verdict(key, value)) and said.refused:
-        return said.why
-    if known and known.choices:
-        return f"use one of {', '.join(map(as_text, known.choices))}"
-    if known and known.type_name.startswith("str") and isinstance(value, list | dict):
+    if (ruling := verdict(key, value)) and ruling.refused:
+        return ruling.why
+    if schema_key and schema_key.choices:
+        return f"use one of {', '.join(map(as_text, schema_key.choices))}"
+    if schema_key and schema_key.type_name.startswith("str") and isinstance(value, list | dict):
         return "expected a text; one that begins with a bracket needs quotes inside those of the shell"
-    expected = known.type_name.replace("None", "null") if known else "a plain value"
+    expected = schema_key.type_name.replace("None", "null") if schema_key else "a plain value"
     return f"expected {expected}, got {'null' if value is None else type(value).__name__}"
 
 

@@ -129,8 +129,8 @@ class StepPasses:
             "importance weights": self.importance_weights,
             "rejection": self.rejects,
         }
-        more = [name for name, happens in within.items() if happens]
-        yield f"update_actor ({', '.join(more)})" if more else "update_actor"
+        parts = [name for name, happens in within.items() if happens]
+        yield f"update_actor ({', '.join(parts)})" if parts else "update_actor"
 
 
 def make_step_passes(config: Config, images: bool = False, images_in_training: bool | None = None) -> StepPasses:

@@ -94,23 +94,23 @@ def start_ray(cfg: Config) -> bool:
         return False
     if problems := list(ray_problems(cfg)):
         raise ConfigError("\n".join(problems))
-    given = {name: value for name, value in cfg.ray_kwargs.ray_init.items() if value is not None}
+    settings = {name: value for name, value in cfg.ray_kwargs.ray_init.items() if value is not None}
     address = cluster_address(cfg)
-    runtime = dict(given.get("runtime_env", {}))
+    runtime = dict(settings.get("runtime_env", {}))
     variables = {name: _as_text(value) for name, value in runtime.pop("env_vars", {}).items()}
     prepare_driver(**variables)
     # Each worker has a log file of its own; Ray would print the output of all of them on the driver's terminal.
     arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
         # ray.init refuses a number of slots where it joins a cluster.
-        given.pop("num_cpus", None)
+        settings.pop("num_cpus", None)
         _use_token()
     else:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
         # "local" means a Ray of our own, not one that happens to run on this machine.
         _check_limits()
         _have_token()
-    arguments |= given | {"address": address or "local"}
+    arguments |= settings | {"address": address or "local"}
     if runtime or variables:
         arguments["runtime_env"] = runtime | {"env_vars": variables}
     try:
@@ -120,8 +120,8 @@ def start_ray(cfg: Config) -> bool:
                 stack.enter_context(_without(_unasked(arguments)))
             _init(arguments)
     except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        shown = {**given, "address": address} if address else given
-        named = ", ".join(f"{name}={value}" for name, value in shown.items() if name != "runtime_env")
+        arguments_shown = {**settings, "address": address} if address else settings
+        named = ", ".join(f"{name}={value}" for name, value in arguments_shown.items() if name != "runtime_env")
         raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{_way_in(address, error)}") from error
     except Exception as error:
         # Ray has no type of its own for a start that takes too long, or whose processes die.
@@ -317,12 +317,12 @@ def ray_logs() -> str:
 def _lacking(num_missing: int, cfg: Config, resource: str) -> str:
     """Compare the devices of the cluster with those that the run asks for."""
     slots = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
-    wanted, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
+    needed, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
     fitting = sum(num_slots // per_node for num_slots in slots)
     supply = f"the cluster has {count(len(slots), 'node')} with {' + '.join(map(str, slots))} {resource} slots"
-    if fitting >= wanted:
+    if fitting >= needed:
         return f"{supply}, which would do, but {num_missing * per_node} of those asked for are in use"
-    return f"{supply}; {wanted} x {per_node} on one node each are asked for, so {wanted - fitting} more are needed"
+    return f"{supply}; {needed} x {per_node} on one node each are asked for, so {needed - fitting} more are needed"
 
 
 def _as_text(value: Any) -> str:

@@ -59,7 +59,7 @@ def explain(
     errors: by rank. place(ranks): who they are and what they were doing. lost(seconds): the ranks of a node that is
     gone, or goes within that time, and its name.
     """
-    rank = min(errors, key=lambda each: (_severity(errors[each]), each))
+    rank = min(errors, key=lambda failed_rank: (_severity(errors[failed_rank]), failed_rank))
     error, where = errors[rank], place([rank])
     if problem := _host_memory(error):
         return WorkerLost(f"{where}: {problem}")
@@ -98,8 +98,8 @@ def _host_memory(error: Exception) -> str:
     text = str(cause)
     if not lacks_memory(cause, _last_words(text) if isinstance(error, LOST) else ""):
         return ""
-    used = re.search("Memory on the node.*", text)
-    detail = used[0] if used else first_line(cause).rstrip(".")
+    report = re.search("Memory on the node.*", text)
+    detail = report[0] if report else first_line(cause).rstrip(".")
     return (
         f"{no_memory(detail)}, or keep less: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
         "optimizer_offload=False (those of ref and critic too), trainer.async_save=False, a lower reward.num_workers, "

@@ -90,8 +90,8 @@ class Handle(Generic[_Result]):
 
     def ready(self) -> bool:
         """Whether `collect` would not wait, or would tell of an error. Raises WorkerLost where it is late."""
-        there, late = _look(self._waiting)
-        if any(get(reference)[1] for reference in there):
+        finished, late = _look(self._waiting)
+        if any(get(reference)[1] for reference in finished):
             return True
         seconds = time.monotonic() - (self._since or math.inf)
         if late and seconds > self._group.deadlines.limit_s(self._phase):
@@ -215,8 +215,8 @@ class WorkerGroup:
     def ask(self, function: Callable[[_Question], _Result], questions: Sequence[_Question]) -> Handle[_Result]:
         """Call ``function`` in every worker's process, with one question per rank, before there is a worker."""
         self._meet()
-        asked = [[host.ask.remote(function, question)] for host, question in zip(self.workers, questions, strict=True)]
-        return Handle(self, function.__name__, asked)
+        calls = [[host.ask.remote(function, question)] for host, question in zip(self.workers, questions, strict=True)]
+        return Handle(self, function.__name__, calls)
 
     def _meet(self) -> None:
         """Learn process and node of every rank, so that a failure of any later phase can be told with them."""
@@ -254,13 +254,13 @@ class WorkerGroup:
     @property
     def hosts(self) -> list[str]:
         """The machines of the workers, by name."""
-        return list(dict.fromkeys(who["node"] for who in self._who))
+        return list(dict.fromkeys(identity["node"] for identity in self._who))
 
     @property
     def names(self) -> list[str]:
         """The node of every rank, and its address."""
         self._meet()
-        return [f"{who['node']} ({who['address']})" for who in self._who]
+        return [f"{identity['node']} ({identity['address']})" for identity in self._who]
 
     @property
     def firsts(self) -> dict[int, str]:
@@ -293,9 +293,9 @@ class WorkerGroup:
         of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._cut)
         self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
         ways = [self.workers[rank].beside if beside else self.workers[rank].run for rank in ranks]
-        sent = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
+        replies = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
         # Ray returns a list only where there are several return values.
-        references = [reply if isinstance(reply, list) else [reply] for reply in sent]
+        references = [reply if isinstance(reply, list) else [reply] for reply in replies]
         return Handle(self, calls[0].name, references, ranks.start, time.monotonic() if beside else None)
 
     def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
@@ -350,7 +350,7 @@ class WorkerGroup:
 
     def _lost(self, wait_s: float) -> tuple[list[int], str]:
         """The ranks of a node that is gone, and its name. The driver's own cannot be."""
-        ids = [who["node_id"] for who in self._who]
+        ids = [identity["node_id"] for identity in self._who]
         node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
         return [rank for rank, node_id in enumerate(ids) if node_id == node], name
 
@@ -359,14 +359,14 @@ class WorkerGroup:
         identities = dict(enumerate(self._who))
         who = [(rank, identities.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
         names = [f"rank {rank} of {self.world} (pid {identity['pid']} on {identity['node']})" for rank, identity in who]
-        more = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
-        return f"{self._role} worker, {', '.join(names)}{more}, in {phase}"
+        remainder = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
+        return f"{self._role} worker, {', '.join(names)}{remainder}, in {phase}"
 
     def _stacks(self) -> dict[int, str]:
         """By rank, of the workers that answer."""
-        asked = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
-        stacks = {asked[reference]: get(reference)[0] for reference in answered}
+        rank_of = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
+        answered, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=_STACKS_S)
+        stacks = {rank_of[reference]: get(reference)[0] for reference in answered}
         return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a process that is gone has none
 
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
@@ -375,13 +375,13 @@ class WorkerGroup:
         self.kill()
         # A process that does not even show its stack is stopped or lost, so it is the one to name.
         silent = [rank for rank in late if rank not in stacks]
-        for who in (self._who[rank] for rank in silent if rank < len(self._who)):
+        for identity in (self._who[rank] for rank in silent if rank < len(self._who)):
             # Ray asks a process to end itself, and one that is stopped does not hear.
-            if who["node"] == socket.gethostname():
+            if identity["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(who["pid"], signal.SIGKILL)
-        shown = {self.place([rank], phase): stack for rank, stack in stacks.items()}
-        stacks_file = self.deadlines.write_stacks(phase, workers=shown)
+                    os.kill(identity["pid"], signal.SIGKILL)
+        stack_of_place = {self.place([rank], phase): stack for rank, stack in stacks.items()}
+        stacks_file = self.deadlines.write_stacks(phase, workers=stack_of_place)
         state = (
             "and not answering: stopped, or its node is gone"
             if silent

@@ -63,8 +63,8 @@ class Deadlines:
         a file of ``incidents``. Returns a sentence for the message."""
         if self.incidents is None:
             return ""
-        asked = {name: ask() for name, ask in self._shown.items() if name not in known}
-        stacks = {name: stack for stacks_by_name in (known | asked).values() for name, stack in stacks_by_name.items()}
+        others = {name: ask() for name, ask in self._shown.items() if name not in known}
+        stacks = {name: stack for stacks_by_name in (known | others).values() for name, stack in stacks_by_name.items()}
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"
         writing = BackgroundJob("writing stacks", lambda: _write(file, "\n".join(map("\n".join, stacks.items()))))
         if not writing.ready(_WRITE_S):  # the storage of the run folder may be what hangs

@@ -132,7 +132,7 @@ class Watch(threading.Thread):
             if self._reads and self.is_busy() and self.beat < math.inf:
                 self.beat = time.monotonic()
             # What is done aside comes first: the driver may wait for it.
-            beats: list[tuple[float, threading.Thread | BackgroundJob[Any]]] = [(each.beat, each) for each in running()]
+            beats: list[tuple[float, threading.Thread | BackgroundJob[Any]]] = [(job.beat, job) for job in running()]
             for beat, thread in [*beats, (self.beat, self._driver)] if self.beat < math.inf else ():
                 if (silent_s := time.monotonic() - beat) > self._deadlines.limit_s("driver"):
                     self._driver_hangs(silent_s, thread)
@@ -156,21 +156,21 @@ class Watch(threading.Thread):
 
     def _driver_hangs(self, silent_s: float, thread: threading.Thread | BackgroundJob[Any]) -> None:
         frames = traceback.extract_stack(sys._current_frames().get(thread.ident or 0))
-        at = next((each for each in reversed(frames) if "rltrain" in each.filename), frames[-1])
-        places = [f"{each.name} ({each.filename}:{each.lineno})" for each in (frames[-1], at)]
+        at = next((frame for frame in reversed(frames) if "rltrain" in frame.filename), frames[-1])
+        places = [f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in (frames[-1], at)]
         where = " in ".join(dict.fromkeys(places))
-        said: list[str] = []
+        sentences: list[str] = []
 
         def write() -> None:
-            own = {f"driver (pid {os.getpid()})": stacks_here()}
-            said.append(self._deadlines.write_stacks("driver", driver=own))
+            stacks = {f"driver (pid {os.getpid()})": stacks_here()}
+            sentences.append(self._deadlines.write_stacks("driver", driver=stacks))
 
         BackgroundJob("stacks", write).ready(_WRITE_S)
-        who = "it" if thread is self._driver else f"its thread '{thread.name}'"
+        subject = "it" if thread is self._driver else f"its thread '{thread.name}'"
         self._exit(
-            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s {who} has done "
+            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s {subject} has done "
             f"nothing else than {where}: storage that does not answer, or code of your own ({self._deadlines.keys})."
-            f"{''.join(said)} {AGAIN}"
+            f"{''.join(sentences)} {AGAIN}"
         )
 
     def _exit(self, message: str) -> None:
@@ -203,21 +203,21 @@ def watching(deadlines: Deadlines, local: bool, reads: bool = False, kept: Calla
         return
     node: Any = ray._private.worker._global_node
     lines, logs = (list(_lines(node)), node.get_logs_dir_path()) if node else ([], "")
-    found = _watch = Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads, kept)
-    found.start()
+    watch = _watch = Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads, kept)
+    watch.start()
     try:
         yield
     except Exception as error:
         # What Ray raises of it names no cause.
         if (isinstance(error, RltrainError) and not isinstance(error, WorkerError)) or not lost(_POLL_S):
             raise
-        raise WorkerLost(f"{found.message}\n{kept()}".strip()) from error
+        raise WorkerLost(f"{watch.message}\n{kept()}".strip()) from error
     finally:
-        found.over.set()
-        if not found.message:
+        watch.over.set()
+        if not watch.message:
             _watch = None
         elif local:
-            sweep(found.session)
+            sweep(watch.session)
 
 
 def _lines(node: Any) -> Iterator[_Line]:
@@ -243,10 +243,10 @@ def working() -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, Interrupted):
-            said = str(error) if isinstance(error, RltrainError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, RltrainError) else f"{type(error).__name__}: {error}"
             code, passing = getattr(error, "exit_code", 1), getattr(error, "passing", False)
-            tell_supervisor(error=said, passing=passing, ends=code)
-            _tell_after_us(message(f"error: {said}\n"))
+            tell_supervisor(error=text, passing=passing, ends=code)
+            _tell_after_us(message(f"error: {text}\n"))
         raise
     finally:
         watch.beat = math.inf

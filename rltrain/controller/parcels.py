@@ -59,15 +59,15 @@ def route(
 
     cut(node, cuts): has ``node`` make the parcels; returns their references by reading node.
     """
-    wanted: dict[tuple[int, int], dict[Any, list[StoredRows]]] = {}
+    objects_of: dict[tuple[int, int], dict[Any, list[StoredRows]]] = {}
     for request, reader in zip(requests, readers, strict=True):
         for part in request.parts:
             if part.node != reader:
-                same = wanted.setdefault((part.node, reader), {})
+                same = objects_of.setdefault((part.node, reader), {})
                 same.setdefault((id(part.ref), part.columns), []).append(part)
     cuts: dict[int, Cuts] = {}
     piece_of: dict[tuple[int, Any], tuple[int, np.ndarray]] = {}
-    for (node, reader), objects in wanted.items():
+    for (node, reader), objects in objects_of.items():
         parcel = cuts.setdefault(node, {}).setdefault(reader, [])
         for key, parts in objects.items():
             # A row that several ranks of the node read is brought there once.

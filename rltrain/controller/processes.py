@@ -54,8 +54,8 @@ def this_node() -> Node:
     raylet = os.getppid()
     kinds = {raylet: "ray", **dict.fromkeys(_heads(raylet), "ray")}
     for pid in descendants(raylet):
-        own, below = next((kind for start, kind in _ACTORS.items() if _command(pid).startswith(start)), ("ray", ""))
-        kinds.setdefault(pid, own)
+        role, below = next((kind for start, kind in _ACTORS.items() if _command(pid).startswith(start)), ("ray", ""))
+        kinds.setdefault(pid, role)
         if below:
             kinds |= dict.fromkeys(descendants(pid), below)
     processes = [_process(pid, kind) for pid, kind in kinds.items()]
@@ -75,10 +75,10 @@ def ask_nodes(workers: Sequence[Any], nodes: Sequence[int]) -> Callable[[], list
 
     nodes: the node of each worker, numbered.
     """
-    asked = [workers[nodes.index(node)].measure.remote() for node in dict.fromkeys(nodes)]
+    references = [workers[nodes.index(node)].measure.remote() for node in dict.fromkeys(nodes)]
 
     def come() -> list[Node]:
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
         nodes = []
         for reference in ready:
             with suppress(ray.exceptions.RayError):  # the next call says that a worker is gone

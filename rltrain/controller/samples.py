@@ -109,9 +109,9 @@ class Samples:
         new_id = np.full(len(other), -1)
         new_id[ids] = places
         for part in other._parts.values():
-            kept = new_id[part.ids] >= 0
-            if kept.any():  # else nothing of the object is needed any more
-                self.attach([replace(part, ids=new_id[part.ids][kept], rows=part.rows[kept])])
+            is_kept = new_id[part.ids] >= 0
+            if is_kept.any():  # else nothing of the object is needed any more
+                self.attach([replace(part, ids=new_id[part.ids][is_kept], rows=part.rows[is_kept])])
         for name in numbers:
             self[name][places] = other[name][ids]
 
@@ -181,16 +181,16 @@ class Samples:
         columns = [*columns, *optional]
         parts = []
         stored_parts, where = self._where()
-        for held, (number_of, row_of) in where.items():
-            wanted = tuple(name for name in held if name in columns)
-            if not wanted or not len(ids):
+        for stored_columns, (number_of, row_of) in where.items():
+            wanted_columns = tuple(name for name in stored_columns if name in columns)
+            if not wanted_columns or not len(ids):
                 continue
             # Row numbers and places go through the driver with every request, so they are as narrow as they may be.
             places = np.argsort(number_of[ids], kind="stable").astype(np.int32)
             numbers_found, starts = np.unique(number_of[ids[places]], return_index=True)
             for number, its in zip(numbers_found.tolist(), np.split(places, starts[1:]), strict=True):
                 if number >= 0:
-                    parts.append(replace(stored_parts[number], columns=wanted, ids=its, rows=row_of[ids[its]]))
+                    parts.append(replace(stored_parts[number], columns=wanted_columns, ids=its, rows=row_of[ids[its]]))
         for name in columns:
             have = sum(len(part.rows) for part in parts if name in part.columns)
             if have != len(ids) and name not in optional:
@@ -238,8 +238,8 @@ def pick(part: StoredRows, found: Batch | list[Any]) -> Batch | list[Any]:
     return Batch({name: found[name] for name in part.columns}).select(part.rows)
 
 
-def _only(name: str, found: Batch | list[Any]) -> Batch:
-    return Batch({name: found}) if isinstance(found, list) else found
+def _only(name: str, stored: Batch | list[Any]) -> Batch:
+    return Batch({name: stored}) if isinstance(stored, list) else stored
 
 
 # The length of Ray's object id.

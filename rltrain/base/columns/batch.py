@@ -39,8 +39,8 @@ class DictionaryColumn:
         """The given samples, in the given order, with the values that they use."""
         # A copy: what has come through Ray cannot be written to, and torch would warn of it.
         # `unique` also numbers the values anew, so a part of a batch carries no prompt that none of its samples has.
-        used, index = self.index[torch.tensor(rows, device=self.index.device).long()].unique(return_inverse=True)
-        return DictionaryColumn(_select(self.values, used.tolist()), index)
+        entries, index = self.index[torch.tensor(rows, device=self.index.device).long()].unique(return_inverse=True)
+        return DictionaryColumn(_select(self.values, entries.tolist()), index)
 
     def by_group(self, groups: NDArray[np.integer[Any]]) -> DictionaryColumn:
         """One value per group, that of its first sample. groups [n]: samples with the same number have equal values."""

@@ -106,8 +106,8 @@ class Ragged:
     def select(self, rows: Tensor | Sequence[int] | NDArray[np.integer[Any]]) -> Ragged:
         """The given rows, in the given order; a row may be taken more than once."""
         # A copy: what has come through Ray cannot be written to, and torch would warn of it.
-        own = rows if isinstance(rows, Tensor) else np.array(rows, dtype=np.int64)
-        index = torch.as_tensor(own, dtype=torch.long, device="cpu")
+        numbers = rows if isinstance(rows, Tensor) else np.array(rows, dtype=np.int64)
+        index = torch.as_tensor(numbers, dtype=torch.long, device="cpu")
         lengths = self.lengths[index]
         total = int(lengths.sum())
         # All values of a row move by the same distance, so one index for all rows takes the place of a loop over them.

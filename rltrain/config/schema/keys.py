@@ -89,8 +89,8 @@ def similar_keys(name: str) -> list[str]:
     other things."""
     section, _, leaf = name.rpartition(".")
     inside = [candidate for candidate in all_keys() if candidate.startswith(f"{section}." if section else "")]
-    own = {candidate.rpartition(".")[2]: candidate for candidate in inside if candidate.rpartition(".")[0] == section}
-    near = [own[match] for match in difflib.get_close_matches(leaf, own, n=2, cutoff=0.8)]
+    keys = {candidate.rpartition(".")[2]: candidate for candidate in inside if candidate.rpartition(".")[0] == section}
+    near = [keys[match] for match in difflib.get_close_matches(leaf, keys, n=2, cutoff=0.8)]
     below = [candidate for candidate in inside if candidate.endswith(f".{leaf}")]
     # The start of the name was left out or mistyped, and the rest of it is there.
     whole = [candidate for candidate in all_keys() if section and candidate.endswith(f".{name}")]

@@ -105,8 +105,8 @@ def chosen_settings(tree: Mapping[str, Any], asked: Collection[str] = ()) -> dic
     """The tree by dotted keys, without what nobody chose: class names, values that are missing, and in a tree that a
     program wrote verl's defaults. asked: keys that are told whatever they say."""
     tree = {key: value for key, value in tree.items() if key not in ("_wandb", "wandb_version")}
-    if tree and all(isinstance(each, Mapping) and "value" in each for each in tree.values()):
-        tree = {key: each["value"] for key, each in tree.items()}  # the form in which W&B saves it
+    if tree and all(isinstance(entry, Mapping) and "value" in entry for entry in tree.values()):
+        tree = {key: entry["value"] for key, entry in tree.items()}  # the form in which W&B saves it
     leaves = {key: value for key, value in leaves_of(tree) if value not in ("???", {})}
     if is_easyr1(leaves) or sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
         return leaves
@@ -123,13 +123,13 @@ def _a_default(written: str, value: Any, leaves: Mapping[str, Any]) -> bool:
     if not is_known(key):
         inert = last not in _SWITCHES and any(fnmatchcase(written, pattern) for pattern in _INERT)
         return inert or follows or value in (False, 0, "", "None", [], {}) or value in _DEFAULTS.get(last, ())
-    others = next((values for pattern, values in _NOT_CHOSEN.items() if fnmatchcase(key, pattern)), ())
-    if follows or ((other := followed(key)) and value == leaves.get(other)):
+    inert_values = next((values for pattern, values in _NOT_CHOSEN.items() if fnmatchcase(key, pattern)), ())
+    if follows or ((followed_key := followed(key)) and value == leaves.get(followed_key)):
         return True
     if isinstance(value, dict):
-        return not (kept := _without_nulls(value)) or kept in others
+        return not (without_nulls := _without_nulls(value)) or without_nulls in inert_values
     # What differs between the two is a choice where it is not verl's default, even if it is ours.
-    return value in others if others else key in all_keys() and value == all_keys()[key].default
+    return value in inert_values if inert_values else key in all_keys() and value == all_keys()[key].default
 
 
 def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:

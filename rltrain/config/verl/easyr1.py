@@ -89,18 +89,18 @@ class Reading:
         turned = table.get(value, value) if isinstance(value, str | int) else value
         if turned is None or turned == {}:
             return
-        ours = self._ours(key)
-        if ours is None or not (is_known(rename(ours)) or verdict(ours, value) or not key.startswith(_OWN)):
+        own_key = self._ours(key)
+        if own_key is None or not (is_known(rename(own_key)) or verdict(own_key, value) or not key.startswith(_OWN)):
             self.refused.append(f"{key}={as_text(value)}: nothing here does what this key of EasyR1's asks for.")
             return
-        self.put(ours, turned, key)
+        self.put(own_key, turned, key)
 
     def _ours(self, key: str) -> str | None:
-        for pattern, ours in KEYS.items():
+        for pattern, own_key in KEYS.items():
             if pattern == key:
-                return ours
+                return own_key
             if pattern.endswith("*") and key.startswith(pattern[:-1]):
-                return ours.removesuffix("*") + key[len(pattern) - 1 :]
+                return own_key.removesuffix("*") + key[len(pattern) - 1 :]
         return key if is_known(key) or not key.startswith(_OWN) else None
 
 
@@ -115,9 +115,9 @@ def read(theirs: Mapping[str, Any]) -> Reading:
 
 def _read_together(of: Reading) -> None:
     _kl(of)
-    for role, ours, passes in (("actor", _A, (_R, "actor_rollout_ref.ref.")), ("critic", "critic.", ())):
+    for role, section, passes in (("actor", _A, (_R, "actor_rollout_ref.ref.")), ("critic", "critic.", ())):
         if role == "actor" or of.value("algorithm.adv_estimator") == "gae":
-            _sizes(of, f"worker.{role}.", ours, passes)
+            _sizes(of, f"worker.{role}.", section, passes)
     _validation(of)
     _filtering(of)
     _offload(of)
@@ -139,15 +139,15 @@ def _kl(of: Reading) -> None:
         of.put("algorithm.kl_ctrl.kl_coef", of.value(coef), coef)
         of.put(kind, of.value(kind), kind)
         if of.value("algorithm.kl_type") == "adaptive":
-            for their, ours, default in (
+            for their, leaf, default in (
                 ("type", "type", ""),
                 ("horizon", "horizon", 10000),
                 ("target", "target_kl", 0.1),
             ):
-                of.put(f"algorithm.kl_ctrl.{ours}", of.value(f"algorithm.kl_{their}", default), f"algorithm.kl_{their}")
+                of.put(f"algorithm.kl_ctrl.{leaf}", of.value(f"algorithm.kl_{their}", default), f"algorithm.kl_{their}")
 
 
-def _sizes(of: Reading, role: str, ours: str, passes: tuple[str, ...]) -> None:
+def _sizes(of: Reading, role: str, section: str, passes: tuple[str, ...]) -> None:
     """Micro-batches: by tokens with its dynamic batching, which is on by default."""
     update, experience = (f"{role}micro_batch_size_per_device_for_{phase}" for phase in ("update", "experience"))
     dynamic = f"{role}dynamic_batching"
@@ -157,13 +157,13 @@ def _sizes(of: Reading, role: str, ours: str, passes: tuple[str, ...]) -> None:
     tokens = bool(of.value(dynamic, True)) and numbers
     name = "max_token_len_per_gpu" if tokens else "micro_batch_size_per_gpu"
     factor = sum(of.value(key) for key in lengths) if tokens else 1
-    of.put(f"{ours}use_dynamic_bsz", tokens, dynamic)
-    of.put(f"{ours}ppo_{name}", of.value(update) * factor, update, *lengths)
-    for other in passes:
-        if other == _R or not of.value("algorithm.disable_kl", False):
-            of.put(f"{other}log_prob_{name}", of.value(experience) * factor, experience, *lengths)
+    of.put(f"{section}use_dynamic_bsz", tokens, dynamic)
+    of.put(f"{section}ppo_{name}", of.value(update) * factor, update, *lengths)
+    for pass_section in passes:
+        if pass_section == _R or not of.value("algorithm.disable_kl", False):
+            of.put(f"{pass_section}log_prob_{name}", of.value(experience) * factor, experience, *lengths)
     if not passes:
-        of.put(f"{ours}forward_{name}", of.value(experience) * factor, experience, *lengths)
+        of.put(f"{section}forward_{name}", of.value(experience) * factor, experience, *lengths)
 
 
 def _validation(of: Reading) -> None:
@@ -203,10 +203,10 @@ def _filtering(of: Reading) -> None:
 
 
 def _offload(of: Reading) -> None:
-    for role, ours in (("actor", _A), ("ref", "actor_rollout_ref.ref."), ("critic", "critic.model.")):
+    for role, section in (("actor", _A), ("ref", "actor_rollout_ref.ref."), ("critic", "critic.model.")):
         keys = [f"worker.{role}.{ending}" for ending in ("fsdp.enable_cpu_offload", "offload.offload_params")]
         if moved := [key for key in keys if of.value(key, False)]:
-            of.put(f"{ours}fsdp_config.param_offload", True, *moved)
+            of.put(f"{section}fsdp_config.param_offload", True, *moved)
 
 
 def _precision(of: Reading) -> None:
@@ -226,8 +226,8 @@ def _data(of: Reading) -> None:
     """Files: verl's columns stand in them here, and a template is applied when they are made."""
     files = {key: of.value(key) for key in ("data.train_files", "data.val_files")}
     prompt, answer, images = (of.value(f"data.{name}_key", name) for name in ("prompt", "answer", "image"))
-    asked = ("prompt_key", "answer_key", "image_dir", "format_prompt")
-    written = [f"data.{name}={of.theirs[f'data.{name}']}" for name in asked if of.theirs.get(f"data.{name}")]
+    key_names = ("prompt_key", "answer_key", "image_dir", "format_prompt")
+    written = [f"data.{name}={of.theirs[f'data.{name}']}" for name in key_names if of.theirs.get(f"data.{name}")]
     hub = [f"{key}={value}" for key, value in files.items() if isinstance(value, str) and "@" in value]
     if written or hub:
         template = of.value("data.format_prompt")
@@ -251,13 +251,13 @@ def _reward(of: Reading) -> None:
         if of.value("custom_reward_function.path"):
             of.notes.append(f"{key}: no effect: custom_reward_function.path is set")
             continue
-        more = ", **options" if any(".reward_function_kwargs." in their_key for their_key in of.theirs) else ""
+        options = ", **options" if any(".reward_function_kwargs." in their_key for their_key in of.theirs) else ""
         call = '{"response": solution_str, "ground_truth": ground_truth}'
         is_sequential = of.value("worker.reward.reward_type") == "sequential"
-        call = f"({call}{more})" if is_sequential else f"([{call}]{more})[0]"
+        call = f"({call}{options})" if is_sequential else f"([{call}]{options})[0]"
         of.refused.append(
             f"{key}={of.value(key)}: a reward function is called otherwise here. Write FILE.py with the lines: import "
             f'runpy; theirs = runpy.run_path("{file}")["{name or "main"}"]; def compute_score(data_source, '
-            f"solution_str, ground_truth, extra_info=None{more}): found = theirs{call}; return "
+            f"solution_str, ground_truth, extra_info=None{options}): found = theirs{call}; return "
             '{"score": found["overall"], **found}. Then set custom_reward_function.path=FILE.py.'
         )

@@ -172,9 +172,9 @@ class _Composer:
         if not group:
             self.roots += _search_path(content, file)
         entries = content.pop("defaults", None) or []
-        own = "_self_" in entries
+        has_self = "_self_" in entries
         # Without a `_self_` the file itself comes first, and its list overrides it.
-        for entry in entries if own else ["_self_", *entries]:
+        for entry in entries if has_self else ["_self_", *entries]:
             if entry == "_self_":
                 _merge(self.tree, _under(package, content))
             else:

@@ -86,19 +86,19 @@ def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: Non
     lookup: the value of a key of ours, for rows that compare with one.
     """
     for row, condition, why in rows_of(key, REFUSED):
-        said = applies(condition, value, lookup)
-        if said or condition.operator != "=":  # of other values another row may speak
-            return Verdict(row, why.format(**places_of(key)), said, forbids=True)
+        holds = applies(condition, value, lookup)
+        if holds or condition.operator != "=":  # of other values another row may speak
+            return Verdict(row, why.format(**places_of(key)), holds, forbids=True)
     for pattern, (switch, why) in SECTIONS.items():
         if fnmatchcase(f"{key}.", pattern):
-            said = not is_off(value) and (not switch or key.endswith(f".{switch}"))
-            return Verdict(pattern, why.format(**places_of(key)), said, forbids=True)
+            holds = not is_off(value) and (not switch or key.endswith(f".{switch}"))
+            return Verdict(pattern, why.format(**places_of(key)), holds, forbids=True)
     for row, condition, why in rows_of(key, NO_EFFECT):
         if _is_owned(key, condition.key):
             return Verdict(row, why.format(**places_of(key)), applies(condition, value))
     # What is turned off of these is nobody's, and may be a mistyped key of ours.
-    others = () if is_off(value) else rows_of(key, OTHERS)
-    return next((Verdict(row, why, True, forbids=True) for row, _, why in others), None)
+    rows = () if is_off(value) else rows_of(key, OTHERS)
+    return next((Verdict(row, why, True, forbids=True) for row, _, why in rows), None)
 
 
 def _is_owned(key: str, pattern: str) -> bool:

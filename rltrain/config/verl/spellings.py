@@ -184,8 +184,8 @@ def _number(old: Mapping[str, Any], key: str, such: str, over: float = -math.inf
     except (TypeError, ValueError):
         number = math.nan
     if not over < number < under:
-        wanted = f" over {over:g}" * (over >= 0) + f" and under {under:g}" * (under < math.inf)
-        raise ConfigError(f"{key}={text}: it must be a number{wanted}, {such}.")
+        limits = f" over {over:g}" * (over >= 0) + f" and under {under:g}" * (under < math.inf)
+        raise ConfigError(f"{key}={text}: it must be a number{limits}, {such}.")
     return number
 
 

@@ -119,20 +119,20 @@ class Board:
         try:
             return ask()
         except (RayError, RuntimeError) as error:
-            said = "the token of this node is not the head's" if "AuthToken" in str(error) else str(error).strip()
-            raise ConnectionError(said.partition("\n")[0]) from error
+            cause = "the token of this node is not the head's" if "AuthToken" in str(error) else str(error).strip()
+            raise ConnectionError(cause.partition("\n")[0]) from error
 
 
 def clusters_here() -> dict[str, list[int]]:
     """Address of the head -> the processes on this node that belong to its cluster."""
     marked: dict[int, str] = {}
     parents: dict[int, int] = {}
-    ours, here = _ancestors(), os.readlink("/proc/self/ns/net")
+    ancestors, network = _ancestors(), os.readlink("/proc/self/ns/net")
     for process in _processes():
         # A process may have ended between two lines, or be another user's.
         with suppress(OSError):
             # Containers of this machine are other nodes.
-            if os.readlink(process / "ns/net") != here or int(process.name) in ours:
+            if os.readlink(process / "ns/net") != network or int(process.name) in ancestors:
                 continue
             state, parent = (process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
             if state == "Z":
@@ -161,18 +161,18 @@ def program_of(pid: int) -> str:
 
 def end_processes(address: str) -> int:
     """End the cluster of the head at `address` on this node; returns how many processes that were."""
-    ended: set[int] = set()
-    for asked in (signal.SIGTERM, signal.SIGKILL):
+    pids: set[int] = set()
+    for signum in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _END_S
         while (left := clusters_here().get(address, [])) and time.monotonic() < until:
             for pid in left:
                 # SIGTERM once each: a second one tells a run to end without saving.
-                if asked == signal.SIGKILL or pid not in ended:
+                if signum == signal.SIGKILL or pid not in pids:
                     with suppress(ProcessLookupError):
-                        os.kill(pid, asked)
-            ended |= set(left)
+                        os.kill(pid, signum)
+            pids |= set(left)
             time.sleep(0.2)
-    return len(ended)
+    return len(pids)
 
 
 def group_is_alive(group: int) -> bool:

@@ -26,10 +26,10 @@ def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[
     code: 75 where it has ended without a word. heed: called again and again meanwhile."""
     # Whose `python` may be another than the one that this runs with.
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-    own = {"RAY_ADDRESS": address, MARK: address, "PATH": path}
-    own |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
+    variables = {"RAY_ADDRESS": address, MARK: address, "PATH": path}
+    variables |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
     with attempt_file() as file:
-        code = _run(launch.command, asked, heed, os.environ | own | {ATTEMPT: file})
+        code = _run(launch.command, asked, heed, os.environ | variables | {ATTEMPT: file})
         report = told_supervisor(file)
     report["pids"] = [pid for pid in report["pids"] if pid != os.getpid()]
     exit_code, cause = interpret_exit(code, report)
@@ -38,7 +38,7 @@ def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[
     return exit_code
 
 
-def _run(words: list[str], asked: list[int], heed: Callable[[], None], environment: dict[str, str]) -> int:
+def _run(words: list[str], signals: list[int], heed: Callable[[], None], environment: dict[str, str]) -> int:
     try:
         driver = subprocess.Popen(words, env=environment, start_new_session=True)
     except OSError as error:
@@ -48,12 +48,12 @@ def _run(words: list[str], asked: list[int], heed: Callable[[], None], environme
     while driver.poll() is None or (handed and group_is_alive(driver.pid)):
         with suppress(ConnectionError):  # without its head the command ends by itself
             heed()
-        for signum in asked[handed:]:
+        for signum in signals[handed:]:
             handed += 1
             with suppress(ProcessLookupError):
                 os.killpg(driver.pid, signum)
         time.sleep(_POLL_S)
-    if asked:
+    if signals:
         tell_supervisor(stopped=True)
     if group_is_alive(driver.pid):
         say("the command has ended and left processes behind, which end now")

@@ -18,12 +18,12 @@ _OWN_TOKEN = ".ray/auth_token"
 
 def own_token(file: Path | None) -> str:
     """The head's token, made where there is none. Clears what an earlier head has left at the file."""
-    said = text(file)
-    if said and answers(said):
+    address = text(file)
+    if address and answers(address):
         raise ConfigError(
-            f"{file} names {said}, where another head answers. Stop that one, or set HEAD_FILE to another file."
+            f"{file} names {address}, where another head answers. Stop that one, or set HEAD_FILE to another file."
         )
-    own = Path.home() / _OWN_TOKEN
+    path = Path.home() / _OWN_TOKEN
     if file:
         file.unlink(missing_ok=True)
         token_file(file).unlink(missing_ok=True)
@@ -31,14 +31,14 @@ def own_token(file: Path | None) -> str:
         return token
     if named := first_set("RAY_AUTH_TOKEN_PATH"):
         return _token_of(Path(named), "RAY_AUTH_TOKEN_PATH names it")
-    own.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     # One that is there, however unreadable, is what other clusters of this user run with.
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with suppress(FileExistsError), open(os.open(own, exclusive, 0o600), "w", encoding="utf-8") as opened:
+    with suppress(FileExistsError), open(os.open(path, exclusive, 0o600), "w", encoding="utf-8") as opened:
         opened.write(f"{secrets.token_hex(32)}\n")
     with suppress(OSError):
-        own.chmod(0o600)  # Ray's own command leaves it to the umask
-    return _token_of(own, "remove it, and a new one is made")
+        path.chmod(0o600)  # Ray's own command leaves it to the umask
+    return _token_of(path, "remove it, and a new one is made")
 
 
 def announce(file: Path, address: str, token: str) -> None:
@@ -65,8 +65,8 @@ def take_token(file: Path | None) -> Path | None:
     if file and (token := text(token_file(file))):
         use_token(token)
         return token_file(file)
-    own = Path.home() / _OWN_TOKEN
-    return own if text(own) else None
+    path = Path.home() / _OWN_TOKEN
+    return path if text(path) else None
 
 
 def token_file(file: Path) -> Path:

@@ -75,9 +75,9 @@ def _run(argv: list[str] | None) -> int:
     if launch.role == "stop":
         return stop(launch)
     try:
-        with listed_signals() as asked:
+        with listed_signals() as signals:
             tell_supervisor(pid=os.getpid())
-            return (_head if launch.role == "head" else be_worker)(launch, asked)
+            return (_head if launch.role == "head" else be_worker)(launch, signals)
     except ConnectionError as error:
         raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
     except OSError as error:
@@ -100,8 +100,8 @@ def stop(launch: Launch) -> int:
         wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
         say(f"the run of {addresses[0]} has ended")
         return 0
-    ended = end_processes(addresses[0]) if addresses else 0
-    say(f"ended {ended} processes" + (f" of {addresses[0]}" if ended else ": this script has started none here"))
+    number = end_processes(addresses[0]) if addresses else 0
+    say(f"ended {number} processes" + (f" of {addresses[0]}" if number else ": this script has started none here"))
     return 0
 
 
@@ -116,7 +116,7 @@ def _ask_to_end(launch: Launch, address: str) -> bool:
     return False
 
 
-def _head(launch: Launch, asked: list[int]) -> int:
+def _head(launch: Launch, signals: list[int]) -> int:
     ip = own_address(launch)
     address = f"{ip}:{launch.port}"
     if answers(address):
@@ -125,7 +125,7 @@ def _head(launch: Launch, asked: list[int]) -> int:
             "what this script has started, and RAY_PORT takes another port."
         )
     token = own_token(launch.file)
-    code, kept, board = 75, False, None
+    code, stays, board = 75, False, None
     try:
         ray_start(launch, address, "--head", f"--node-ip-address={ip}", f"--port={launch.port}", *dashboard())
         board = Board(address)
@@ -136,15 +136,15 @@ def _head(launch: Launch, asked: list[int]) -> int:
             announce(launch.file, address, token)
         say(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
         if launch.num_nodes:
-            wait_for_nodes(board, launch, asked)
-        kept = not launch.command
-        code = run_command(launch, board.address, asked, lambda: heed(board, asked)) if launch.command else 0
+            wait_for_nodes(board, launch, signals)
+        stays = not launch.command
+        code = run_command(launch, board.address, signals, lambda: heed(board, signals)) if launch.command else 0
         return code
     except ConfigError as error:
         code = error.exit_code
         raise
     finally:
-        if not kept:
+        if not stays:
             _finish(board, code)
             end_processes(address)
             if launch.file:
@@ -167,36 +167,36 @@ def wait_for_nodes(board: Board, launch: Launch, asked: list[int]) -> None:
     wait_until(missing, launch, asked, f"all {count(launch.num_nodes or 1, 'node')}")
     for node in board.nodes():
         devices = ", ".join(
-            f"{each:.0f} {name}" for name in ("NPU", "GPU", "CPU") if (each := node.resources.get(name))
+            f"{number:.0f} {name}" for name in ("NPU", "GPU", "CPU") if (number := node.resources.get(name))
         )
         say(f"{node}: {devices}")
 
 
 def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
     """Whom the head waits for, in words."""
-    here = [node for node in nodes if node.is_in]
-    ranks = [node.rank for node in here]
-    lacking = (launch.num_nodes or 1) - len(here)
+    nodes_in = [node for node in nodes if node.is_in]
+    ranks = [node.rank for node in nodes_in]
+    lacking = (launch.num_nodes or 1) - len(nodes_in)
     for rank in {rank for rank in ranks if rank is not None and ranks.count(rank) > 1}:
-        both = " and ".join(str(node) for node in here if node.rank == rank)
+        both = " and ".join(str(node) for node in nodes_in if node.rank == rank)
         raise ConfigError(f"two nodes have the same RANK: {both}.")
     if lacking > 0 and None not in ranks:
         absent = [str(rank) for rank in range(launch.num_nodes or 1) if rank not in ranks]
-        yield f"rank {', '.join(absent)} ({len(here)} of {launch.num_nodes} nodes are here)"
+        yield f"rank {', '.join(absent)} ({len(nodes_in)} of {launch.num_nodes} nodes are here)"
     elif lacking > 0:
-        yield f"{count(lacking, 'more node')}; here are {', '.join(map(str, here))}"
-    kind = next((name for name in ("NPU", "GPU") if any(node.resources.get(name) for node in here)), "CPU")
-    wanted = launch.devices or (here[0].resources.get(kind, 0) if here and kind != "CPU" else 0)
-    for node in here:
-        if (have := node.resources.get(kind, 0)) < wanted:
-            yield f"{wanted:.0f} {kind}s on {node}, which has {have:.0f}"
+        yield f"{count(lacking, 'more node')}; here are {', '.join(map(str, nodes_in))}"
+    kind = next((name for name in ("NPU", "GPU") if any(node.resources.get(name) for node in nodes_in)), "CPU")
+    num_devices = launch.devices or (nodes_in[0].resources.get(kind, 0) if nodes_in and kind != "CPU" else 0)
+    for node in nodes_in:
+        if (have := node.resources.get(kind, 0)) < num_devices:
+            yield f"{num_devices:.0f} {kind}s on {node}, which has {have:.0f}"
 
 
 def heed(board: Board, asked: list[int]) -> None:
     """Tell the nodes that this script is alive, and hear whether one of them asks for an end."""
     board.tell(BEAT, time.monotonic())
-    if not asked and (who := board.read(STOP)):
-        say(f"{who} asks for an end")
+    if not asked and (node := board.read(STOP)):
+        say(f"{node} asks for an end")
         asked.append(signal.SIGTERM)
     elif asked and board.read(STOP) is None:
         board.tell(STOP, f"a signal on {socket.gethostname()}")
@@ -233,11 +233,11 @@ def be_worker(launch: Launch, asked: list[int]) -> int:
 def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> None:
     """Raises ConfigError where this node is of another run (so the head only mentions it), or differs."""
     here.stranger = True
-    ours: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
+    run: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
     for name, value in head.get("run", {}).items():
-        if value and ours[name] and value != ours[name]:
+        if value and run[name] and value != run[name]:
             raise ConfigError(
-                f"the head at {board.address} is of another run: its {name} is {value}, this node's {ours[name]}. Two "
+                f"the head at {board.address} is of another run: its {name} is {value}, this node's {run[name]}. Two "
                 "runs in one folder need a HEAD_FILE each."
             )
         if name == "NNODES" and value and (here.rank or 0) >= value:
@@ -253,9 +253,9 @@ def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> 
         # Ray was killed here, and its helpers would stay.
         end_processes(mark)
     here.stranger = False
-    own = fingerprint()
-    if problem := differences(own, head["fingerprint"]):
-        here.refused = f"it has {differences(head['fingerprint'], own)}"
+    packages = fingerprint()
+    if problem := differences(packages, head["fingerprint"]):
+        here.refused = f"it has {differences(head['fingerprint'], packages)}"
         raise ConfigError(f"this node and the head differ. The head has {problem}.")
     if head["stays"] != bool(launch.command):
         with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
@@ -283,21 +283,21 @@ def find_head(launch: Launch, asked: list[int]) -> Board:
     """The store of a head that answers, has our token, and has not ended."""
     if not launch.address and not launch.file:
         raise ConfigError("a worker needs the head's address: ray_start.sh worker ADDRESS, HEAD_ADDRESS or HEAD_FILE")
-    found: list[Board] = []
-    own = named_token()
+    boards: list[Board] = []
+    token = named_token()
 
     def missing() -> str:
         # What an earlier head has left behind: an address where nobody answers, or a token that is not this one's.
         address = launch.address or text(launch.file)
-        said = "" if launch.address else f", which {launch.file} says"
+        origin = "" if launch.address else f", which {launch.file} says"
         if not address:
             return (
                 f"the head's address: there is no {launch.file}. Is the head up? Where this storage is not shared, set "
                 "HEAD_ADDRESS and RAY_AUTH_TOKEN"
             )
         if not answers(address):
-            return f"the head: nobody answers at {address}{said}"
-        if not (source := own or take_token(launch.file)):
+            return f"the head: nobody answers at {address}{origin}"
+        if not (source := token or take_token(launch.file)):
             return (
                 "the head's token, which this node has not. Copy ~/.ray/auth_token from the head, or set HEAD_FILE (on "
                 "shared storage) or RAY_AUTH_TOKEN on every node"
@@ -305,28 +305,28 @@ def find_head(launch: Launch, asked: list[int]) -> Board:
         try:
             board = Board(address)
             if board.read(HEAD) and board.read(END) is None:
-                found.append(board)
+                boards.append(board)
                 return ""
         except ConnectionError as error:
             fix = f"; this node's is from {source}, the head's may be copied there" if "token" in str(error) else ""
-            return f"the head: {error}{said}{fix}"
-        return f"the head: at {address}{said} is another Ray, or one that ends"
+            return f"the head: {error}{origin}{fix}"
+        return f"the head: at {address}{origin} is another Ray, or one that ends"
 
     wait_until(missing, launch, asked, "the head")
-    return found[0]
+    return boards[0]
 
 
 def stay_until_the_end(board: Board, here: Node, asked: list[int]) -> int:
     """Until the head says how the command has ended; returns that code. A signal here ends the whole run."""
     heard = asked_at = beat_at = time.monotonic()
-    told, beat = False, None
+    has_asked, beat = False, None
     while len(asked) < 2:
         try:
             now, code = board.read(BEAT), board.read(END)
             # Whoever signals all nodes has signalled the head too.
-            if asked and not told and time.monotonic() - asked_at > SAME_SIGNAL_S:
+            if asked and not has_asked and time.monotonic() - asked_at > SAME_SIGNAL_S:
                 board.tell(STOP, str(here))
-                told = True
+                has_asked = True
                 say("asked the head to stop; a second signal leaves at once")
             heard = time.monotonic()
             if now != beat:

@@ -17,21 +17,21 @@ from rltrain.controller.launch.words import Launch
 
 def ray_start(launch: Launch, address: str, *arguments: str) -> None:
     """`ray start`, whose lines are shown where it fails: ConfigError for unknown words, else NodesMissing."""
-    given = [*arguments, *launch.arguments]
+    words = [*arguments, *launch.arguments]
     # Ray counts GPUs itself; NPUs only where CANN's Python package is installed, so tell it.
-    if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in given):
-        given += ["--resources", f'{{"NPU": {devices}}}']
+    if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in words):
+        words += ["--resources", f'{{"NPU": {devices}}}']
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         # A file, since Ray's processes would keep a pipe open; a session, since a signal to us is not one to Ray.
-        done = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", *given],
+        process = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
             env=os.environ | {MARK: address}, stdout=output, stderr=output, start_new_session=True, check=False,
         )  # fmt: skip
         output.seek(0)
-        if done.returncode:
+        if process.returncode:
             # A head that ends meanwhile, to start anew, fails it too. 2 is said of arguments.
-            kind = ConfigError if done.returncode == 2 else NodesMissing
-            raise kind(f"ray start {' '.join(given)} failed:\n{output.read().strip()}")
+            kind = ConfigError if process.returncode == 2 else NodesMissing
+            raise kind(f"ray start {' '.join(words)} failed:\n{output.read().strip()}")
 
 
 def dashboard() -> list[str]:

@@ -85,11 +85,11 @@ class Attempt:
     def same_as(self, other: Attempt, place: str = "step") -> bool:
         """Whether it got no further than another attempt (in steps or ``checkpoint``), and ended by the same cause."""
         # Pids and times differ between two ends of one cause.
-        ours, theirs = (re.sub(r"\d+", "0", attempt.cause) for attempt in (self, other))
+        cause, other_cause = (re.sub(r"\d+", "0", attempt.cause) for attempt in (self, other))
         # Nodes other than the head know neither; the head decides for them.
-        known = bool(self.cause) or self.step is not None
+        is_known = bool(self.cause) or self.step is not None
         at, other_at = getattr(self, place), getattr(other, place)
-        return known and (at, self.exit_code, ours) == (other_at, other.exit_code, theirs)
+        return is_known and (at, self.exit_code, cause) == (other_at, other.exit_code, other_cause)
 
 
 class Supervisor:
@@ -246,10 +246,10 @@ class Supervisor:
 
     def _tell(self, last: Attempt) -> None:
         code = last.exit_code
-        ended = "finished" if code == 0 else f"ended with exit code {code}"
+        end = "finished" if code == 0 else f"ended with exit code {code}"
         step = "" if last.step is None else f" at step {last.step}{last.kept * bool(code)}"
         cause = f": {last.cause}" if last.cause else ""
-        _say(f"attempt {last.attempt} {ended} after {last.seconds:.0f} s{step}{cause}" + f" | {last.then}" * bool(code))
+        _say(f"attempt {last.attempt} {end} after {last.seconds:.0f} s{step}{cause}" + f" | {last.then}" * bool(code))
         if not self._folder:
             return
         try:

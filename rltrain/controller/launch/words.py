@@ -54,9 +54,9 @@ def read(argv: list[str]) -> Launch:
     options = argparse.ArgumentParser(prog="ray_start.sh", usage=_USAGE, allow_abbrev=False, add_help=False)
     options.add_argument("--nodes", default=first_set("NNODES", "SLURM_NNODES"))
     options.add_argument("--devices", default=_value_of("trainer.n_gpus_per_node", run))
-    own, rest = options.parse_known_args(words)
+    options_given, rest = options.parse_known_args(words)
     nodes, in_command = (
-        _number("--nodes (or NNODES)", own.nodes),
+        _number("--nodes (or NNODES)", options_given.nodes),
         _number("trainer.nnodes", _value_of("trainer.nnodes", run)),
     )
     if nodes and in_command and nodes != in_command:
@@ -83,7 +83,7 @@ def read(argv: list[str]) -> Launch:
         job=first_set("LAUNCH_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
         wait_s=_number("WAIT_S", first_set("WAIT_S") or "360", least=0) or 0,
         num_nodes=nodes or in_command,
-        devices=_number("--devices", own.devices),
+        devices=_number("--devices", options_given.devices),
         arguments=rest,
         command=run,
     )

@@ -59,9 +59,9 @@ def build(
         closing.enter_context(logs.session())
         reading.enter_context(watching(deadlines, local=False, reads=True, kept=stop.kept))
         reading.enter_context(working())
-        found = preflight(loaded)
-        _tell(found, notes)
-        told = Callbacks(cfg.trainer.callbacks, callbacks)
+        findings = preflight(loaded)
+        _tell(findings, notes)
+        hooks = Callbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
         look_at_images(cfg, of_rows := Findings(images=data.images))
         _tell(of_rows)
@@ -93,7 +93,7 @@ def build(
         if start.step >= plan.total_steps and not owes:
             tell_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
-        size = start.size or checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+        size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
         check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps)
         reading.close()
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
@@ -104,12 +104,12 @@ def build(
         closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg), kept=stop.kept))
         log.info("Ray's logs: %s", ray_logs())
         with working(), stop.telling():
-            return start_run(Ready(loaded, plan, data, folder, start, find), stop, told, closing, deadlines)
+            return start_run(Ready(loaded, plan, data, folder, start, find), stop, hooks, closing, deadlines)
 
 
-def _tell(found: Findings, notes: Sequence[str] = ()) -> None:
+def _tell(findings: Findings, notes: Sequence[str] = ()) -> None:
     """Raise all problems at once, before anything that takes long or changes the disk; log what is worth a look."""
-    if found.problems:
-        raise ConfigError("\n".join(found.problems))
-    for note in [*notes, *found.notes]:
+    if findings.problems:
+        raise ConfigError("\n".join(findings.problems))
+    for note in [*notes, *findings.notes]:
         log.warning("note: %s", note)

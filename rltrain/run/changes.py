@@ -60,25 +60,25 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
     if not changes:
         return []
-    other = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
+    of_experiment = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
     # Whoever names a run or a path means it. Without a name, two unrelated runs share the default folder.
-    if other and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
+    if of_experiment and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
         raise ConfigError(
-            f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(other)}), "
+            f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(of_experiment)}), "
             "and this run would go on from there, as neither has a name. "
             "Name the new one with trainer.experiment_name=…; "
             f"to go on all the same, name this one: trainer.experiment_name={loaded.config.trainer.experiment_name}."
         )
     log.info(
         "settings that changed since this run was last started:\n%s",
-        "\n".join(f"  {each}" for each in changes.values()),
+        "\n".join(f"  {line}" for line in changes.values()),
     )
-    if other:
+    if of_experiment:
         log.warning(
             "the %d steps so far are of another experiment than those that follow (%s). A new run starts with another "
             "trainer.experiment_name.",
             start.step,
-            "; ".join(other),
+            "; ".join(of_experiment),
         )
     return [text for key, text in changes.items() if not key.startswith(_AROUND)]
 
@@ -110,9 +110,9 @@ def _write(run: RunFolder, name: str, text: str) -> None:
         if patiently(file, file.read_bytes) != text.encode():
             number = 1
             # Renamed and never overwritten: the settings of earlier steps must be found later.
-            while (kept := run.path / f"{file.stem}.{number}{file.suffix}").exists():
+            while (earlier := run.path / f"{file.stem}.{number}{file.suffix}").exists():
                 number += 1
-            os.rename(file, kept)
+            os.rename(file, earlier)
     run.write(name, text)
 
 
@@ -124,13 +124,13 @@ def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
     except (OSError, YAMLError, OmegaConfBaseException):
         return []
     now = OmegaConf.create(to_dict(loaded.config))
-    found = []
+    changes = []
     for key in all_keys():
-        earlier, current = (_effective_value(each, key) for each in (before, now))
+        earlier, current = (_effective_value(settings, key) for settings in (before, now))
         # A key that a newer version has brought has its default in both runs, unless it is set now.
         if earlier != current and (earlier is not _MISSING or key in loaded.explicit):
-            found.append((key, "(not known)" if earlier is _MISSING else earlier, current))
-    return found
+            changes.append((key, "(not known)" if earlier is _MISSING else earlier, current))
+    return changes
 
 
 def _effective_value(tree: Any, key: str) -> Any:

@@ -50,42 +50,42 @@ MOST_ROWS, _GRADED_ROWS = 20_000, 100
 def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
     """What to print, and whether a run would refuse or run out of memory. notes: what is said of the settings."""
     cfg = loaded.config
-    found = preflight(loaded)
-    rows, num_prompts, num_too_long = _read(cfg, found)
+    findings = preflight(loaded)
+    rows, num_prompts, num_too_long = _read(cfg, findings)
     parts, too_large = [], ""
     try:
-        plan = make_plan(cfg, num_prompts, num_too_long, images=found.images)
+        plan = make_plan(cfg, num_prompts, num_too_long, images=findings.images)
         parts.append(describe(plan, cfg))
         if "train" in rows and len(rows["train"]) == num_prompts:
             sampler_of(cfg, plan, rows["train"], trial=True)
-        goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, found)
+        goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, findings)
         parts += goes_on
         memory, too_large = look_at_memory(cfg, plan)
         parts[1:1] = memory
     except RltrainError as error:
-        found.problems.append(str(error))
-    parts += try_reward(cfg, rows, found)
-    parts += _look_at(cfg, rows, found)
-    found.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
+        findings.problems.append(str(error))
+    parts += try_reward(cfg, rows, findings)
+    parts += _look_at(cfg, rows, findings)
+    findings.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
     without_effect = [note for note in notes if ": no effect: " in note]
     read_as = [note for note in notes if note not in without_effect]
-    for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", found.notes)):
+    for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", findings.notes)):
         if lines:
             # The title says it already.
             parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
     # A file may be looked at twice, and `preflight` names keys as they were written.
-    told = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in found.problems)
-    refused = f"a run would refuse: {count(len(told), 'problem')}"
+    problems = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in findings.problems)
+    refused = f"a run would refuse: {count(len(problems), 'problem')}"
     lacking = [loaded.as_written(too_large, follow=False)] if too_large else []
     # A run does not look: this takes seconds, and is foretold and not known.
-    for title, lines in ((refused, list(told)), ("a run would run out of memory", lacking)):
+    for title, lines in ((refused, list(problems)), ("a run would run out of memory", lacking)):
         if lines:
             parts.append("\n  ".join([title, *(line.replace("\n", "\n    ") for line in lines)]))
-    ends = bool(told or too_large)
+    ends = bool(problems or too_large)
     return "\n".join([*parts, *([] if ends else ["a run would start"])]) + "\n", ends
 
 
-def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, found: Findings) -> list[str]:
+def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, findings: Findings) -> list[str]:
     """Whether the run folder can be had, what a run would go on from, and whether there is room for checkpoints.
 
     rows: those of a run, or none where they are not known.
@@ -93,61 +93,61 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fou
     cfg = loaded.config
     # Not a `RunFolder`, which would create the folder and take its lock.
     run, start = Checkpoints(cfg.trainer.default_local_dir), Start()
-    taken = run.problem()
+    refusal = run.problem()
     try:
         train = rows["train"] if rows else None
         images = train is None or bool(train.num_images.any())
         start = find_start(cfg, run, train.identity() if train else None, images=images)
         tell_changes(loaded, start)
     except RltrainError as error:
-        found.problems.append(str(error))
-    size = start.size or checkpoint_bytes(cfg, found.num_parameters, found.num_trained)
+        findings.problems.append(str(error))
+    size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps)
-    found.problems += [problem for problem in (taken, lacking) if problem]
-    found.notes += [note] if note else []
-    done = "; all its steps are made" if start.step >= plan.total_steps else ""
-    return [f"goes on from {start.folder}, step {start.step}{done}"] if start.folder else []
+    findings.problems += [problem for problem in (refusal, lacking) if problem]
+    findings.notes += [note] if note else []
+    ending = "; all its steps are made" if start.step >= plan.total_steps else ""
+    return [f"goes on from {start.folder}, step {start.step}{ending}"] if start.folder else []
 
 
-def _read(cfg: Config, found: Findings) -> tuple[dict[str, Rows], int | None, int]:
+def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None, int]:
     """Rows by split, number of training prompts (None: unknown), number of prompts left out.
 
-    Problems are added to ``found``.
+    Problems are added to ``findings``.
     """
     data = cfg.data
     if data.custom_cls:  # it alone can say how many rows it makes
         try:
-            read = _load(cfg, found) if found.tokenizer_works else None
+            read = _load(cfg, findings) if findings.tokenizer_works else None
         except RltrainError as error:
-            found.problems.append(str(error))
+            findings.problems.append(str(error))
             read = None
         prompts = read and read.prompts["train"]
         return (read.rows, len(prompts), prompts.num_dropped) if read and prompts else ({}, None, 0)
     rows: dict[str, Rows] = {}
     stores: dict[str, PromptStore] = {}
-    wanted: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for split, files, limit in splits_of(cfg):
-        number = _count(split, as_list(files), found)
+        number = _count(split, as_list(files), findings)
         if number is None:
             continue
-        wanted[split] = number if limit <= 0 else min(number, limit)
-        if wanted[split] > MOST_ROWS:
-            found.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {wanted[split]:,} rows are looked at")
+        sizes[split] = number if limit <= 0 else min(number, limit)
+        if sizes[split] > MOST_ROWS:
+            findings.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
         try:
             # As `scan_rows` has it, 0 are all.
-            _read_split(cfg, split, as_list(files), min(wanted[split] or 1, MOST_ROWS), rows, stores, found)
+            _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, findings)
         except RltrainError as error:
-            found.problems.append(str(error))
-    is_whole = "train" in stores and wanted["train"] <= MOST_ROWS
+            findings.problems.append(str(error))
+    is_whole = "train" in stores and sizes["train"] <= MOST_ROWS
     if data.filter_overlong_prompts and not is_whole:
-        found.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
+        findings.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
     if "train" in stores:
-        found.images = ImageSizes.of(stores)
-        look_at_images(cfg, found)
+        findings.images = ImageSizes.of(stores)
+        look_at_images(cfg, findings)
     # Only then the count after the filter is that of the run.
     if is_whole:
         return rows, len(stores["train"]), stores["train"].num_dropped
-    return rows, wanted.get("train"), 0
+    return rows, sizes.get("train"), 0
 
 
 def _read_split(
@@ -157,7 +157,7 @@ def _read_split(
     most: int,
     rows: dict[str, Rows],
     stores: dict[str, PromptStore],
-    found: Findings,
+    findings: Findings,
 ) -> None:
     """Put the usable rows of a split into ``rows``, and its prompts into ``stores`` if a run would take them all."""
     # Of more rows than are looked at, the first ones and not some of them.
@@ -167,29 +167,29 @@ def _read_split(
         problems = problems or [f"no usable row in {usable.paths}."]
     else:
         rows[split] = usable
-    found.problems += [bad_rows(problems)] if problems else []
+    findings.problems += [bad_rows(problems)] if problems else []
     # Rows that are right by themselves may still have prompts that are not.
-    if len(usable) and found.tokenizer_works:
+    if len(usable) and findings.tokenizer_works:
         fitting, store = encode_split(cfg, split, usable, chat_encoder(cfg))
         if not problems:
             rows[split], stores[split] = fitting, store
 
 
-def _load(cfg: Config, found: Findings) -> Data:
+def _load(cfg: Config, findings: Findings) -> Data:
     read = load_data(cfg)
-    found.images = read.images
-    look_at_images(cfg, found)
+    findings.images = read.images
+    look_at_images(cfg, findings)
     return read
 
 
-def _count(split: str, names: Sequence[str], found: Findings) -> int | None:
-    """Rows of the files; None without any, and where one cannot be read: that is added to ``found``."""
+def _count(split: str, names: Sequence[str], findings: Findings) -> int | None:
+    """Rows of the files; None without any, and where one cannot be read: that is added to ``findings``."""
     if not names or not all(map(matching, names)):  # `preflight` has named what is not there
         return None
     try:
         return sum(num_rows(file) for name in names for file in files_of(name))
     except RltrainError as error:
-        found.problems.append(f"data.{split}_files: {error}")
+        findings.problems.append(f"data.{split}_files: {error}")
         return None
 
 
@@ -252,9 +252,9 @@ def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     if not first:
         return []
     grade = cfg.reward_model.runs_scorers and not (cfg.custom_reward_function.path or cfg.reward.url)
-    said = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
+    text = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
     number = sum(map(len, first))
     return [
         f"data: the first {number} rows (up to {_GRADED_ROWS} of a split)"
-        + (f"\n{said.rstrip()}" if said else ", nothing found")
+        + (f"\n{text.rstrip()}" if text else ", nothing found")
     ]

@@ -40,20 +40,20 @@ def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, v
     with disk_errors(run):
         aside = _free(run)
         if anew:
-            for each in [each for pattern in _OF_A_RUN for each in run.glob(pattern)]:
-                _move(each, aside)
+            for file in [file for pattern in _OF_A_RUN for file in run.glob(pattern)]:
+                _move(file, aside)
         else:
             for pattern, split in ((_SAMPLES, "train"), (_VAL_SAMPLES, "val")):
-                for each in _made_again(run / "samples", pattern, first[split]):
-                    _move(each, aside / "samples")
+                for file in _made_again(run / "samples", pattern, first[split]):
+                    _move(file, aside / "samples")
             _cut(run / METRICS, step, aside)
         _tell(run, aside, step if not anew else None)
     for name, split in ((cfg.rollout_data_dir, "train"), (cfg.validation_data_dir, "val")):
         folder = Path(name or run / "none").expanduser().resolve()
         with disk_errors(folder):
             aside = _free(folder)
-            for each in _made_again(folder, _DATA, first[split]):
-                _move(each, aside)
+            for file in _made_again(folder, _DATA, first[split]):
+                _move(file, aside)
             _tell(folder, aside, step)
 
 
@@ -63,7 +63,7 @@ def _made_again(folder: Path, pattern: re.Pattern[str], first: int) -> list[Path
         names = patiently(folder, lambda: sorted(os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [folder / name for name in names if (found := pattern.fullmatch(name)) and int(found[1]) >= first]
+    return [folder / name for name in names if (match := pattern.fullmatch(name)) and int(match[1]) >= first]
 
 
 def _free(folder: Path) -> Path:
@@ -80,21 +80,21 @@ def _move(path: Path, aside: Path) -> None:
 
 def _cut(file: Path, step: int, aside: Path) -> None:
     lines = _lines(file)
-    kept = [line for line in lines if _step_of(line) <= step]
+    head = [line for line in lines if _step_of(line) <= step]
     # A line that a kill has cut off has no step and goes too; `complete` leaves empty ones.
     if later := [line for line in lines if line.strip() and _step_of(line) > step]:
         aside.mkdir(exist_ok=True)
         (aside / file.name).write_text("".join(f"{line}\n" for line in later), encoding="utf-8")
     # A kill while the file is written would take the lines of all steps.
     anew = file.with_suffix(".tmp")
-    anew.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    anew.write_text("".join(f"{line}\n" for line in head), encoding="utf-8")
     anew.replace(file)
 
 
 def _tell(folder: Path, aside: Path, step: int | None) -> None:
     if aside.exists():
-        what = "what an earlier start has left there" if step is None else f"what is there of steps after {step}"
-        log.info("%s: %s is now in %s, as this start makes it again", folder, what, aside.name)
+        content = "what an earlier start has left there" if step is None else f"what is there of steps after {step}"
+        log.info("%s: %s is now in %s, as this start makes it again", folder, content, aside.name)
 
 
 def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
@@ -110,8 +110,8 @@ def owes_validation(cfg: Config, run: Path, step: int, total: int) -> bool:
     that, or a signal has cut the validation of the step that it resumes from short."""
     due = bool(cfg.data.val_files) and step > 0 and cfg.trainer.validates_after(step, total)
     # A checkpoint of another run has no line here.
-    found = [line for line in _lines(run / METRICS) if _step_of(line) == step] if due else []
-    return cfg.trainer.val_only or (bool(found) and not any('"val-core/' in line for line in found))
+    lines = [line for line in _lines(run / METRICS) if _step_of(line) == step] if due else []
+    return cfg.trainer.val_only or (bool(lines) and not any('"val-core/' in line for line in lines))
 
 
 def _lines(file: Path) -> list[str]:

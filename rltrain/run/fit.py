@@ -133,10 +133,10 @@ class Trainer(Watcher):
         # Nothing is learnt here, so a signal ends it at once.
         first = untested or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
-            found = self._validate()
-            self.watchers.on_metrics(first_step, found)
-            saver.best.observe(first_step, found)
-            untested = self._owes_validation = untested and not found
+            val_metrics = self._validate()
+            self.watchers.on_metrics(first_step, val_metrics)
+            saver.best.observe(first_step, val_metrics)
+            untested = self._owes_validation = untested and not val_metrics
         for step in range(first_step + 1, total + 1):
             # Asked between steps: a step that has begun is worth finishing, one that has not costs nothing to leave
             # out.
@@ -183,12 +183,12 @@ class Trainer(Watcher):
         saver.on_wait()
         stop.reached(step, total, saver.last_step)
         if ppo.rewards.has_validation and trainer.validates_after(step, total):
-            found = {} if stop.requested else self._validate()
-            metrics |= found
+            val_metrics = {} if stop.requested else self._validate()
+            metrics |= val_metrics
             # A validation that a signal has cut short returns nothing.
-            untested = not found
+            untested = not val_metrics
             try:
-                saver.best.observe(step, found)
+                saver.best.observe(step, val_metrics)
             except ConfigError:
                 saver.finish()
                 raise
@@ -223,8 +223,8 @@ class Trainer(Watcher):
     def _validate(self) -> Metrics:
         """The metrics of a validation; empty where a signal has cut it short."""
         validation = self._validation or self._started[0].validation
-        made = validation.run(self.num_steps, self._stop)
-        return self.watchers.on_validation(made) if made else {}
+        answered = validation.run(self.num_steps, self._stop)
+        return self.watchers.on_validation(answered) if answered else {}
 
     def close(self) -> None:
         """End what `build` has started. A second call does nothing."""

@@ -54,11 +54,11 @@ def start_pool(
 def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
     """Raise ConfigError if the config names numbers that no scorer returns, judging by one row per data source."""
     algorithm = cfg.algorithm
-    wanted = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
-    wanted += [("reward.weights", name) for name in cfg.reward.weights]
+    columns = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
+    columns += [("reward.weights", name) for name in cfg.reward.weights]
     if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:
-        wanted.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
-    for key, name in wanted:
+        columns.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
+    for key, name in columns:
         # A score that failed tells nothing about its names, as the ground truth need not look like an answer.
         missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
         if missing:

@@ -46,10 +46,10 @@ def load_data(cfg: Config) -> Data:
             continue
         log.info("reading data.%s_files=%s", split, files)
         if data.custom_cls:
-            found = custom_rows(data, files, encoder.tokenizer, limit)
+            rows_read = custom_rows(data, files, encoder.tokenizer, limit)
         else:
-            found = read_rows(files, **keys_of(data), max_rows=limit, seed=data.seed if data.shuffle else None)
-        rows[split], prompts[split] = encode_split(cfg, split, found, encoder)
+            rows_read = read_rows(files, **keys_of(data), max_rows=limit, seed=data.seed if data.shuffle else None)
+        rows[split], prompts[split] = encode_split(cfg, split, rows_read, encoder)
         sources = ", ".join(rows[split].data_sources())
         prompts_left, num_dropped = logs.count(len(prompts[split]), "prompt"), prompts[split].num_dropped
         log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, num_dropped)
@@ -60,8 +60,8 @@ def splits_of(cfg: Config) -> list[tuple[str, Any, int]]:
     """Split, files, and the most rows (0 or less: all) of the data that the run reads."""
     data = cfg.data
     train = ("train", data.train_files, data.train_max_samples)
-    val = ("val", data.val_files, data.val_max_samples)
-    return [val] if cfg.trainer.val_only else [train, val]
+    validation = ("val", data.val_files, data.val_max_samples)
+    return [validation] if cfg.trainer.val_only else [train, validation]
 
 
 def encode_split(cfg: Config, split: str, found: Rows, encoder: ChatEncoder) -> tuple[Rows, PromptStore]:

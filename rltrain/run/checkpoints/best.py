@@ -44,8 +44,8 @@ class Best:
 
     def of(self, steps: Iterable[int]) -> int | None:
         """The best of ``steps``, the first of equals; None where no validation has seen any of them."""
-        seen = [step for step in sorted(steps) if step in self.values]
-        return max(seen, key=lambda step: self._sign * self.values[step], default=None)
+        validated = [step for step in sorted(steps) if step in self.values]
+        return max(validated, key=lambda step: self._sign * self.values[step], default=None)
 
     def stalled(self) -> str:
         """Why the run has got as far as it will, or ""."""

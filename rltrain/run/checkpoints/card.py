@@ -27,7 +27,7 @@ def model_card(cfg: Config, step: int) -> str:
     if arguments := dict(cfg.data.apply_chat_template_kwargs):
         rows["template arguments"] = ", ".join(f"{name}={value}" for name, value in arguments.items())
     bounds = {"at least": cfg.data.min_pixels, "at most": cfg.data.max_pixels}
-    if set_ones := [f"{which} {count}" for which, count in bounds.items() if count]:
+    if set_ones := [f"{bound} {count}" for bound, count in bounds.items() if count]:
         rows["images"] = f"scaled to {' and '.join(set_ones)} pixels, within the bounds of the processor"
     if model.uses_lora:
         rows["LoRA"] = (

@@ -93,7 +93,7 @@ class Checkpoints:
 
     def problem(self) -> str | None:
         """Why a run could not take the folder now, or None."""
-        parent = next(each for each in (self.path, *self.path.parents) if each.exists())
+        parent = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             return f"trainer.default_local_dir={self.path} cannot be created: {parent} is no folder one may write in."
         try:
@@ -220,15 +220,15 @@ class RunFolder(Checkpoints):
         # Listed before the manifest is written, so it does not list itself. Contents reach the disk before the rename:
         # else a power failure could leave the final name with empty files behind it.
         files = {
-            str(each.relative_to(folder)): {
-                "bytes": _sync(each),
-                _DIGEST: (digests or {}).get(str(each)) or xxhash.xxh3_128(each.read_bytes()).hexdigest(),
+            str(file.relative_to(folder)): {
+                "bytes": _sync(file),
+                _DIGEST: (digests or {}).get(str(file)) or xxhash.xxh3_128(file.read_bytes()).hexdigest(),
             }
-            for each in _written(folder, digests or {})
+            for file in _written(folder, digests or {})
         }
         (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
-        for each in [folder / _MANIFEST, folder, *(each for each in folder.rglob("*") if each.is_dir())]:
-            _sync(each)
+        for entry in [folder / _MANIFEST, folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
+            _sync(entry)
         final = self.step_folder(step)
         os.rename(folder, final)
         # The rename is an entry of the parent folder, which must reach the disk as well.
@@ -242,7 +242,7 @@ class RunFolder(Checkpoints):
         The folders ``spare`` are never removed, nor is a damaged one, which counts as none. Raises OSError where one
         keeps its name; what cannot be removed of those that have lost it is told.
         """
-        spared = {Path(each).expanduser().resolve() for each in spare if each}
+        spared = {Path(path).expanduser().resolve() for path in spare if path}
         # Where all may stay, none has to be looked at.
         may_go = self.steps() if goes(self.steps()) else []
         for step in goes([step for step in may_go if self._is_whole(self.step_folder(step))]):
@@ -281,8 +281,8 @@ def _written(folder: Path, digests: Mapping[str, str]) -> list[Path]:
     """The files of a save. Raises DiskError where one with a digest does not come."""
     deadline = time.monotonic() + _SEEN_S
     while True:
-        files = [each for each in sorted(folder.rglob("*")) if each.is_file()]
-        missing = sorted(digests.keys() - {str(each) for each in files})
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        missing = sorted(digests.keys() - {str(file) for file in files})
         if not missing:
             return files
         if time.monotonic() > deadline:
@@ -306,13 +306,13 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
     for name, expected in files.items():
         file = folder / name
         try:
-            found = patiently(file, file.stat)
+            status = patiently(file, file.stat)
         except (OSError, ValueError):  # a name that cannot be one
             return f"{name} is missing"
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             return f"{name} is missing"
-        if found.st_size != expected["bytes"]:
-            return f"{name} has {found.st_size} bytes instead of {expected['bytes']}"
+        if status.st_size != expected["bytes"]:
+            return f"{name} has {status.st_size} bytes instead of {expected['bytes']}"
     if not contents:
         return None
     if problems := altered(_digests(folder, files, large=False)):
@@ -344,19 +344,19 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> list[tuple[Path, str]]:
-    known = [(folder / name, entry) for name, entry in files.items() if _DIGEST in entry]
+    entries = [(folder / name, entry) for name, entry in files.items() if _DIGEST in entry]
     return [
         (file, entry[_DIGEST])
-        for file, entry in known
+        for file, entry in entries
         if (entry["bytes"] > _LARGE_BYTES and file.name != METADATA) == large
     ]
 
 
 def large_files(folder: Path) -> list[tuple[Path, str]]:
     """The large files of a checkpoint and their digests, in the order of the ranks that have written them."""
-    found = _digests(folder, _manifest(folder), large=True)
+    files = _digests(folder, _manifest(folder), large=True)
     # Of equal names, those with fewer digits have the smaller number. A rank that reads its own has it in its cache.
-    return sorted(found, key=lambda each: (each[0].parent, len(each[0].name), each[0].name))
+    return sorted(files, key=lambda entry: (entry[0].parent, len(entry[0].name), entry[0].name))
 
 
 def has_digests(folder: Path) -> bool:

@@ -83,11 +83,11 @@ def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: 
     record |= {"dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
     record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef, "in_flight": progress.in_flight}
     record |= {"metrics": progress.metrics}
-    found = {"progress.json": json.dumps(record, indent=1).encode()}
+    files = {"progress.json": json.dumps(record, indent=1).encode()}
     for name, arrays in (("sampler.npz", progress.sampler), ("lengths.npz", progress.lengths)):
         np.savez(content := io.BytesIO(), **arrays)
-        found[name] = content.getvalue()
-    return found
+        files[name] = content.getvalue()
+    return files
 
 
 def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> Start:
@@ -99,10 +99,10 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
     have images.
     """
     trainer = cfg.trainer
-    begun = _begun_before(cfg, run)
-    weights_only, searched = trainer.resume_weights_only and not begun, begun or trainer.resume_mode == "auto"
-    folder = begun or (run.newest() if searched else None)
-    if trainer.resume_mode == "resume_path" and not begun:
+    continued = _begun_before(cfg, run)
+    weights_only, searched = trainer.resume_weights_only and not continued, continued or trainer.resume_mode == "auto"
+    folder = continued or (run.newest() if searched else None)
+    if trainer.resume_mode == "resume_path" and not continued:
         folder = Path(trainer.resume_from_path or "")
     start = Start(folder=folder, weights_only=weights_only)
     if folder is not None:
@@ -131,10 +131,10 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
     if folder is not None:
         if not has_digests(folder):
             log.warning("note: %s was saved without digests, so the sizes of its files alone are compared", folder)
-        what = "weights only" if weights_only else f"{start.step} steps are done"
-        what += f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
-        why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if begun else ""
-        log.info("resuming from %s: %s%s", folder, what, why)
+        content = "weights only" if weights_only else f"{start.step} steps are done"
+        content += f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
+        why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if continued else ""
+        log.info("resuming from %s: %s%s", folder, content, why)
     return start
 
 
@@ -145,7 +145,7 @@ def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[
     while start.folder and (files := large_files(start.folder)):
         with waiting(f"comparing {start.folder} with its digests on {count(group.world, 'worker')}"):
             shares = [files[rank :: group.world] for rank in range(group.world)]
-            problems = [problem for found in group.ask(altered, shares).collect() for problem in found]
+            problems = [problem for share in group.ask(altered, shares).collect() for problem in share]
         if not problems:
             break
         run.distrust(start.folder, problems[0])
@@ -157,8 +157,8 @@ def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
     sampler = _read_arrays(folder / "sampler.npz")
     # Checkpoints that were made before there were lengths and metrics in them.
     lengths = _read_arrays(file) if patiently(file := folder / "lengths.npz", file.exists) else {}
-    known, metrics = (record["batches_drawn"], record["kl_coef"]), record.get("metrics", {})
-    return Progress(*known, sampler, record["in_flight"], lengths=lengths, metrics=metrics)
+    numbers, metrics = (record["batches_drawn"], record["kl_coef"]), record.get("metrics", {})
+    return Progress(*numbers, sampler, record["in_flight"], lengths=lengths, metrics=metrics)
 
 
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
@@ -193,7 +193,7 @@ def _begun_before(cfg: Config, run: Checkpoints) -> Path | None:
 
 def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
     """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
-    later = [each for each in run.steps() if each > step and not run.damage(run.step_folder(each))]
+    later = [number for number in run.steps() if number > step and not run.damage(run.step_folder(number))]
     if later:
         raise CheckpointError(
             f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "

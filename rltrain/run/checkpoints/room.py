@@ -47,8 +47,8 @@ def superfluous(cfg: TrainerConfig, whole: Sequence[int], by_time: Callable[[int
     if keep and cfg.save_freq <= 0:  # then they are what is asked for
         return list(whole[:-keep])
     newest = whole[-min(_BY_TIME, keep or _BY_TIME) :]
-    asked = [step for step in whole if not by_time(step)]
-    stay = asked[-keep:]  # all of them where keep is 0
+    by_steps = [step for step in whole if not by_time(step)]
+    stay = by_steps[-keep:]  # all of them where keep is 0
     return [step for step in whole if step not in (newest if by_time(step) else stay)]
 
 
@@ -63,23 +63,23 @@ def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, t
     keep += keep >= 1 and cfg.keep_best is not None
     # The newest is written before the oldest is removed.
     # Room for what exists is taken already; what is asked for is the growth up to the limit.
-    needed = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
+    more = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
     free = free_bytes(folder)
     if steps and free < size:
         return f"there is no room for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
-    if steps and free < needed * size:
+    if steps and free < more * size:
         best = ", trainer.keep_best" if cfg.keep_best else ""
-        kept = f"as trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best} keeps and one while it is written"
+        rule = f"as trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best} keeps and one while it is written"
         lower = ", or lower trainer.max_actor_ckpt_to_keep"
-        return f"there is no room for {needed} more checkpoints, {kept}. {describe_room(folder, size, lower)}", ""
+        return f"there is no room for {more} more checkpoints, {rule}. {describe_room(folder, size, lower)}", ""
     if keep < 1 and free < len(steps) * size:
-        kept = f"(trainer.save_freq={cfg.save_freq}, and all of them unless trainer.max_actor_ckpt_to_keep is set)"
-        what = f"the {len(steps)} checkpoints that this run keeps {kept}"
-    elif steps and cfg.saves_by_time and free < (needed + 1) * size:
-        what = f"more than {needed}: trainer.save_every_s={cfg.save_every_s} saves only where the next one fits too"
+        rule = f"(trainer.save_freq={cfg.save_freq}, and all of them unless trainer.max_actor_ckpt_to_keep is set)"
+        lacking = f"the {len(steps)} checkpoints that this run keeps {rule}"
+    elif steps and cfg.saves_by_time and free < (more + 1) * size:
+        lacking = f"more than {more}: trainer.save_every_s={cfg.save_every_s} saves only where the next one fits too"
     else:
         return "", ""
-    return "", f"there is no room for {what}. {describe_room(folder, size)}"
+    return "", f"there is no room for {lacking}. {describe_room(folder, size)}"
 
 
 def check_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int) -> None:
@@ -95,7 +95,7 @@ def free_bytes(folder: Path) -> float:
     """Free space where ``folder`` is or will be; infinity where storage does not say."""
     try:
         # A dry run asks before the run folder exists, so the nearest folder above it answers.
-        return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+        return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
     except OSError:  # writing finds out
         return math.inf
 
@@ -115,8 +115,8 @@ def describe_room(folder: Path, size: int, way_out: str = "") -> str:
     way_out: besides making room.
     """
     free = free_bytes(folder)
-    known = f"{folder} has {sized(free)} free and a checkpoint takes about {sized(size)}. " if free < math.inf else ""
+    space = f"{folder} has {sized(free)} free and a checkpoint takes about {sized(size)}. " if free < math.inf else ""
     older = next(folder.glob("global_step_*"), None)
     intact = "Older checkpoints are intact; one that is not needed may be removed. " if older else ""
     elsewhere = "" if older or way_out else ", or choose another trainer.default_local_dir"
-    return f"{known}{intact}Free space{way_out}{elsewhere}, and run the same command again."
+    return f"{space}{intact}Free space{way_out}{elsewhere}, and run the same command again."

@@ -228,15 +228,15 @@ class Saver(Watcher):
                 now = time.monotonic()
                 pending.written_at = min(now, pending.written_at)
                 left_s = max(0.0, pending.written_at + _ANSWERS_S - now)
-                there = self._watchers.written(pending.step, left_s if waits else 0.0)
-                if not there and left_s and not waits:
+                complete = self._watchers.written(pending.step, left_s if waits else 0.0)
+                if not complete and left_s and not waits:
                     return None
                 pending.closing = BackgroundJob(f"save of step {pending.step}", partial(self._close, pending, written))
             return pending.closing.result() if _over(pending.closing, waits) else None
 
     def _close(self, pending: _Pending, written: list[Written]) -> int:
         """Make a checkpoint of what is written, and then room by removing an older one."""
-        digests = {name: digest for each in written for name, digest in each.digests.items()}
+        digests = {name: digest for part in written for name, digest in part.digests.items()}
         size = size_of(self._folder.commit(pending.folder, pending.step, digests))
         # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
         # from it again.
@@ -275,7 +275,7 @@ class Saver(Watcher):
 
     def _begin(self, step: int, progress: Progress) -> bool:
         """Take what is to be saved. Returns whether the steps may go on."""
-        asked, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
+        asynchronous, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
         exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
         files = files_of(progress, step, self._cfg, self._fingerprint, self._by_time[step])
         opening = BackgroundJob(f"save of step {step}", partial(self._open, step, files))
@@ -284,12 +284,12 @@ class Saver(Watcher):
             opening.result()
             with self._disk_errors(step, folder):
                 self._actor.save_answers(progress.answers, str(folder / ANSWERS))
-        tasks = {name: SaveTask(str(folder / name), asked) for name in self._roles}
+        tasks = {name: SaveTask(str(folder / name), asynchronous) for name in self._roles}
         if exports and "actor" in tasks:
             export, card = str(folder / "huggingface"), model_card(self._cfg, step)
             tasks["actor"] = replace(tasks["actor"], export=export, card=card)
         parts = [role.begin_save(tasks[name]) for name, role in self._roles.items()]
-        if asked and not all(part.copied for part in parts) and not self._told:
+        if asynchronous and not all(part.copied for part in parts) and not self._told:
             self._told = True
             log.warning(
                 "note: checkpoints are written while training waits (trainer.async_save): the memory that is free on "
@@ -317,8 +317,8 @@ class Saver(Watcher):
             yield
         except (OSError, DiskError, StorageError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            what = f"checkpoint of step {step} could not be written: {error}"
-            raise unwritten(what, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
+            sentence = f"checkpoint of step {step} could not be written: {error}"
+            raise unwritten(sentence, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
 
     def load(self, start: Start) -> None:
         """Bring every role to where the run starts."""

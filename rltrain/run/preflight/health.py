@@ -67,13 +67,13 @@ def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path |
     folder: the run folder. resumed: the checkpoint that the run goes on from.
     """
     names, firsts, device = group.names, group.firsts, cfg.trainer.device
-    needed = [("trainer.resume_from_path", str(resumed))] if resumed else []
+    resumed_key = [("trainer.resume_from_path", str(resumed))] if resumed else []
     with _proof(folder) as (proof, unusable):
         ranks = enumerate(names)
-        about = (proof, _models(cfg), needed, ray_logs())
+        about = (proof, _models(cfg), resumed_key, ray_logs())
         facts = group.ask(look, [Question(rank, name, device, rank in firsts, *about) for rank, name in ranks])
         try:
-            found = facts.collect(_LOOK_S)
+            facts_of = facts.collect(_LOOK_S)
         except WorkerLost as lost:
             raise WorkerLost(
                 f"{lost}\nThe nodes were looking at files, which takes seconds. If nothing died, storage hangs there: "
@@ -81,17 +81,17 @@ def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path |
             ) from lost
         # A copy, or a layer that a container has laid over the folder, takes what is written and shows it to nobody
         # else. The driver must see it: it writes what makes a checkpoint whole.
-        unshared = {rank: found[rank].unshared for rank in firsts}
+        unshared = {rank: facts_of[rank].unshared for rank in firsts}
         wrote = [rank for rank, why in unshared.items() if not why]
         for rank, why in zip(wrote, unseen([proof / f"rank_{rank}" for rank in wrote]), strict=True):
             unshared[rank] = "does not give back what it writes" if why else ""
-    doors = [(address, found[rank].port) for rank, address in firsts.items()]
+    doors = [(address, facts_of[rank].port) for rank, address in firsts.items()]
     lines = group.ask(reach, [doors if rank in firsts else [] for rank in range(group.world)]).collect(_REACH_S)
     before = time.time()
     clocks = group.ask(part, [None] * group.world).collect(_REACH_S)
     middle, error = (before + time.time()) / 2, (time.time() - before) / 2
-    nodes = [found[rank] for rank in firsts]
-    checks = [_devices(found), _network(nodes, [lines[rank] for rank in firsts])]
+    nodes = [facts_of[rank] for rank in firsts]
+    checks = [_devices(facts_of), _network(nodes, [lines[rank] for rank in firsts])]
     checks.append(_clock([(node.name, clocks[node.rank] - middle) for node in nodes], error))
     shared = _shared(cfg, folder, [(names[rank], why) for rank, why in unshared.items() if why])
     if unusable:
@@ -123,19 +123,19 @@ def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
     """A new folder with a file of this process in it, and why there is none. Nobody has asked for its name, so no cache
     says it is missing."""
     proof, unusable = folder / f".tmp_seen_{secrets.token_hex(6)}", ""
-    made = proof.with_name(f"{proof.name}_made")
+    draft = proof.with_name(f"{proof.name}_made")
     try:
-        made.mkdir(parents=True)
-        leave(made / "driver", proof.name)
+        draft.mkdir(parents=True)
+        leave(draft / "driver", proof.name)
         # Not all storage renames folders, and a checkpoint is made by it.
-        made.rename(proof)
+        draft.rename(proof)
     except OSError as error:
         unusable = f"trainer.default_local_dir={folder}: nothing can be written there ({error})."
     try:
         yield proof, unusable
     finally:
-        for each in (proof, made):
-            shutil.rmtree(each, ignore_errors=True)
+        for path in (proof, draft):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _models(cfg: Config) -> list[tuple[str, str]]:
@@ -170,15 +170,15 @@ def _devices(ranks: Sequence[Facts]) -> Check:
 
 
 def _network(nodes: Sequence[Facts], lines: Sequence[Sequence[float | str]]) -> Check:
-    slowest = max((each for line in lines for each in line if isinstance(each, float)), default=0.0)
+    slowest = max((entry for line in lines for entry in line if isinstance(entry, float)), default=0.0)
     check = Check("network", f"{count(len(nodes), 'node')}, connections within {1e3 * slowest:.1f} ms")
     for at, node in enumerate(nodes):
-        shut = {other.name: line[at] for other, line in zip(nodes, lines, strict=True) if isinstance(line[at], str)}
+        shut = {peer.name: line[at] for peer, line in zip(nodes, lines, strict=True) if isinstance(line[at], str)}
         if shut:
             # A node that not even itself reaches has a wrong address.
-            who = "no node can" if len(shut) == len(nodes) else " and ".join(list(shut)[:4]) + " cannot"
+            subject = "no node can" if len(shut) == len(nodes) else " and ".join(list(shut)[:4]) + " cannot"
             check.problems.append(
-                f"{node.name}: {who} connect to it ({next(iter(shut.values()))}). Is this the address that others "
+                f"{node.name}: {subject} connect to it ({next(iter(shut.values()))}). Is this the address that others "
                 "reach (NODE_IP of scripts/ray_start.sh)? Does a firewall close its ports? Workers take any port of "
                 "net.ipv4.ip_local_port_range."
             )
@@ -186,26 +186,26 @@ def _network(nodes: Sequence[Facts], lines: Sequence[Sequence[float | str]]) -> 
 
 
 def _clock(skew: Sequence[tuple[str, float]], error: float) -> Check:
-    seconds = [each for _, each in skew]
+    seconds = [skew_s for _, skew_s in skew]
     notes = [
-        f"{name}: its clock is {abs(each):.0f} s {'ahead of' if each > 0 else 'behind'} that of this command. Logs "
+        f"{name}: its clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} that of this command. Logs "
         "will not agree, and certificates may fail: start chrony or ntpd there."
-        for name, each in skew
-        if abs(each) - error > _SKEW_S
+        for name, skew_s in skew
+        if abs(skew_s) - error > _SKEW_S
     ]
     return Check("clocks", f"{max(seconds) - min(seconds):.1f} s apart", notes=notes)
 
 
 def _versions(nodes: Sequence[Facts]) -> Check:
     # What this machine has not, as one without devices, is compared among the nodes.
-    here = {name: nodes[0].versions.get(name, own) if own == "none" else own for name, own in fingerprint().items()}
+    packages = {name: nodes[0].versions.get(name, own) if own == "none" else own for name, own in fingerprint().items()}
     problems = [
         f"{node.name} has other versions than this command ({differ}). Install the same everywhere, and start Ray anew "
         "there."
         for node in nodes
-        if (differ := differences(here, node.versions))
+        if (differ := differences(packages, node.versions))
     ]
-    return Check("versions", ", ".join(f"{name} {here[name]}" for name in ("torch", "python", "ray")), problems)
+    return Check("versions", ", ".join(f"{name} {packages[name]}" for name in ("torch", "python", "ray")), problems)
 
 
 def _models_there(nodes: Sequence[Facts]) -> Check:
@@ -216,14 +216,14 @@ def _models_there(nodes: Sequence[Facts]) -> Check:
 
 
 def _shared(cfg: Config, folder: Path, unshared: Sequence[tuple[str, str]]) -> Check:
-    told = [
+    lines = [
         f"trainer.default_local_dir={folder} is not one folder for all nodes: a file was written there, and {name} "
         f"{why}. Every node writes its part of a checkpoint into this folder. Choose one on storage that all nodes "
         "mount under the same name (NFS, Lustre, …), or mount it there."
         for name, why in unshared
     ]
     saves = not cfg.trainer.val_only and (cfg.trainer.save_freq > 0 or cfg.trainer.save_at_end)
-    return Check("run folder", str(folder), told if saves else [], [] if saves else told)
+    return Check("run folder", str(folder), lines if saves else [], [] if saves else lines)
 
 
 def _room(nodes: Sequence[Facts]) -> Iterator[Check]:

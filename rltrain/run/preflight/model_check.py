@@ -105,7 +105,7 @@ def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool)
         expected, gradient = _with_gradient(plain, lambda: plain_scores(plain, samples))
     except Exception as error:  # the code of hundreds of families runs on sizes that it was not written for
         raise CannotTry(f"no small copy of it runs ({_first_line(error)})") from error
-    if not all(bool(each.isfinite().all()) for each in (expected, *gradient.values())):
+    if not all(bool(tensor.isfinite().all()) for tensor in (expected, *gradient.values())):
         raise CannotTry("a small copy of it computes numbers that are not finite")
     try:
         packed = _packed(kind, spec, small, plain)
@@ -128,12 +128,12 @@ def _compared(
             raise Wrong(f"{_why(packed, plain, samples, expected)}. {_ELSE}")
     if spec.gradient_checkpointing:
         recompute_activations(packed.model, spec.section)
-    found, own = _with_gradient(packed.model, lambda: packed_scores(packed.train(), samples))
-    training = distance(found, expected)
+    scores, own = _with_gradient(packed.model, lambda: packed_scores(packed.train(), samples))
+    training = distance(scores, expected)
     if not training <= _FAR:
         raise Wrong(f"computes something else in training than in evaluation (off by {training:.2g}). {_ELSE}")
-    total = torch.cat([each.flatten() for each in gradient.values()]).norm()
-    differ = [(own.get(name, 0 * each) - each).norm() / (each.norm() + 0.01 * total) for name, each in gradient.items()]
+    total = torch.cat([grad.flatten() for grad in gradient.values()]).norm()
+    differ = [(own.get(name, 0 * grad) - grad).norm() / (grad.norm() + 0.01 * total) for name, grad in gradient.items()]
     off = float(torch.stack(differ).max())  # NaN where one is
     if not off <= _FAR_GRADIENT:
         raise Wrong(f"gets wrong gradients on packed sequences (off by {off:.2g} of their size). {_ELSE}")
@@ -153,7 +153,7 @@ def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> s
         logits = final_logits(plain, trunk(plain)(input_ids=row, use_cache=False).last_hidden_state)
         if not distance(logits, plain(input_ids=row, use_cache=False).logits.float()) <= _FAR:
             return "has a head that is more than a matrix, and log-probs need one that is"
-    alone = torch.cat([packed_scores(packed, samples.select([each])) for each in range(len(samples))])
+    alone = torch.cat([packed_scores(packed, samples.select([number])) for number in range(len(samples))])
     if not distance(alone, expected) <= _FAR:
         return _OUTSIDE
     return "takes a packed row for one text, as recurrent layers and positions that are counted in the model do"
@@ -190,25 +190,25 @@ def plain_scores(model: Any, samples: Batch) -> Tensor:
 
 def plain_tail(model: Any, row: Tensor, length: int) -> Tensor:
     """The scores of the last ``length`` tokens of ``row``."""
-    found = model(input_ids=row[None], use_cache=False)
-    if not hasattr(found, "logits"):
-        states = found.last_hidden_state[0, -length - 1 : -1]
+    output = model(input_ids=row[None], use_cache=False)
+    if not hasattr(output, "logits"):
+        states = output.last_hidden_state[0, -length - 1 : -1]
         return states @ _head(states.shape[-1])
-    logits = found.logits[0, -length - 1 : -1].float()
+    logits = output.logits[0, -length - 1 : -1].float()
     return torch.log_softmax(logits, -1).gather(-1, row[-length:, None])[:, 0]
 
 
 def packed_scores(packed: PackedModel, samples: Batch) -> Tensor:
     """The same by the packed forward."""
-    found = packed(pack(samples, torch.device("cpu")))
-    return found.log_probs if isinstance(packed, PolicyModel) else found
+    output = packed(pack(samples, torch.device("cpu")))
+    return output.log_probs if isinstance(packed, PolicyModel) else output
 
 
 def _with_gradient(model: Any, scores: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Scores, and the gradient of a weighted sum of them by every weight that has one."""
-    found = scores()
-    (found * torch.linspace(-1, 1, len(found))).sum().backward()
-    return found.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    outputs = scores()
+    (outputs * torch.linspace(-1, 1, len(outputs))).sum().backward()
+    return outputs.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 def _packed(kind: type[Any], spec: ModelSpec, small: Any, plain: Any) -> PackedModel:

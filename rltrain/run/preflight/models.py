@@ -94,9 +94,9 @@ def _image_problems(cfg: Config) -> Iterator[str]:
     engine, device = cfg.actor_rollout_ref.rollout.name, get_device(cfg.trainer.device)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
-    others = [critic_spec(cfg, device)] if "critic" in roles_of(cfg) else []
-    others += [reference_spec(cfg, device)] if "ref" in roles_of(cfg) and has_other_reference(cfg) else []
-    for other in others:
+    specs = [critic_spec(cfg, device)] if "critic" in roles_of(cfg) else []
+    specs += [reference_spec(cfg, device)] if "ref" in roles_of(cfg) and has_other_reference(cfg) else []
+    for other in specs:
         kinds = [spec.load_config().model_type for spec in (actor_spec(cfg, device), other)]
         if kinds[0] != kinds[1]:
             yield (
@@ -105,57 +105,57 @@ def _image_problems(cfg: Config) -> Iterator[str]:
             )
 
 
-def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, found: Findings) -> None:
+def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, findings: Findings) -> None:
     config, is_policy = spec.load_config(), spec.role == "actor_rollout_ref.actor"
     sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
     if is_policy:
-        _chat(cfg, config, found)
-        found.problems += _positions(cfg, config, found)
+        _chat(cfg, config, findings)
+        findings.problems += _positions(cfg, config, findings)
         if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
             refuse_on_npu(config)
         sizes |= _sizes_of_policy(cfg)
     if spec.role in ("critic", "actor_rollout_ref.ref"):
-        found.problems += _vocabulary(spec, config, chat_encoder(cfg))
+        findings.problems += _vocabulary(spec, config, chat_encoder(cfg))
     if spec.role == "actor_rollout_ref.ref":
-        found.problems += _other_tokens(cfg, spec, config, found)
+        findings.problems += _other_tokens(cfg, spec, config, findings)
     problems = [heads_problem(config, size, key) for key, size in sizes.items()]
-    found.problems += [problem for problem in problems if problem]
+    findings.problems += [problem for problem in problems if problem]
     # On the hub, the head lies in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if spec.role == "reward_model":
             check_judge(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
         read_score_head(spec.path)
     packed = empty_packed(kind, spec, config)
-    found.notes += [note for note in look_at_weights(kind, spec, config) if note not in found.notes]
+    findings.notes += [note for note in look_at_weights(kind, spec, config) if note not in findings.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
     if is_policy:
         total = sum(weight.numel() for weight in packed.model.parameters())
-        found.num_parameters, found.num_trained = total - (trained if spec.lora else 0), trained
+        findings.num_parameters, findings.num_trained = total - (trained if spec.lora else 0), trained
     decodes = is_policy and ENGINES[cfg.actor_rollout_ref.rollout.name].embedded
     untried = check_numbers(kind, spec, config, decodes=decodes)
-    found.notes += [untried] if untried else []
+    findings.notes += [untried] if untried else []
     if spec.lora:
         if spec.lora.path:
             first_adapters(packed.model, spec.lora)
-        found.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
+        findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
 
 
-def _chat(cfg: Config, config: Any, found: Findings) -> None:
+def _chat(cfg: Config, config: Any, findings: Findings) -> None:
     encoder, path = chat_encoder(cfg), cfg.actor_rollout_ref.model.path
     encoder.try_template([_HELLO])
     # The dry run asks this before it reads and tokenises rows.
-    found.tokenizer_works = bool(encoder.tokenizer)  # or it raises
+    findings.tokenizer_works = bool(encoder.tokenizer)  # or it raises
     size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
     # Of prompts with tokens beyond the vocabulary `check_vocabulary` tells; others may have a use elsewhere.
     if size < encoder.vocab_size:
-        found.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
+        findings.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
     if padding is not None and not 0 <= padding < size:
         raise DataError(
             f"actor_rollout_ref.model.path={path}: its config.json says pad_token_id={padding}, and the model has "
             f"{size:,} tokens. Use the config.json and tokenizer that belong to its weights."
         )
     if encoder.ignores_generation_prompt:
-        found.notes.append(
+        findings.notes.append(
             f"the chat template of {path} writes the same with and without add_generation_prompt, so the model is not "
             "told that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
         )
@@ -171,27 +171,27 @@ def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[
         )
 
 
-def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, found: Findings) -> Iterator[str]:
+def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> Iterator[str]:
     """A KL between models of different tokens means nothing."""
     named, encoder, passes = f"{spec.section}.path={spec.path}", chat_encoder(cfg), make_step_passes(cfg)
     try:
         # The template is never used, and a base model may have none.
-        theirs = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
-        tokens = {index: token for token, index in theirs.tokenizer.get_vocab().items()}
+        reference = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
+        tokens = {index: token for token, index in reference.tokenizer.get_vocab().items()}
     except DataError:
-        found.notes.append(f"{named}: it has no tokenizer, and is taken to have that of the policy")
+        findings.notes.append(f"{named}: it has no tokenizer, and is taken to have that of the policy")
         tokens = {}
     ours = {index: token for token, index in encoder.tokenizer.get_vocab().items()}
-    if other := [index for index, token in ours.items() if tokens.get(index, token) != token]:
-        first = min(other)
+    if differ := [index for index, token in ours.items() if tokens.get(index, token) != token]:
+        first = min(differ)
         yield (
-            f"{named}: its token {first} is {tokens[first]!r}, and that of the policy {ours[first]!r}; {len(other):,} "
+            f"{named}: its token {first} is {tokens[first]!r}, and that of the policy {ours[first]!r}; {len(differ):,} "
             "are others, so a KL to it means nothing. Use a reference with the policy's tokenizer."
         )
-    size, mine = config.get_text_config().vocab_size, encoder.model_vocab_size
-    if (passes.exact_kl_in_loss or passes.exact_kl_in_reward) and mine and size != mine:
+    size, policy_size = config.get_text_config().vocab_size, encoder.model_vocab_size
+    if (passes.exact_kl_in_loss or passes.exact_kl_in_reward) and policy_size and size != policy_size:
         yield (
-            f"{named} knows {size:,} tokens and the policy {mine:,}, and a full KL compares all of them. Use "
+            f"{named} knows {size:,} tokens and the policy {policy_size:,}, and a full KL compares all of them. Use "
             "kl_loss_type (kl_penalty) k3, or a reference of the same size."
         )
 
@@ -206,12 +206,12 @@ def _sizes_of_policy(cfg: Config) -> dict[str, int]:
     return sizes
 
 
-def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
+def _positions(cfg: Config, config: Any, findings: Findings) -> Iterator[str]:
     """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.max_model_len or longest_sequence(cfg)
-    what = f"{_R}max_model_len" if rollout.max_model_len else "data.max_prompt_length + data.max_response_length"
+    keys = f"{_R}max_model_len" if rollout.max_model_len else "data.max_prompt_length + data.max_response_length"
     budget = rollout.max_num_batched_tokens
     if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:
         yield (
@@ -220,11 +220,11 @@ def _positions(cfg: Config, config: Any, found: Findings) -> Iterator[str]:
             f"max_num_batched_tokens={longest}."
         )
     if limit and longest > limit:
-        said = f"{what} = {longest:,} tokens, and the model knows {limit:,} positions"
+        statement = f"{keys} = {longest:,} tokens, and the model knows {limit:,} positions"
         if not ENGINES[rollout.name].beyond_positions:
             yield (
-                f"{said}, which {rollout.name} refuses. "
+                f"{statement}, which {rollout.name} refuses. "
                 "Lower it, or raise actor_rollout_ref.model.override_config.max_position_embeddings."
             )
         else:
-            found.notes.append(f"{said}: longer ones are beyond what it was trained for")
+            findings.notes.append(f"{statement}: longer ones are beyond what it was trained for")

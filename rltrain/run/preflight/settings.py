@@ -33,24 +33,24 @@ def preflight(loaded: LoadedConfig) -> Findings:
     """Files, packages, devices, plugins and models that the config names. Takes a few seconds; starts nothing."""
     cfg = loaded.config
     of_engine = [*look_at_packages(loaded), *_engine_arguments(cfg)]
-    found = Findings([*missing_files(cfg), *of_engine, *look_at_devices(loaded), *ray_problems(cfg)])
+    findings = Findings([*missing_files(cfg), *of_engine, *look_at_devices(loaded), *ray_problems(cfg)])
     if "critic" in roles_of(cfg) and "algorithm.adv_estimator" not in loaded.explicit:
-        found.notes.append(
+        findings.notes.append(
             "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
             "grpo needs none"
         )
-    found.notes += other_meanings(loaded)
-    found.notes += _chosen_engine(loaded)
-    look_at_versions(cfg, found)
+    findings.notes += other_meanings(loaded)
+    findings.notes += _chosen_engine(loaded)
+    look_at_versions(cfg, findings)
     # One check's error does not hide what the other finds.
     for check in (_plugins, look_at_models):
         try:
-            check(cfg, found)
+            check(cfg, findings)
         except RltrainError as error:
-            found.problems.append(str(error))
+            findings.problems.append(str(error))
     # Roles often share a model, and then say the same of it.
-    found.problems[:] = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in found.problems)
-    return found
+    findings.problems[:] = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in findings.problems)
+    return findings
 
 
 def look_at_versions(cfg: Config, found: Findings) -> None:
@@ -61,16 +61,16 @@ def look_at_versions(cfg: Config, found: Findings) -> None:
         found.notes += [note for note in [others(device.kind)] if note]
 
 
-def _plugins(cfg: Config, found: Findings) -> None:
+def _plugins(cfg: Config, findings: Findings) -> None:
     # First, because it may register what the others name.
     import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
-    found.problems += check_plugins(cfg)
+    findings.problems += check_plugins(cfg)
     for key in plugin_keys():
         if is_plugin(name := get(cfg, key) or ""):
             try:
                 load_plugin(key, name)
             except RltrainError as error:
-                found.problems.append(str(error))
+                findings.problems.append(str(error))
 
 
 def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
@@ -111,17 +111,17 @@ def _engine_arguments(cfg: Config) -> Iterator[str]:
     """Arguments that the engine, as installed here, does not know. Its source is read: importing it takes long."""
     rollout = cfg.actor_rollout_ref.rollout
     engine = ENGINES[rollout.name]
-    given = set(rollout.engine_kwargs.get(rollout.name) or ()) - set(engine.outdated_arguments)
-    package = importlib.util.find_spec(engine.package) if given and engine.package else None
+    arguments = set(rollout.engine_kwargs.get(rollout.name) or ()) - set(engine.outdated_arguments)
+    package = importlib.util.find_spec(engine.package) if arguments and engine.package else None
     file, _, name = engine.arguments.partition(":")
     source = Path(((package and package.submodule_search_locations) or [""])[0], file)
     if not (package and source.is_file()):
         return
     classes = [node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)]
-    fields = [field for each in classes if each.name == name for field in each.body if isinstance(field, ast.AnnAssign)]
-    known = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
-    for argument in sorted(given - set(known)) if known else ():
-        near = difflib.get_close_matches(argument, known, n=1)
+    fields = [field for node in classes if node.name == name for field in node.body if isinstance(field, ast.AnnAssign)]
+    names = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
+    for argument in sorted(arguments - set(names)) if names else ():
+        near = difflib.get_close_matches(argument, names, n=1)
         key = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{argument}"
         way_out = f"Did you mean {near[0]}?" if near else "Leave it out."
         yield f"{key}: {rollout.name}, as installed here, has no such argument. {way_out}"
@@ -148,21 +148,21 @@ def look_at_devices(loaded: LoadedConfig) -> Iterator[str]:
                 f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} workers. Leave it out."
             )
         return
-    here = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
+    have = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
     # This machine may be a login node, so its devices say nothing about the cluster's.
     if address:
         if not device.count and "trainer.n_gpus_per_node" not in loaded.explicit:
-            yield f"trainer.n_gpus_per_node is not set, and {here} to count. Say how many each node has."
+            yield f"trainer.n_gpus_per_node is not set, and {have} to count. Say how many each node has."
     elif not device.count:
         yield (
-            f"trainer.device={trainer.device}: {here}. Use trainer.device=cpu, or a machine and a torch that have them."
+            f"trainer.device={trainer.device}: {have}. Use trainer.device=cpu, or a machine and a torch that have them."
         )
     elif device.count < trainer.n_gpus_per_node:
-        yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {here}. Set trainer.n_gpus_per_node={device.count}."
-    given = loaded.config.ray_kwargs.ray_init.get("num_gpus")
-    if not address and device.ray_resource == "GPU" and given is not None and given < trainer.n_gpus_per_node:
+        yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {have}. Set trainer.n_gpus_per_node={device.count}."
+    gpus = loaded.config.ray_kwargs.ray_init.get("num_gpus")
+    if not address and device.ray_resource == "GPU" and gpus is not None and gpus < trainer.n_gpus_per_node:
         yield (
-            f"ray_kwargs.ray_init.num_gpus={given} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node}. "
+            f"ray_kwargs.ray_init.num_gpus={gpus} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node}. "
             "Leave it out."
         )
 

@@ -47,7 +47,7 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of ``config`` in which every width is small, and of the layers a few of each kind are left."""
     small = without_dropout(config)
     text = small.get_text_config()
-    for part in {id(each): each for each in (text, small, getattr(small, "vision_config", None)) if each}.values():
+    for part in {id(piece): piece for piece in (text, small, getattr(small, "vision_config", None)) if piece}.values():
         _shrink(part, is_decoder=part is text)
     return small
 
@@ -84,52 +84,52 @@ def _num_weights(kind: Any, config: PretrainedConfig, trust_remote_code: bool) -
 
 
 def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
-    known = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    own = _take_own_fields(config)
-    depth = next((name for name in _DEPTHS if isinstance(known.get(name), int)), None)
-    layers = _kept_layers(known, own, known[depth]) if depth else []
-    for name, value in known.items():
-        setattr(config, name, len(layers) if name == depth else _small(name, value, known, depth, layers))
-    if is_decoder and known.get("qk_rope_head_dim"):
+    fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    own_fields = _take_own_fields(config)
+    depth = next((name for name in _DEPTHS if isinstance(fields.get(name), int)), None)
+    layers = _kept_layers(fields, own_fields, fields[depth]) if depth else []
+    for name, value in fields.items():
+        setattr(config, name, len(layers) if name == depth else _small(name, value, fields, depth, layers))
+    if is_decoder and fields.get("qk_rope_head_dim"):
         for name, size in (("qk_head_dim", config.qk_nope_head_dim + config.qk_rope_head_dim),
                            ("head_dim", config.qk_rope_head_dim)):  # fmt: skip
-            if known.get(name):
+            if fields.get(name):
                 setattr(config, name, size)
-    _one_head_each(config, known)
-    if any(own.values()):
+    _one_head_each(config, fields)
+    if any(own_fields.values()):
         # Twice as large as elsewhere shows as well as any other size.
         config.per_layer_config = {
-            place: {name: getattr(config, name) * (2 if name == "head_dim" else 1) for name in own[layer]}
+            place: {name: getattr(config, name) * (2 if name == "head_dim" else 1) for name in own_fields[layer]}
             for place, layer in enumerate(layers)
         }
 
 
-def _small(name: str, value: Any, known: dict[str, Any], depth: str | None, layers: list[int]) -> Any:
-    """What the field ``name`` of a config becomes whose fields are ``known``, if only ``layers`` stay."""
-    if isinstance(value, list) and depth and len(value) == known[depth]:
+def _small(name: str, value: Any, fields: dict[str, Any], depth: str | None, layers: list[int]) -> Any:
+    """What the field ``name`` of a config becomes whose fields are ``fields``, if only ``layers`` stay."""
+    if isinstance(value, list) and depth and len(value) == fields[depth]:
         return [_size_of(name, value[layer]) for layer in layers]
     if name.endswith(("_token_id", "_token_index")):
         return _token(value)
     if isinstance(value, list) and name in ("mlp_only_layers", "moe_layers"):
         return [layer for layer in value if layer < len(layers)]
     if name.startswith("rope_") and isinstance(value, dict):
-        return _rope(value, known)
+        return _rope(value, fields)
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if name == "num_kv_shared_layers":
         return len(layers) // 2 if value else 0
-    if value in (known.get(hidden) for hidden in ("hidden_size", "n_embd", "d_model")):
+    if value in (fields.get(hidden) for hidden in ("hidden_size", "n_embd", "d_model")):
         return HIDDEN
     return _size_of(name, value)
 
 
-def _one_head_each(config: PretrainedConfig, known: dict[str, Any]) -> None:
+def _one_head_each(config: PretrainedConfig, fields: dict[str, Any]) -> None:
     """Multi-head attention stays so, and multi-query attention too."""
     for heads, shared in (
         ("num_attention_heads", "num_key_value_heads"),
         ("linear_num_value_heads", "linear_num_key_heads"),
     ):
-        if known.get(shared) and known[shared] == known.get(heads):
+        if fields.get(shared) and fields[shared] == fields.get(heads):
             setattr(config, shared, getattr(config, heads))
 
 
@@ -145,7 +145,7 @@ def _size_of(name: str, value: Any) -> Any:
 def _token(value: Any) -> Any:
     """A special token of the small vocabulary. Samples are made of ids below those."""
     if isinstance(value, list):
-        return [_token(each) for each in value]
+        return [_token(token) for token in value]
     return VOCABULARY - 16 + value % 16 if isinstance(value, int) and value >= VOCABULARY - 16 else value
 
 
@@ -155,33 +155,33 @@ def _take_own_fields(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
         return {}
     config.allow_global_per_layer_attribute_access = True
     names = config.per_layer_attributes or ()
-    own = {
-        number: {name: each for name in names if (each := getattr(layer, name)) != getattr(config, name)}
+    own_fields = {
+        number: {name: value for name in names if (value := getattr(layer, name)) != getattr(config, name)}
         for number, layer in enumerate(config.per_layer_config)
     }
     config.per_layer_config, config.allow_global_per_layer_attribute_access = None, False
-    return own
+    return own_fields
 
 
-def _kept_layers(known: dict[str, Any], own: dict[int, dict[str, Any]], depth: int) -> list[int]:
+def _kept_layers(fields: dict[str, Any], own_fields: dict[int, dict[str, Any]], depth: int) -> list[int]:
     """The first layers up to where every kind has occurred, or where these are many, one of each kind."""
-    lists = [value for value in known.values() if isinstance(value, list) and len(value) == depth]
-    lists += [[own.get(layer) for layer in range(depth)]]
+    lists = [value for value in fields.values() if isinstance(value, list) and len(value) == depth]
+    lists += [[own_fields.get(layer) for layer in range(depth)]]
     kinds = [tuple(map(str, kind)) for kind in zip(*lists, strict=True)]
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    periods = [known.get(name) or 1 for name in _PERIODS] + [min(known.get("first_k_dense_replace") or 0, 1) + 1]
+    periods = [fields.get(name) or 1 for name in _PERIODS] + [min(fields.get("first_k_dense_replace") or 0, 1) + 1]
     last = max(firsts[-1] + 1, 2, *periods)
-    kept = list(range(min(last, depth))) if last <= _MOST_LAYERS else firsts
+    layers = list(range(min(last, depth))) if last <= _MOST_LAYERS else firsts
     # The second half reads the keys and values of the first.
-    return [*kept, *kept] if known.get("num_kv_shared_layers") else kept
+    return [*layers, *layers] if fields.get("num_kv_shared_layers") else layers
 
 
-def _rope(value: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+def _rope(value: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Lists with an entry per frequency become as short as the small heads."""
     value = copy.deepcopy(value)
-    for rope in (value, *(each for each in value.values() if isinstance(each, dict))):
-        share = rope.get("partial_rotary_factor") or known.get("partial_rotary_factor") or 1.0
-        half = int((16 if known.get("qk_rope_head_dim") else _HEAD_SIZE) * share) // 2
+    for rope in (value, *(part for part in value.values() if isinstance(part, dict))):
+        share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+        half = int((16 if fields.get("qk_rope_head_dim") else _HEAD_SIZE) * share) // 2
         for name in ("short_factor", "long_factor"):
             if rope.get(name):
                 rope[name] = rope[name][:half]

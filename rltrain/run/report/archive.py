@@ -68,34 +68,34 @@ class Archive(Watcher):
         self._show(made)
         return {}
 
-    def _keep(self, split: str, made: Answered) -> None:
-        step, samples, answers_per_prompt = made.step, made.samples, made.answers_per_prompt
+    def _keep(self, split: str, answered: Answered) -> None:
+        step, samples, answers_per_prompt = answered.step, answered.samples, answered.answers_per_prompt
         self._hear(self._writer.flush(0.0))
         cfg = self._cfg
         data_dir = cfg.rollout_data_dir if split == "train" else cfg.validation_data_dir
-        wanted = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
+        due = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
         num_prompts = len(samples) // answers_per_prompt
-        chosen = _spread(num_prompts, cfg.samples_max_prompts if wanted else 0)
+        chosen = _spread(num_prompts, cfg.samples_max_prompts if due else 0)
         # verl's format has all answers, so all texts are fetched then; `kept` says which of them the table takes.
         prompts = np.arange(num_prompts) if data_dir else chosen
         if not len(prompts):
             return
         job = _job(split, step, samples, prompts, answers_per_prompt)
-        parquet = self._folder / f"{split}_{step:06d}.parquet" if wanted else None
+        parquet = self._folder / f"{split}_{step:06d}.parquet" if due else None
         json_lines = Path(data_dir).expanduser().resolve() / f"{step}.jsonl" if data_dir else None
         kept = np.isin(prompts, chosen)
         self._hear(self._writer.submit(replace(job, kept=kept, parquet=parquet, json_lines=json_lines)))
-        numbers = [each.tolist() if each.dtype == object else each for each in job.numbers.values()]
-        places = [each[1:] for each in job.texts]
+        numbers = [values.tolist() if values.dtype == object else values for values in job.numbers.values()]
+        places = [place[1:] for place in job.texts]
         self._bytes_through_driver += driver_bytes([numbers, places, job.rows, job.kept])
 
-    def _show(self, made: Answered) -> None:
-        step, answers_per_prompt = made.step, made.answers_per_prompt
+    def _show(self, answered: Answered) -> None:
+        step, answers_per_prompt = answered.step, answered.answers_per_prompt
         # The same prompts every time.
-        prompts = _spread(len(made.samples) // answers_per_prompt, self._cfg.log_val_generations)
+        prompts = _spread(len(answered.samples) // answers_per_prompt, self._cfg.log_val_generations)
         if not len(prompts):
             return
-        job = _job("val", step, made.samples, prompts, answers_per_prompt, most=1)
+        job = _job("val", step, answered.samples, prompts, answers_per_prompt, most=1)
         rows = self._writer.examples(job, _TABLE)
         if rows is None:
             log.warning("step %d: the answers for trainer.log_val_generations did not come", step)
@@ -116,20 +116,20 @@ class Archive(Watcher):
 
     def last_words(self) -> str:
         """Which steps lack their answers, in a sentence; empty where none does."""
-        found = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
-        return f"{self._folder}: the answers of these steps are missing: {', '.join(found)}" if found else ""
+        gaps = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
+        return f"{self._folder}: the answers of these steps are missing: {', '.join(gaps)}" if gaps else ""
 
-    def _hear(self, found: list[Written]) -> None:
-        for each in found:
-            if each.problem:
-                self._missing.setdefault(each.split, []).append(each.step)
+    def _hear(self, results: list[Written]) -> None:
+        for result in results:
+            if result.problem:
+                self._missing.setdefault(result.split, []).append(result.step)
                 # What differs from step to step, as names of files and numbers of bytes, makes no new kind.
-                if (kind := re.sub(r"\d+", "", each.problem)) not in self._told:
+                if (kind := re.sub(r"\d+", "", result.problem)) not in self._told:
                     self._told.add(kind)
-                    log.warning("step %d, %s: answers are not kept: %s", each.step, each.split, each.problem)
-            elif each.example and (each.split == "val" or each.step == 1 or each.step % _EXAMPLE_EVERY == 0):
+                    log.warning("step %d, %s: answers are not kept: %s", result.step, result.split, result.problem)
+            elif result.example and (result.split == "val" or result.step == 1 or result.step % _EXAMPLE_EVERY == 0):
                 # It comes when it is written, maybe behind lines of later steps, and so names its own.
-                log.info("an answer of step %d, %s: %s", each.step, each.split, each.example)
+                log.info("an answer of step %d, %s: %s", result.step, result.split, result.example)
 
 
 def _ranges(steps: list[int]) -> str:
@@ -140,7 +140,7 @@ def _ranges(steps: list[int]) -> str:
             parts[-1].append(step)
         else:
             parts.append([step])
-    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in parts)
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _spread(count: int, most: int) -> Ids:

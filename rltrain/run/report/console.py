@@ -76,7 +76,7 @@ class Console:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         place = f"{step}/{self._total}"
         if "timing_s/step" in metrics:
-            shown = tuple(
+            fields = tuple(
                 f"{label}={metrics[name]:.4g}"
                 for name, label in SHOWN.items()
                 if name in metrics and (metrics[name] or name not in _ONLY_IF_NOT_ZERO)
@@ -86,9 +86,9 @@ class Console:
             seconds = sum(self._seconds) / len(self._seconds) * (self._total - step)
             left = timedelta(seconds=round(seconds))
             # Told even where a bar shows it, because train.log has every step; `show_steps` decides about the terminal.
-            logs.STEPS.info("step %s  %s", place, "  ".join((*shown, f"left={left}")))
+            logs.STEPS.info("step %s  %s", place, "  ".join((*fields, f"left={left}")))
             if self._bar:
-                self._bar.numbers = shown
+                self._bar.numbers = fields
                 self._bar.update(self._task, completed=step, left=f"{left} left")
         for name, numbers in validation_lines(metrics).items():
             log.info("validation %s  %s  %s", place, name, "  ".join(numbers))
@@ -104,8 +104,8 @@ def validation_lines(metrics: dict[str, float]) -> dict[str, list[str]]:
     """Data source and variable -> what was measured of it."""
     lines: dict[str, list[str]] = {}
     for key, value in metrics.items():
-        if found := _VALIDATION.fullmatch(key):
-            lines.setdefault(found[1], []).append(f"{found[2]}={value:.4g}")
+        if match := _VALIDATION.fullmatch(key):
+            lines.setdefault(match[1], []).append(f"{match[2]}={value:.4g}")
     return lines
 
 

@@ -53,11 +53,11 @@ def device_facts() -> dict[str, Any]:
     import torch
     from torch.utils import collect_env
 
-    found = collect_env.get_gpu_info(collect_env.run)
+    names = collect_env.get_gpu_info(collect_env.run)
     return {
         "cuda": torch.version.cuda,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),
-        "devices": found.splitlines() if found else [],
+        "devices": names.splitlines() if names else [],
     }
 
 
@@ -72,11 +72,11 @@ def command_line() -> str:
 
 def short_facts() -> str:
     """One screen: version, place and packages."""
-    found = facts()
-    git = f" (git {found['git']})" if found["git"] else ""
-    lines = [f"rltrain {found.pop('rltrain')}{git}"]
+    all_facts = facts()
+    git = f" (git {all_facts['git']})" if all_facts["git"] else ""
+    lines = [f"rltrain {all_facts.pop('rltrain')}{git}"]
     return "\n".join(
-        [*lines, *(f"  {name:<13} {value}" for name, value in found.items() if name not in ("git", "command"))]
+        [*lines, *(f"  {name:<13} {value}" for name, value in all_facts.items() if name not in ("git", "command"))]
     )
 
 

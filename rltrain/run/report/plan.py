@@ -69,31 +69,31 @@ def _between_nodes(plan: Plan, config: Config) -> str:
 
     def model(whose: str, key: str, fsdp_size: int, ranks: int, *, learns: bool = True) -> list[str]:
         shards, per_sequence = devices_per_copy(fsdp_size, plan.num_devices), plan.num_devices // ranks
-        copies, found = plan.num_devices // shards, []
+        copies, sentences = plan.num_devices // shards, []
         if learns and copies > 1:
-            found.append(f"gradients{whose}, as there are {copies} copies of the weights")
+            sentences.append(f"gradients{whose}, as there are {copies} copies of the weights")
         if shards > here:
-            found.append(
+            sentences.append(
                 f"the weights of every layer{whose}, as {nodes(shards)} share a copy "
                 f"({key}.fsdp_config.fsdp_size={here}, where memory allows: one in each node)"
             )
         if per_sequence > here:
-            found.append(f"heads and tokens of every layer{whose}, as {nodes(per_sequence)} share a sequence")
-        return found
+            sentences.append(f"heads and tokens of every layer{whose}, as {nodes(per_sequence)} share a sequence")
+        return sentences
 
     roles, critic, judge = config.actor_rollout_ref, config.critic.model, config.reward_model
     size = roles.rollout.tensor_model_parallel_size
-    said = model("", "actor", roles.actor.fsdp_config.fsdp_size, plan.data_parallel_size)
+    lines = model("", "actor", roles.actor.fsdp_config.fsdp_size, plan.data_parallel_size)
     if plan.passes.ref and plan.ref_data_parallel_size < plan.data_parallel_size:  # its weights lie as the actor's
-        said += model(" of the reference", "", 1, plan.ref_data_parallel_size, learns=False)
+        lines += model(" of the reference", "", 1, plan.ref_data_parallel_size, learns=False)
     if plan.passes.values:
         ranks = plan.critic_data_parallel_size
-        said += model(" of the critic", "critic.model", critic.fsdp_config.fsdp_size, ranks)
+        lines += model(" of the critic", "critic.model", critic.fsdp_config.fsdp_size, ranks)
     if judge.enable:
         key, shards = "reward_model.model", judge.model.fsdp_config.fsdp_size
-        said += model(" of the reward model", key, shards, plan.num_devices, learns=False)
-    said += [f"every layer of every token that is generated, as {nodes(size)} share an engine"] if size > here else []
-    return "; ".join(said)
+        lines += model(" of the reward model", key, shards, plan.num_devices, learns=False)
+    lines += [f"every layer of every token that is generated, as {nodes(size)} share an engine"] if size > here else []
+    return "; ".join(lines)
 
 
 def _ranks_of_its_own(plan: Plan, ranks: int) -> str:
@@ -117,9 +117,9 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
     }
     phases = plan.passes.describe(plan.num_mini_batches)
     sharing: dict[tuple[PassBudget, int], list[str]] = {}
-    for name, each in PASSES.items():
-        if name in phases and (each.role != "reward_model" or config.reward_model.enable):
-            sharing.setdefault((plan.budgets[name], ranks[each.role]), []).append(name)
+    for name, step_pass in PASSES.items():
+        if name in phases and (step_pass.role != "reward_model" or config.reward_model.enable):
+            sharing.setdefault((plan.budgets[name], ranks[step_pass.role]), []).append(name)
     return [
         f"at most {budget} per data-parallel rank{_ranks_of_its_own(plan, its_ranks)}: {', '.join(names)}"
         for (budget, its_ranks), names in sharing.items()
@@ -184,21 +184,21 @@ def _reward(config: Config) -> str:
 
 
 def _steps(plan: Plan, config: Config) -> str:
-    epochs, wanted = config.trainer.total_epochs, config.trainer.total_training_steps
+    epochs, limit = config.trainer.total_epochs, config.trainer.total_training_steps
     if plan.steps_per_epoch is None:
         unknown = f"{epochs} epochs (their length is known once data.train_files is read)"
-        return f"{wanted:,}, or {unknown} if those end earlier" if wanted else unknown
+        return f"{limit:,}, or {unknown} if those end earlier" if limit else unknown
     left_out = (plan.num_prompts or 0) - plan.steps_per_epoch * plan.prompts_per_round
     tail = f", {left_out} prompts of each left out as an incomplete batch" if left_out else ""
     steps = f"{plan.total_steps:,} ({plan.steps_per_epoch:,} per epoch of {plan.num_prompts:,} prompts{tail})"
-    if not wanted:
+    if not limit:
         return f"{steps}, until trainer.total_epochs={epochs}"
-    if plan.total_steps == wanted:
-        return f"{steps}, until trainer.total_training_steps={wanted}"
-    needed = -(-wanted // plan.steps_per_epoch)
+    if plan.total_steps == limit:
+        return f"{steps}, until trainer.total_training_steps={limit}"
+    num_epochs = -(-limit // plan.steps_per_epoch)
     return (
-        f"{steps}, until trainer.total_epochs={epochs}, which comes before trainer.total_training_steps={wanted} "
-        f"(for those set total_epochs={needed})"
+        f"{steps}, until trainer.total_epochs={epochs}, which comes before trainer.total_training_steps={limit} "
+        f"(for those set total_epochs={num_epochs})"
     )
 
 
@@ -222,6 +222,6 @@ def _saving(config: Config) -> str:
     trainer, keep = config.trainer, config.trainer.max_actor_ckpt_to_keep or 0
     when = [_every(trainer.save_freq)] if trainer.save_freq > 0 else []
     when += [f"{trainer.save_every_s:,.0f} s after the last"] if trainer.saves_by_time else []
-    kept = f"; the newest {keep} are kept (trainer.max_actor_ckpt_to_keep)" if keep >= 1 and when else ""
+    retention = f"; the newest {keep} are kept (trainer.max_actor_ckpt_to_keep)" if keep >= 1 and when else ""
     when += ["at the end"] if trainer.save_at_end else []
-    return f"{' and '.join(when) or 'never'}, in {trainer.default_local_dir}{kept}"
+    return f"{' and '.join(when) or 'never'}, in {trainer.default_local_dir}{retention}"

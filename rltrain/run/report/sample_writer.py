@@ -137,12 +137,12 @@ class SampleWriter:
 
     def _prompt(self, split: str, row: int) -> dict[str, Any]:
         record = self._rows[split][row]
-        asked = next((each for each in reversed(record.prompt) if each["role"] == "user"), record.prompt[-1])
+        message = next((turn for turn in reversed(record.prompt) if turn["role"] == "user"), record.prompt[-1])
         index = record.extra_info.get("index", record.extra_info.get("uid"))
         return {
             "data_source": record.data_source,
             "index": None if index is None else str(index),
-            "question": _text(asked["content"]),
+            "question": _text(message["content"]),
             "prompt": self._decoded(split, row, skip_special_tokens=False),
             **self._images(split, row),
             "ground_truth": None if record.ground_truth is None else _text(record.ground_truth),
@@ -151,7 +151,7 @@ class SampleWriter:
     def _decoded(self, split: str, row: int, **options: bool) -> str:
         """The prompt as the model saw it, or its messages where there is no tokenizer."""
         if self._tokenizer is None:
-            return "\n".join(f"{each['role']}: {_text(each['content'])}" for each in self._rows[split][row].prompt)
+            return "\n".join(f"{turn['role']}: {_text(turn['content'])}" for turn in self._rows[split][row].prompt)
         return self._tokenizer.decode(self._prompts[split].short(row).tolist(), **options)
 
     def _images(self, split: str, row: int) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _storable(values: Any) -> Any:
     """A column whose texts every file takes."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         return values
-    return [storable(each) if isinstance(each, str) else each for each in values]
+    return [storable(value) if isinstance(value, str) else value for value in values]
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:
@@ -203,7 +203,7 @@ class _WriterProcess(SampleWriter):
         import ray
 
         os.nice(10)
-        super().__init__({name: ray.get(each) for name, each in rows.items()}, ray.get(prompts[0]), tokenizer, ray.get)
+        super().__init__({name: ray.get(part) for name, part in rows.items()}, ray.get(prompts[0]), tokenizer, ray.get)
 
 
 class WriterProcess:
@@ -221,18 +221,18 @@ class WriterProcess:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # Workers may hold every CPU slot of a local Ray, and an actor that asks for one would wait for ever. Ray's own
         # restarts would say nothing of what was lost.
-        actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=here)
+        actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=this_node)
         self._actor: Any = actor.remote(*self._given)
 
     def submit(self, job: SampleJob) -> list[Written]:
         """Start writing ``job``, or let it wait in place of an earlier one. Returns outcomes of earlier jobs so far."""
-        found = self._take(0)
+        outcomes = self._take(0)
         dropped, self._waiting = self._waiting, [job]
         self._hand_out()
-        return found + [Written(each.split, each.step, "earlier ones are still being written") for each in dropped]
+        return outcomes + [Written(late.split, late.step, "earlier ones are still being written") for late in dropped]
 
     def _hand_out(self) -> None:
         while self._waiting and len(self._running) < MOST_AT_ONCE:
@@ -245,23 +245,23 @@ class WriterProcess:
         import ray
 
         calls = list(self._running)
-        done = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
-        found = []
+        ready = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
+        outcomes = []
         # In the order in which they were handed out: the first that a dead process leaves is the one that it was at.
-        for call in [each for each in calls if each in done]:
+        for call in [running for running in calls if running in ready]:
             # Calls of a process that is dead by now are made anew; their errors are no second death.
             if call not in self._running:
                 break
             try:
-                found.append(ray.get(call))
+                outcomes.append(ray.get(call))
                 del self._running[call]
             except ray.exceptions.RayActorError as error:
-                found += self._again(error)
+                outcomes += self._again(error)
             except Exception as error:  # noqa: BLE001 - whatever befell the writer, training goes on
                 job = self._running.pop(call)
-                found.append(Written(job.split, job.step, (str(error).splitlines() or [repr(error)])[-1]))
+                outcomes.append(Written(job.split, job.step, (str(error).splitlines() or [repr(error)])[-1]))
         self._hand_out()
-        return found
+        return outcomes
 
     def _again(self, error: BaseException) -> list[Written]:
         """The process is dead: have a new one write what it was given. A job that has ended two is given up."""
@@ -283,10 +283,10 @@ class WriterProcess:
 
     def flush(self, wait_s: float, step: int | None = None) -> list[Written]:
         """Wait up to ``wait_s`` for the jobs of the steps up to ``step`` (None: for all). Returns outcomes."""
-        found, deadline = self._take(0), time.monotonic() + wait_s
+        outcomes, deadline = self._take(0), time.monotonic() + wait_s
         while self.has_unwritten(step) and time.monotonic() < deadline:
-            found += self._take(min(_POLL_S, wait_s))
-        return found
+            outcomes += self._take(min(_POLL_S, wait_s))
+        return outcomes
 
     def has_unwritten(self, step: int | None = None) -> bool:
         """Whether a job of the steps up to ``step`` (None: any) is not written."""
@@ -296,15 +296,15 @@ class WriterProcess:
         """`flush`, and end the process. Returns the outcomes that are still open."""
         import ray
 
-        found = self.flush(wait_s)
+        outcomes = self.flush(wait_s)
         ray.kill(self._actor)
         left = [*self._running.values(), *self._waiting]
-        return found + [Written(job.split, job.step, f"not written within {wait_s:g} s") for job in left]
+        return outcomes + [Written(job.split, job.step, f"not written within {wait_s:g} s") for job in left]
 
 
 def _cause(error: BaseException) -> str:
     """Why the writer's process died twice over a job, as far as that can be known from outside."""
-    full = [each for each in (tempfile.gettempdir(), "/dev/shm") if Path(each).is_dir() and _is_full(each)]
+    full = [folder for folder in (tempfile.gettempdir(), "/dev/shm") if Path(folder).is_dir() and _is_full(folder)]
     if full:
         return f"the disk of {full[0]} is full, and the process that writes them cannot live"
     return f"the process that writes them died twice: it was killed, or memory ran out ({first_line(error)})"

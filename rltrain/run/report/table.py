@@ -72,8 +72,8 @@ def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, flo
 
 def phase_table(lines: list[dict[str, Any]]) -> str:
     """The table users know, in a layout that scripts may parse."""
-    title, found = _summary(lines)
-    rows = [("Metric", "Value", "Unit"), *((label, f"{mean:.6f}", unit) for label, unit, mean, *_ in found)]
+    title, phases = _summary(lines)
+    rows = [("Metric", "Value", "Unit"), *((label, f"{mean:.6f}", unit) for label, unit, mean, *_ in phases)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = " ".join("=" * width for width in widths)
     head, *body = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -109,8 +109,8 @@ def learning_summary(lines: list[dict[str, Any]]) -> str:
         parts.append(f"training reward: {both if len(scores) > 1 else f'{first:.3f} (one step)'}")
     for key in sorted({key for line in lines for key in line if key.startswith("val-core/") and "/mean@" in key}):
         values = [line[key] for line in lines if key in line]
-        shown = [values[0], values[-1]] if len(values) > 1 else values
-        parts.append(f"{key}: " + " -> ".join(f"{value:.3f}" for value in shown))
+        ends = [values[0], values[-1]] if len(values) > 1 else values
+        parts.append(f"{key}: " + " -> ".join(f"{value:.3f}" for value in ends))
     return "\n".join(parts)
 
 
@@ -121,10 +121,10 @@ def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
     # Not all that is negative: a reward model may give no other numbers.
     if most not in (least, 0):
         return ""
-    said = f"every answer earned {most:g}" if most == least else "no answer earned more than 0"
+    sentence = f"every answer earned {most:g}" if most == least else "no answer earned more than 0"
     run = run if run.is_dir() else run.parent
-    kept = "" if any(run.glob("samples/train_*")) else " (this run has kept none; trainer.samples_freq=1 keeps all)"
-    return f"{said}; look at them with python -m rltrain.view {shlex.quote(str(run))} --worst{kept}"
+    hint = "" if any(run.glob("samples/train_*")) else " (this run has kept none; trainer.samples_freq=1 keeps all)"
+    return f"{sentence}; look at them with python -m rltrain.view {shlex.quote(str(run))} --worst{hint}"
 
 
 def report(run: Path) -> str:

@@ -161,8 +161,8 @@ class MLflow(Sink):
             # An earlier start has set it to finished or failed.
             self._client.update_run(run.run_id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
         for name, value in _flat(run.config):
             # Servers of older MLflow refuse values of more than 500 characters.
@@ -213,8 +213,8 @@ class ClearML(Sink):
         hooks = ("auto_connect_arg_parser", "auto_connect_frameworks", "auto_connect_streams", "reuse_last_task_id")
         # An offline task was packed when it ended; to go on with it hangs.
         goes_on = None if (run.run_id or "").startswith("offline-") else run.run_id
-        more: dict[str, Any] = dict.fromkeys(hooks, False) | {"continue_last_task": goes_on or False}
-        self._task = Task.init(project_name=run.project, task_name=run.name, **more)
+        options: dict[str, Any] = dict.fromkeys(hooks, False) | {"continue_last_task": goes_on or False}
+        self._task = Task.init(project_name=run.project, task_name=run.name, **options)
         self.run_id = self._task.id
         if goes_on:
             self._task.set_initial_iteration(0)  # our steps count from the first start
@@ -256,8 +256,8 @@ def wandb_login_lacks() -> str:
     from requests.utils import get_netrc_auth
 
     settings = wandb.setup().settings
-    known = settings.api_key or getattr(settings, "identity_token_file", None) or get_netrc_auth(settings.base_url)
-    if settings.mode != "online" or known:
+    credential = settings.api_key or getattr(settings, "identity_token_file", None) or get_netrc_auth(settings.base_url)
+    if settings.mode != "online" or credential:
         return ""
     return "not logged in (run `wandb login`, or set WANDB_API_KEY)"
 
@@ -269,19 +269,19 @@ def wandb_refusal() -> str:
     if lacks := wandb_login_lacks():
         return lacks
     # By itself it asks on the terminal, in the middle of training, and older versions do not ask the server.
-    wanted: dict[str, Any] = {"prompt": False, "verify": True}
-    known = inspect.signature(wandb.login).parameters
+    options: dict[str, Any] = {"prompt": False, "verify": True}
+    parameters = inspect.signature(wandb.login).parameters
     try:
-        done = wandb.login(**{name: value for name, value in wanted.items() if name in known})
-        return "" if done else "not logged in"
+        logged_in = wandb.login(**{name: value for name, value in options.items() if name in parameters})
+        return "" if logged_in else "not logged in"
     except (wandb.errors.Error, OSError, ValueError) as error:  # ValueError: a key of another form, in older versions
         return first_line(error).rstrip(".")
 
 
 def unsent_wandb(folder: Path) -> list[Path]:
     """The folders of wandb's offline mode in a run folder that its own sync command has not marked as sent."""
-    kept = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
-    return [file.parent for file in kept if not file.with_name(f"{file.name}.synced").exists()]
+    files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+    return [file.parent for file in files if not file.with_name(f"{file.name}.synced").exists()]
 
 
 TRACKERS: dict[str, type[Sink]] = {
@@ -293,7 +293,7 @@ TRACKERS: dict[str, type[Sink]] = {
 def markdown_table(columns: Sequence[str], rows: Rows) -> str:
     """A table as Markdown, one line a row, whatever the cells hold."""
     lines = [list(columns), ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(_cell(each) for each in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 
 def _cell(value: Any) -> str:

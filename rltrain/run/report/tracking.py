@@ -124,19 +124,19 @@ class Sender(threading.Thread):
                 entries, finish = list(self._waiting), self._finish
             try:
                 self._sink = self._sink or self._make()
-                done = self._send(entries, self._sink)
-                if done and finish:
+                sent = self._send(entries, self._sink)
+                if sent and finish:
                     finish(self._sink)
                     return
             # Whatever a tracker raises, SystemExit too: a thread that ended would take its entries along in silence.
             except BaseException as error:  # noqa: BLE001
                 self._tell(error)
-                done = False
-            if not done:
+                sent = False
+            if not sent:
                 with self._changed:
                     # The pause ends early when the run does.
                     self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause)  # type: ignore[misc]
-            pause = self._pauses_s[0] if done or finish else min(2 * pause, longest)
+            pause = self._pauses_s[0] if sent or finish else min(2 * pause, longest)
 
     def _send(self, entries: list[Callable[[Sink], None]], sink: Sink) -> bool:
         """Try all entries in order, past failures. Returns whether nothing is left. Raises if the tracker is down."""
@@ -294,8 +294,8 @@ def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
 def read_ids(file: Path) -> dict[str, str]:
     """Each tracker's own name of a run, as far as the file can be read."""
     try:
-        found = json.loads(file.read_text("utf-8")) if file.exists() else {}
-        return {str(name): str(each) for name, each in found.items()}
+        ids = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        return {str(name): str(run_id) for name, run_id in ids.items()}
     except (OSError, ValueError, AttributeError) as error:
         log.warning("%s cannot be read, so trackers begin new runs: %s", file, error)
         return {}

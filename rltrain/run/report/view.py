@@ -48,15 +48,15 @@ def shorten(text: str, width: int) -> str:
 
 def sample_steps(run: Path, split: str) -> dict[int, Path]:
     """The steps whose answers were kept, ascending, and their files."""
-    found = [
+    matches = [
         (match, file) for file in run.glob("samples/*") if (match := _FILE.fullmatch(file.name)) and match[1] == split
     ]
-    if not found:
-        what = "validation" if split == "val" else "training"
+    if not matches:
+        kind = "validation" if split == "val" else "training"
         raise DataError(
-            f"{run}/samples holds no answers of {what}. Give the folder of a run with trainer.samples_freq=1."
+            f"{run}/samples holds no answers of {kind}. Give the folder of a run with trainer.samples_freq=1."
         )
-    return dict(sorted((int(match[2]), file) for match, file in found))
+    return dict(sorted((int(match[2]), file) for match, file in matches))
 
 
 def read_samples(run: Path | str, step: int | None = None, split: str = "train") -> pd.DataFrame:
@@ -68,7 +68,7 @@ def read_samples(run: Path | str, step: int | None = None, split: str = "train")
     if step is None:
         step = max(files)
     if step not in files:
-        near = sorted(sorted(files, key=lambda each: abs(each - step))[:6])
+        near = sorted(sorted(files, key=lambda kept_step: abs(kept_step - step))[:6])
         raise DataError(f"{run}/samples has no {split} step {step}. Near it: {', '.join(map(str, near))}.")
     try:
         return pd.read_parquet(files[step])
@@ -79,10 +79,10 @@ def read_samples(run: Path | str, step: int | None = None, split: str = "train")
 def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.DataFrame:
     """The answers of one data source in one of the orders of the command."""
     if source is not None:
-        known = frame["data_source"].unique()
+        sources = frame["data_source"].unique()
         frame = frame[frame["data_source"] == source]
         if not len(frame):
-            raise DataError(f"--source {source}: there is none of it. Sources: {', '.join(known)}.")
+            raise DataError(f"--source {source}: there is none of it. Sources: {', '.join(sources)}.")
     if order in ("worst", "best"):
         # Stable, so that answers of equal score keep the order of the data and two calls show the same.
         return frame.sort_values("score", ascending=order == "worst", kind="stable")
@@ -99,13 +99,13 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
 
 def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
     """One line per first answer to the same validation prompts at two steps (default: the first and the newest)."""
-    known = list(sample_steps(run, "val"))
+    tested = list(sample_steps(run, "val"))
     # One step is compared with the first.
-    steps = [known[0], *steps] if len(steps) == 1 else steps or known
+    steps = [tested[0], *steps] if len(steps) == 1 else steps or tested
     if steps[0] == steps[-1]:
-        only = f"there is one validation only, of step {known[0]}" if len(known) == 1 else f"step {steps[0]} twice"
+        only = f"there is one validation only, of step {tested[0]}" if len(tested) == 1 else f"step {steps[0]} twice"
         raise DataError(
-            f"--compare: {only}. Kept are: {', '.join(map(str, known[:20]))}. trainer.test_freq=N validates every N "
+            f"--compare: {only}. Kept are: {', '.join(map(str, tested[:20]))}. trainer.test_freq=N validates every N "
             "steps, trainer.val_before_train=True before the first."
         )
     frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]
@@ -134,8 +134,8 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
         if text:
             cut = len(text) - most
             middle = f"\n… {cut:,} characters left out (--chars) …\n"
-            shown = text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
-            console.print(Text(f"{name}: ", style="bold cyan") + Text(plain(shown)))
+            excerpt = text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
+            console.print(Text(f"{name}: ", style="bold cyan") + Text(plain(excerpt)))
     numbers = {name: value for name, value in sample.items() if name not in (*_HEAD, *_TEXTS)}
     parts = [f"{name} {each:.4g}" if isinstance(each, float) else f"{name} {each}" for name, each in numbers.items()]
     console.print(Text(plain("  ".join(parts)), style="dim"))
@@ -146,9 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--val", action="store_true", help="answers of validation instead of training")
-    which = parser.add_mutually_exclusive_group()
+    order = parser.add_mutually_exclusive_group()
     for name, text in _ORDERS.items():
-        which.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
+        order.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
     pair = "the same validation prompts at two steps (default: first and newest; one step: first and that)"
     parser.add_argument("--compare", nargs="*", type=int, metavar="STEP", help=pair)
     parser.add_argument("-n", type=int, default=5, help="how many (default 5)")
@@ -172,13 +172,13 @@ def main(argv: list[str] | None = None) -> int:
             console.print("\n".join(lines))
             return 0
         frame = read_samples(arguments.run, arguments.step, "val" if arguments.val else "train")
-        found = arrange(frame, arguments.order, arguments.source)
-        for sample in found.head(arguments.n).to_dict("records"):
+        arranged = arrange(frame, arguments.order, arguments.source)
+        for sample in arranged.head(arguments.n).to_dict("records"):
             if arguments.lines:
                 console.print(one_line(sample, console.width - 8))
             else:
                 show(sample, console, arguments.chars)
-        console.print(f"{min(len(found), arguments.n)} of {len(found)} answers, step {frame['step'].iloc[0]}")
+        console.print(f"{min(len(arranged), arguments.n)} of {len(arranged)} answers, step {frame['step'].iloc[0]}")
     except BrokenPipeError:  # head has seen enough
         # Else Python reports the broken pipe there, when it flushes standard output at its end.
         sys.stderr.close()

@@ -30,7 +30,7 @@ def callback_problems(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         try:
             yield from (
-                f"trainer.callbacks={name}: {each}" for each in _misfits(load_plugin("trainer.callbacks", name))
+                f"trainer.callbacks={name}: {misfit}" for misfit in _misfits(load_plugin("trainer.callbacks", name))
             )
         except ConfigError as error:
             yield str(error)
@@ -44,14 +44,14 @@ class Callbacks(Watcher):
 
     def __init__(self, names: Sequence[str] = (), objects: Sequence[Any] = ()) -> None:
         problems = [*callback_problems(names)]
-        problems += [f"callbacks={each!r}: {problem}" for each in objects for problem in _misfits(each)]
+        problems += [f"callbacks={instance!r}: {problem}" for instance in objects for problem in _misfits(instance)]
         if problems:
             raise ConfigError("\n".join(problems))
         self._told: set[tuple[str, str, type]] = set()
         self._num_errors = 0
         self._hooks: list[tuple[str, str, Callable[..., Any]]] = []
         loaded = [(name, load_plugin("trainer.callbacks", name)) for name in names]
-        for name, callback in [*loaded, *((type(each).__name__, each) for each in objects)]:
+        for name, callback in [*loaded, *((type(instance).__name__, instance) for instance in objects)]:
             try:
                 callback = callback() if isinstance(callback, type) else callback
             except Exception as error:  # user code; whatever it raises is reported with its traceback
@@ -71,14 +71,14 @@ class Callbacks(Watcher):
         return self._tell("on_save", {}, step, folder)
 
     def _tell(self, hook: str, taken: Metrics, *arguments: Any) -> Metrics:
-        found: Metrics = {}
-        mine = [(name, function) for name, of, function in self._hooks if of == hook]
-        for name, function in mine:
+        metrics: Metrics = {}
+        hooks = [(name, function) for name, of, function in self._hooks if of == hook]
+        for name, function in hooks:
             # Copies: a callback looks, it does not change what others see.
-            given = [dict(each) if isinstance(each, Mapping) else each for each in arguments]
+            given = [dict(argument) if isinstance(argument, Mapping) else argument for argument in arguments]
             try:
                 # Names that are taken are refused, also between callbacks: none may replace a number of the run's.
-                found |= _numbers(function(*(given if _takes(function, len(given)) else given[:-1])), taken | found)
+                metrics |= _numbers(function(*(given if _takes(function, len(given)) else given[:-1])), taken | metrics)
             except Exception as error:  # noqa: BLE001 - user code must not end a night's run
                 self._num_errors += 1
                 kind = (name, hook, type(error))
@@ -89,7 +89,7 @@ class Callbacks(Watcher):
                         name, hook, type(error).__name__, traceback.format_exc(limit=-3).rstrip(),
                     )  # fmt: skip
                 self._told.add(kind)
-        return found | {"callbacks/errors": float(self._num_errors)} if mine else found
+        return metrics | {"callbacks/errors": float(self._num_errors)} if hooks else metrics
 
 
 def _hooks_of(callback: Any) -> dict[str, Callable[..., Any]]:
@@ -135,6 +135,6 @@ def _numbers(returned: Any, taken: Metrics) -> Metrics:
         return {}
     if not isinstance(returned, Mapping):
         raise TypeError(f"a hook returns None or a dict of numbers, not {returned!r}")
-    if own := sorted(str(name) for name in returned if name in taken):
-        raise ValueError(f"{own[0]} is a metric already; call yours callbacks/{own[0]} or so")
+    if clashes := sorted(str(name) for name in returned if name in taken):
+        raise ValueError(f"{clashes[0]} is a metric already; call yours callbacks/{clashes[0]} or so")
     return {str(name): float(value) for name, value in returned.items()}

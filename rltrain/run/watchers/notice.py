@@ -67,7 +67,7 @@ class Notice(Watcher):
         leaves = f"and trainer.stop_notice_s={notice_s:g} leaves {max(left_s, 0):.0f} s: it was left"
         if not self._took:
             return f"how long step {self._step} takes is not known yet, {leaves}"
-        whole, updates = (max(each) for each in zip(*self._took, strict=True))
+        whole, updates = (max(seconds) for seconds in zip(*self._took, strict=True))
         # A step that is slower than usual has its updates before it all the same.
         needs_s = max(whole - (time.monotonic() - self._began), updates)
         save_s = _FIRST_SAVE * notice_s if self._save_s is None else self._save_s

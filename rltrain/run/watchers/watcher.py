@@ -65,47 +65,47 @@ class Watchers(Watcher):
         self._all += watchers
 
     def on_wait(self) -> None:
-        for each in self._all:
-            each.on_wait()
+        for watcher in self._all:
+            watcher.on_wait()
 
     def on_phase(self, name: str) -> None:
-        for each in self._all:
-            each.on_phase(name)
+        for watcher in self._all:
+            watcher.on_phase(name)
 
     def before_step(self, step: int) -> None:
-        for each in self._all:
-            each.before_step(step)
+        for watcher in self._all:
+            watcher.before_step(step)
 
     def on_step(self, made: Answered) -> Metrics:
-        for each in self._all:
-            made.metrics.update(each.on_step(made))
+        for watcher in self._all:
+            made.metrics.update(watcher.on_step(made))
         return made.metrics
 
     def after_step(self, step: int) -> None:
-        for each in self._all:
-            each.after_step(step)
+        for watcher in self._all:
+            watcher.after_step(step)
 
     def on_validation(self, made: Answered) -> Metrics:
-        for each in self._all:
-            made.metrics.update(each.on_validation(made))
+        for watcher in self._all:
+            made.metrics.update(watcher.on_validation(made))
         return made.metrics
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
-        found: Metrics = {}
-        for each in self._all:
-            found |= each.on_save(step, folder, seconds)
-        return found
+        metrics: Metrics = {}
+        for watcher in self._all:
+            metrics |= watcher.on_save(step, folder, seconds)
+        return metrics
 
     def written(self, step: int, wait_s: float) -> bool:
-        return all(each.written(step, wait_s) for each in self._all)
+        return all(watcher.written(step, wait_s) for watcher in self._all)
 
     def on_metrics(self, step: int, metrics: Metrics) -> None:
-        for each in self._all:
-            each.on_metrics(step, metrics)
+        for watcher in self._all:
+            watcher.on_metrics(step, metrics)
 
     def on_failure(self) -> None:
-        for each in self._all:
-            each.on_failure()
+        for watcher in self._all:
+            watcher.on_failure()
 
     def last_words(self) -> str:
-        return "\n".join(filter(None, (each.last_words() for each in self._all)))
+        return "\n".join(filter(None, (watcher.last_words() for watcher in self._all)))

@@ -57,7 +57,7 @@ class RunResult:
     """0, or if a signal stopped the run 75 (SIGTERM) or 130 (Ctrl-C)."""
 
     def table(self) -> pd.DataFrame:
-        """One row per step, one column per metric; NaN where a step has no such metric."""
+        """One row per step, one column per metric: the newest value; NaN where a step has no such metric."""
         import pandas as pd
 
         from rltrain.run.report.table import read_metrics

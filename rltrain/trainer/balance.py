@@ -219,7 +219,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         chunks.append(_Chunk([sample], key, prompt + answer, whole, shared[0], shared[1], rows, image_cost, node))
     if work.nodes is not None:
         # The node that has most of its tokens.
-        most = [int(np.bincount(nodes[each.ids], work.answers[each.ids]).argmax()) for each in chunks]
+        most = [int(np.bincount(nodes[chunk.ids], work.answers[chunk.ids]).argmax()) for chunk in chunks]
         chunks = [chunk._replace(node=node) for chunk, node in zip(chunks, most, strict=True)]
     # The greedy rule of `_fill` is good only if the costliest come first: small ones then even out what is left.
     return sorted(chunks, key=lambda chunk: -chunk.cost)
@@ -234,21 +234,21 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
     bins = _fewest(chunks, max(1, least), nodes, budget)
     # Bins of about the same cost get the same turn, because ranks wait for each other at every micro-batch. The first
     # id decides between equal costs, so that the order is never accidental.
-    bins.sort(key=lambda one: (-work.cost(one[1]), one[1][0] if len(one[1]) else -1))
+    bins.sort(key=lambda placed: (-work.cost(placed[1]), placed[1][0] if len(placed[1]) else -1))
     ranks: list[list[Ids]] = [[] for _ in nodes]
     for turn in range(len(bins) // num_ranks):
         # Back and forth, so that no rank gets the costliest bin of every turn.
         seats = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
-        row, others = bins[turn * num_ranks : (turn + 1) * num_ranks], []
+        row, homeless = bins[turn * num_ranks : (turn + 1) * num_ranks], []
         for node, ids in row:
             # A seat of its node, while there is one: whoever computes it, the turn takes as long.
             near = next((rank for rank in seats if nodes[rank] == node), None)
             if near is None:
-                others.append(ids)
+                homeless.append(ids)
             else:
                 ranks[near].append(ids)
                 seats.remove(near)
-        for rank, ids in zip(seats, others, strict=True):
+        for rank, ids in zip(seats, homeless, strict=True):
             ranks[rank].append(ids)
     return ranks
 
@@ -257,15 +257,15 @@ def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: Pass
     """The fewest bins per rank, at least ``count``, that hold all chunks: by doubling strides, then by bisection."""
     too_few, stride = count - 1, 1
     # This ends: with as many bins as chunks, every chunk finds an empty one, which takes anything.
-    while (found := _fill(chunks, count, nodes, budget)) is None:
+    while (filled := _fill(chunks, count, nodes, budget)) is None:
         too_few, count, stride = count, count + stride, 2 * stride
     while count - too_few > 1:
         middle = (too_few + count) // 2
         if (fewer := _fill(chunks, middle, nodes, budget)) is None:
             too_few = middle
         else:
-            count, found = middle, fewer
-    return found
+            count, filled = middle, fewer
+    return filled
 
 
 class _Bin:
@@ -279,9 +279,9 @@ class _Bin:
 
     def add_if_room(self, chunk: _Chunk, budget: PassBudget) -> bool:
         """Add the chunk if there is room. A sample that alone is over the budget gets a bin of its own."""
-        known, seen = chunk.key in self._prompts, chunk.key in self._images
-        tokens = chunk.tokens - known * chunk.prompt_tokens
-        rows = 0 if seen else chunk.rows
+        has_prompt, has_images = chunk.key in self._prompts, chunk.key in self._images
+        tokens = chunk.tokens - has_prompt * chunk.prompt_tokens
+        rows = 0 if has_images else chunk.rows
         crowded = budget.max_samples is not None and len(self.ids) + len(chunk.ids) > budget.max_samples
         heavy = budget.max_tokens is not None and self._tokens + tokens > budget.max_tokens
         heavy = heavy or (budget.max_rows is not None and self._rows + rows > budget.max_rows)
@@ -291,7 +291,7 @@ class _Bin:
         self.ids += chunk.ids
         self._tokens += tokens
         self._rows += rows
-        self.cost += chunk.cost - known * chunk.prompt_cost - seen * chunk.image_cost
+        self.cost += chunk.cost - has_prompt * chunk.prompt_cost - has_images * chunk.image_cost
         if chunk.prompt_tokens:
             self._prompts.add(chunk.key)
         if chunk.rows:
@@ -305,18 +305,18 @@ def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBu
     While a bin of the chunk's own node has room within an even share, it goes there. None when a chunk fits nowhere.
     """
     bins = {node: [_Bin() for _ in range(count * list(nodes).count(node))] for node in dict.fromkeys(nodes)}
-    heaps = {node: [(0.0, number) for number in range(len(some))] for node, some in bins.items()}
+    heaps = {node: [(0.0, number) for number in range(len(of_node))] for node, of_node in bins.items()}
     even = sum(chunk.cost for chunk in chunks) / (count * len(nodes))
     for chunk in chunks:
-        own = heaps.get(chunk.node)
-        if own and own[0][0] + chunk.cost <= even and _place(chunk, bins[chunk.node], own, budget):
+        heap = heaps.get(chunk.node)
+        if heap and heap[0][0] + chunk.cost <= even and _place(chunk, bins[chunk.node], heap, budget):
             continue
         # The own node is first among those with equally empty bins. A bin that has all its samples is not offered
         # again, as it would only use up tries, so a node may have none left.
         order = sorted((heaps[node][0][0], node != chunk.node, node) for node in heaps if heaps[node])
         if not any(_place(chunk, bins[node], heaps[node], budget) for *_, node in order):
             return None
-    return [(node, np.array(sorted(one.ids), dtype=np.int64)) for node, some in bins.items() for one in some]
+    return [(node, np.array(sorted(bin_.ids), dtype=np.int64)) for node, of_node in bins.items() for bin_ in of_node]
 
 
 def _place(chunk: _Chunk, bins: list[_Bin], heap: list[tuple[float, int]], budget: PassBudget) -> bool:
@@ -362,8 +362,8 @@ class LayoutCost:
 
     def metrics(self) -> dict[str, float]:
         """``perf/balance/*``."""
-        shown = {name: value for name, value in asdict(self).items() if not name.startswith("repeated")}
-        return {f"perf/balance/{name}": value for name, value in shown.items() if value is not None}
+        fields = {name: value for name, value in asdict(self).items() if not name.startswith("repeated")}
+        return {f"perf/balance/{name}": value for name, value in fields.items() if value is not None}
 
 
 def cost_of(layout: Layout, work: Workload) -> LayoutCost:

@@ -70,28 +70,28 @@ class Experience:
         """
         rounds = [self._round(timer, rank_listener)]
         samples = rounds[0].samples
-        found: Metrics = {}
+        metrics: Metrics = {}
         if self._cfg.algorithm.filter_groups.enable:
             useful = [self._useful_prompts(samples)]
-            wanted, most = self._plan.prompts_per_step, self._plan.max_generation_rounds
-            while (have := sum(map(len, useful))) < wanted and len(rounds) < most:
+            needed, most = self._plan.prompts_per_step, self._plan.max_generation_rounds
+            while (have := sum(map(len, useful))) < needed and len(rounds) < most:
                 if len(rounds) % _SAY_ROUNDS == 0:
-                    log.info("dynamic sampling: %d of %d groups differ after %d rounds", have, wanted, len(rounds))
-                fills_up = len(rounds) * self._plan.prompts_per_round < wanted
+                    log.info("dynamic sampling: %d of %d groups differ after %d rounds", have, needed, len(rounds))
+                fills_up = len(rounds) * self._plan.prompts_per_round < needed
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
                 # The rounds before have enough to fill the batch up, and this one would only take room in the store.
                 if not (len(useful[-1]) or fills_up):
                     rounds[-1].samples.forget()
-            if have < wanted:
+            if have < needed:
                 log.warning(
                     "dynamic sampling: %d of %d groups differ after %d rounds, and groups that were thrown away take "
-                    "the place of the others (algorithm.filter_groups.max_num_gen_batches)", have, wanted, len(rounds)
+                    "the place of the others (algorithm.filter_groups.max_num_gen_batches)", have, needed, len(rounds)
                 )  # fmt: skip
-            samples, found = self._choose([each.samples for each in rounds], useful)
+            samples, metrics = self._choose([one_round.samples for one_round in rounds], useful)
         replicas, at_once = self._plan.num_engine_replicas, self._rollout.max_num_seqs
-        shape = m.rollout_metrics([each.generated for each in rounds], replicas, at_once)
-        return samples, m.join_rounds([each.metrics for each in rounds]) | shape | found
+        shape = m.rollout_metrics([one_round.generated for one_round in rounds], replicas, at_once)
+        return samples, m.join_rounds([one_round.metrics for one_round in rounds]) | shape | metrics
 
     def _round(self, timer: StepTimer, rank_listener: RankListener | None = None) -> _Round:
         started = self.line.next_prompts(self._draw)
@@ -109,8 +109,8 @@ class Experience:
             generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started), rank_listener)
         samples = generated
         if self.line.stops_early:
-            samples, ids, found = self.line.collect_complete(started, generated)
-            metrics |= found
+            samples, ids, waiting = self.line.collect_complete(started, generated)
+            metrics |= waiting
             if arrivals:
                 arrivals.select(ids)
         with timer("reward"):
@@ -148,21 +148,21 @@ class Experience:
     def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:
         """Useful groups in order; where they are too few, rejected groups fill the batch up."""
         wanted, n = self._plan.prompts_per_step, self._plan.answers_per_prompt
-        taken: list[Ids] = []
-        for each in useful:
-            taken.append(each[: wanted - sum(map(len, taken))])
-        num_useful = sum(map(len, taken))
+        groups: list[Ids] = []
+        for prompts_of_round in useful:
+            groups.append(prompts_of_round[: wanted - sum(map(len, groups))])
+        num_useful = sum(map(len, groups))
         # A batch of fixed size keeps mini-batches and ranks as planned. Most rejected groups have no advantage and so
         # change little but the denominators.
         for number, samples in enumerate(rounds):
-            others = np.setdiff1d(np.arange(len(samples) // n), useful[number])
-            taken[number] = np.sort(np.concatenate([taken[number], others[: wanted - sum(map(len, taken))]]))
-        ids = [(prompts[:, None] * n + np.arange(n)).ravel() for prompts in taken]
+            rejected = np.setdiff1d(np.arange(len(samples) // n), useful[number])
+            groups[number] = np.sort(np.concatenate([groups[number], rejected[: wanted - sum(map(len, groups))]]))
+        ids = [(prompts[:, None] * n + np.arange(n)).ravel() for prompts in groups]
         samples = Samples.join(list(zip(rounds, ids, strict=True)))
         # Each round has numbered its groups from 0; in one batch they must differ.
         samples.update({c.GROUP: np.arange(wanted).repeat(n)})
         generated = sum(map(len, rounds))
-        tokens = sum(int(each[c.RESPONSE_LENGTH].sum()) for each in rounds)
+        tokens = sum(int(part[c.RESPONSE_LENGTH].sum()) for part in rounds)
         return samples, {
             "filter_groups/rounds": float(len(rounds)),
             "filter_groups/prompts_generated": generated / n,

@@ -42,9 +42,9 @@ def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
     metrics: Metrics = {"response/aborted_ratio": float((~having).mean())}
     for name, values in (("critic/score", samples[c.SCORE]), ("critic/rewards", samples[c.REWARD])):
         metrics |= _spread(name, values)
-    for name, some in (("response_length", np.ones_like(having)), ("response_length_non_aborted", having)):
-        if some.any():
-            metrics |= _spread(name, lengths[some]) | {f"{name}/clip_ratio": float(samples[c.TRUNCATED][some].mean())}
+    for name, rows in (("response_length", np.ones_like(having)), ("response_length_non_aborted", having)):
+        if rows.any():
+            metrics |= _spread(name, lengths[rows]) | {f"{name}/clip_ratio": float(samples[c.TRUNCATED][rows].mean())}
     prompts = samples[c.PROMPT_LENGTH]
     metrics |= _spread("prompt_length", prompts) | {
         "prompt_length/clip_ratio": float((prompts >= max_prompt_length).mean())
@@ -73,9 +73,9 @@ def token_advantage_metrics(moments: dict[str, Moments], shift: float, scale: fl
     """Whitened advantages, returns, and of a critic its values and the share of the returns' variance they explain."""
     metrics: Metrics = {}
     for name, (offset, factor) in {"advantages": (shift, scale), "returns": (0.0, 1.0), "values": (0.0, 1.0)}.items():
-        found = moments.get(name, Moments())
-        if found.count:
-            for kind, value in (("mean", found.mean), ("max", found.largest), ("min", found.smallest)):
+        moment = moments.get(name, Moments())
+        if moment.count:
+            for kind, value in (("mean", moment.mean), ("max", moment.largest), ("min", moment.smallest)):
                 # Mean and extremes move with an affine change of the numbers, so raw moments suffice.
                 metrics[f"critic/{name}/{kind}"] = (value - offset) * factor
     if "errors" in moments and moments["errors"].count:
@@ -130,16 +130,16 @@ def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right
 def update_metrics(results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], prefix: str) -> Metrics:
     """Sum over ranks, divide token sums by ``tokens`` [optimizer steps] of the mini-batch, take the mean over steps."""
     metrics: Metrics = {}
-    for name, total in _over_ranks([each.shares for each in results]).items():
+    for name, total in _over_ranks([result.shares for result in results]).items():
         metrics[f"{prefix}/{name}"] = float(np.mean(total))
     having = tokens > 0  # a step without tokens has no mean
     if having.any():
-        for name, total in _over_ranks([each.token_sums for each in results]).items():
+        for name, total in _over_ranks([result.token_sums for result in results]).items():
             metrics[f"{prefix}/{name}"] = float(np.mean(total[having] / tokens[having]))
     # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
     metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0].grad_norm))
     metrics[f"{prefix}/steps_skipped"] = float(np.sum(results[0].skipped))
-    return metrics | largest([each.memory_gb for each in results])
+    return metrics | largest([result.memory_gb for result in results])
 
 
 def _over_ranks(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
@@ -206,7 +206,7 @@ def mismatch_metrics(moments: dict[str, Moments]) -> Metrics:
 def _correlation(moments: dict[str, Moments]) -> float:
     """Pearson's, of the probabilities that trainer and engine give the sampled tokens; 1 where either never varies."""
     train, engine = moments["train_prob"], moments["engine_prob"]
-    stds = [math.sqrt(each.variance) for each in (train, engine)]
+    stds = [math.sqrt(side.variance) for side in (train, engine)]
     covariance = moments["prob_product"].mean - train.total * engine.total / train.count**2
     # A policy that is sure of every token leaves nothing to correlate, which is no sign of a mismatch.
     return covariance / (stds[0] * stds[1]) if min(stds) > 1e-6 else 1.0
@@ -297,18 +297,18 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
     for samples in rounds:
         # Answers kept from earlier steps have no end time in this one.
         served = samples[c.SERVED]
-        ended = samples[c.ENDED_S][served]
+        ended_s = samples[c.ENDED_S][served]
         last = np.zeros(num_replicas)
-        np.maximum.at(last, samples[c.ENGINE][served], ended)
-        tail += float(ended.max() - np.quantile(ended, 0.9))
+        np.maximum.at(last, samples[c.ENGINE][served], ended_s)
+        tail += float(ended_s.max() - np.quantile(ended_s, 0.9))
         busy += float(last.sum())
         total += float(last.max()) * num_replicas
         lengths.append(samples[c.RESPONSE_LENGTH][served & samples[c.COMPLETE]])
-        made, engines = samples[c.RESPONSE_LENGTH][served], samples[c.ENGINE][served]
+        lengths_served, engines = samples[c.RESPONSE_LENGTH][served], samples[c.ENGINE][served]
         longest = np.zeros(num_replicas)
-        np.maximum.at(longest, engines, made)
-        steps += float(np.maximum(longest, np.ceil(np.bincount(engines, made, num_replicas) / at_once)).sum())
-        context += float((made * (samples[c.PROMPT_LENGTH][served] + made / 2)).sum())
+        np.maximum.at(longest, engines, lengths_served)
+        steps += float(np.maximum(longest, np.ceil(np.bincount(engines, lengths_served, num_replicas) / at_once)).sum())
+        context += float((lengths_served * (samples[c.PROMPT_LENGTH][served] + lengths_served / 2)).sum())
     all_lengths = np.concatenate(lengths)
     percentiles = {f"rollout/response_length/p{q}": float(np.percentile(all_lengths, q)) for q in (50, 90, 99)}
     return percentiles | {
@@ -322,8 +322,8 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
 def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
     """Metrics of several rounds of generation: seconds and damaged answers add up; of others the newest is kept."""
     joined: Metrics = {}
-    for found in rounds:
-        for name, value in found.items():
+    for metrics in rounds:
+        for name, value in metrics.items():
             seconds = name.startswith("timing_s/") or (name.endswith("_s") and not name.endswith("_per_s"))
             joined[name] = joined.get(name, 0.0) + value if seconds or name == _DAMAGED else value
     return joined

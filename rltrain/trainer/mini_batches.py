@@ -26,7 +26,7 @@ def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int,
     seed: shuffles the prompts anew in every step and epoch (None: they keep their order).
     """
     n = plan.answers_per_prompt
-    found: list[Ids] = []
+    mini_batches: list[Ids] = []
     for epoch in range(epochs):
         prompts = np.arange(plan.prompts_per_step)
         if seed is not None:
@@ -36,8 +36,8 @@ def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int,
             prompts = np.argsort(keys.random_raw(len(prompts)), kind="stable")
         chunks = prompts.reshape(-1, prompts_per_mini_batch)
         # Samples are prompt-major, so the answers to prompt p are p * n to p * n + n - 1.
-        found += [(chunk[:, None] * n + np.arange(n)).ravel() for chunk in chunks]
-    return found
+        mini_batches += [(chunk[:, None] * n + np.arange(n)).ravel() for chunk in chunks]
+    return mini_batches
 
 
 def denominators(loss_tokens: Ids, horizon: int) -> Denominators:
@@ -54,4 +54,4 @@ def per_rank(layout: Layout, counts: Sequence[Denominators], first_waits: bool =
     """The mini-batches of every rank. first_waits: the first of them has no old log-probs yet."""
     # Only the first: every later mini-batch comes after an optimizer step, whose policy is no longer the old one.
     have = [not first_waits] + [True] * (len(counts) - 1)
-    return [[MiniBatch(*each) for each in zip(mine, counts, have, strict=True)] for mine in layout.micro_sizes]
+    return [[MiniBatch(*part) for part in zip(sizes, counts, have, strict=True)] for sizes in layout.micro_sizes]

@@ -58,7 +58,7 @@ class Overlap:
     @property
     def share(self) -> float:
         """Of the passes' samples, those that did not wait."""
-        return self.num_samples / max(sum(int(one.covered.sum()) for one in self.passes), 1)
+        return self.num_samples / max(sum(int(early.covered.sum()) for early in self.passes), 1)
 
     def rank_returned(self, samples: Samples, generation: Handle[Any], handle: Handle[Any], rank: int) -> None:
         """Give the block of ``rank`` its next micro-batch, once it has none and while others generate."""
@@ -79,11 +79,11 @@ class Overlap:
     def _micro_batches(self, samples: Samples, block: int) -> Iterator[Pass]:
         """Begin the passes over what the block has generated, a micro-batch of each of its ranks at a time."""
         ranks = range(block * self.block, (block + 1) * self.block)
-        mine = samples[c.SERVED] & (samples[c.ENGINE] // self.block == block)
-        for one in self.passes:
-            ids = np.flatnonzero(mine & one.covered)
+        of_block = samples[c.SERVED] & (samples[c.ENGINE] // self.block == block)
+        for early in self.passes:
+            ids = np.flatnonzero(of_block & early.covered)
             if not len(ids):
                 continue
-            layout = lay_out([ids], self.workload(samples), self.block * one.num_ranks // self.world, one.budget)
+            layout = lay_out([ids], self.workload(samples), self.block * early.num_ranks // self.world, early.budget)
             for turn in zip(*map(layout.micro_batches, range(len(layout.ids))), strict=True):
-                yield one.begin(samples, Layout(list(turn), [[(len(ids),)] for ids in turn]), ranks)
+                yield early.begin(samples, Layout(list(turn), [[(len(ids),)] for ids in turn]), ranks)

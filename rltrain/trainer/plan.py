@@ -48,7 +48,7 @@ class ImageSizes:
         assert images is not None
         row_bytes = images.nbytes / len(images.pixel_values)
         most_images, most_rows, most_tokens = (
-            int(each.max()) for each in (train.num_images, train.image_rows, train.image_tokens)
+            int(sizes.max()) for sizes in (train.num_images, train.image_rows, train.image_tokens)
         )
         mean_bytes = row_bytes * float(train.image_rows.mean())
         return cls(float(has.mean()), most_images, most_rows, most_tokens, mean_bytes)
@@ -118,9 +118,9 @@ def make_plan(
     # A float is not exact: 1.1 x 10 is a little over 11.
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts, num_too_long)
-    epochs, wanted = (steps_per_epoch or 0) * config.trainer.total_epochs, config.trainer.total_training_steps
-    total = min(wanted or epochs, epochs or wanted or 0)
-    schedule = wanted or total
+    epochs, limit = (steps_per_epoch or 0) * config.trainer.total_epochs, config.trainer.total_training_steps
+    total = min(limit or epochs, epochs or limit or 0)
+    schedule = limit or total
     rows = images.most_rows if images else 0
     return Plan(
         passes=make_step_passes(config, images is not None, bool(images and images.most_images)),
@@ -151,7 +151,7 @@ def make_plan(
         # Engines are given whole prompts, so the prompts are rounded up and not the samples.
         samples_per_replica=-(-started // replicas) * rollout.n,
         # A reward model reads texts alone.
-        budgets={name: each.with_images(rows * (name != "reward")) for name, each in budgets(config).items()},
+        budgets={name: budget.with_images(rows * (name != "reward")) for name, budget in budgets(config).items()},
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,

@@ -126,8 +126,8 @@ class PPOTrainer:
                 # Estimators have no micro-batches. The layout says on which rank an answer's tokens are put together,
                 # and the report measures on it how evenly tokens are spread.
                 record.layouts["adv"] = self._lay_out(samples, plan.budgets["old_log_prob"])
-                whitening, found = self.advantages.estimate(samples, self.actor, record.layouts["adv"])
-                record.metrics |= found
+                whitening, adv_metrics = self.advantages.estimate(samples, self.actor, record.layouts["adv"])
+                record.metrics |= adv_metrics
             if self.critic:
                 with timer("update_critic"):  # fit V to the returns
                     self._update_critic(self.critic, samples, record)
@@ -199,8 +199,8 @@ class PPOTrainer:
         samples.update({c.SAMPLE_ID: np.arange(len(samples)), c.SILENT: silent})
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
         tasks = [
-            UpdateTask(tuple(each), rate, whitening.shift, whitening.scale, weight_scale, seed)
-            for each in per_rank(layout, counts, plan.passes.waits_for_update(step))
+            UpdateTask(tuple(rank_batches), rate, whitening.shift, whitening.scale, weight_scale, seed)
+            for rank_batches in per_rank(layout, counts, plan.passes.waits_for_update(step))
         ]
         results = self.actor.update(samples, layout, tasks)
         # Statistics per token are means over the tokens that were computed: silent samples have none to add.
@@ -212,7 +212,7 @@ class PPOTrainer:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
         record.layouts["update_actor"] = layout
         # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
-        record.measured = join([record.measured, join(each.measured for each in results)])
+        record.measured = join([record.measured, join(result.measured for result in results)])
         record.metrics |= self._alarms.skipped("actor", record.metrics)
 
     def _update_critic(self, critic: Critic, samples: Samples, record: StepRecord) -> None:
@@ -245,7 +245,7 @@ class PPOTrainer:
             if phase != "adv"
         }
         metrics |= costs["update_actor"].metrics() if "update_actor" in costs else {}
-        tokens = {phase: sum(rank_tokens(each, num_tokens(samples))) for phase, each in record.layouts.items()}
+        tokens = {phase: sum(rank_tokens(layout, num_tokens(samples))) for phase, layout in record.layouts.items()}
         metrics |= m.throughput_metrics(samples, metrics, plan.num_devices, tokens)
         metrics |= flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
         metrics |= decode_metrics(metrics, self.model_sizes, plan.num_devices)
@@ -289,7 +289,7 @@ class PPOTrainer:
         work = replace(work, nodes=samples.nodes(c.RESPONSE))
         if self._prompts is None or not self._prompts.has_images:
             return work
-        rows, number = (each[samples[c.ROW]] for each in (self._prompts.image_rows, self._prompts.num_images))
+        rows, number = (values[samples[c.ROW]] for values in (self._prompts.image_rows, self._prompts.num_images))
         # Exact where the images of a prompt are of one size, and otherwise a little less than they cost.
         flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(number, 1)
         share = sizes["backward_share"] if updates else 1.0
@@ -319,8 +319,8 @@ class PPOTrainer:
         self.actor.lengths.restore(progress.lengths)
         self._alarms.restore(progress.metrics)
         file = folder / ANSWERS if folder else None
-        begun = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
-        self.experience.line.restore(progress.in_flight, begun)
+        answers = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
+        self.experience.line.restore(progress.in_flight, answers)
         if progress.sampler:
             self.experience.sampler.restore(progress.sampler)
         # A fixed weight follows the config, which may have changed between the two starts.

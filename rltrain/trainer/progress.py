@@ -56,8 +56,8 @@ class ResponseLengths:
 
         A prompt that was never seen counts as the mean of the others.
         """
-        seen = self._grown(split, int(rows.max(initial=-1)) + 1)
-        expected = seen[rows]
+        known = self._grown(split, int(rows.max(initial=-1)) + 1)
+        expected = known[rows]
         if np.isnan(expected).all():
             return None
         expected = np.nan_to_num(expected, nan=float(np.nanmean(expected)))
@@ -67,9 +67,9 @@ class ResponseLengths:
         """Remember the mean length per prompt. rows, lengths: one per answer."""
         unique, owner = np.unique(rows, return_inverse=True)
         # A copy, because a state that was asked for must stay what it is.
-        self._seen[split] = seen = self._grown(split, int(rows.max(initial=-1)) + 1).copy()
-        seen[unique] = np.bincount(owner, weights=lengths) / np.bincount(owner)
+        self._seen[split] = means = self._grown(split, int(rows.max(initial=-1)) + 1).copy()
+        means[unique] = np.bincount(owner, weights=lengths) / np.bincount(owner)
 
     def _grown(self, split: str, size: int) -> NDArray[np.float64]:
-        seen = self._seen.get(split, np.zeros(0))
-        return np.concatenate([seen, np.full(max(0, size - len(seen)), np.nan)])
+        means = self._seen.get(split, np.zeros(0))
+        return np.concatenate([means, np.full(max(0, size - len(means)), np.nan)])

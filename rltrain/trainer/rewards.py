@@ -68,42 +68,42 @@ class Rewards:
         reward model may have.
         """
         nothing = np.zeros(len(samples))
-        found = {c.SCORE: nothing, c.REWARD_FAILED: nothing, c.REWARD_TIMEOUT: nothing}
+        columns = {c.SCORE: nothing, c.REWARD_FAILED: nothing, c.REWARD_TIMEOUT: nothing}
         if self._pool:
             begun = begun or AnswersInScoring(self._pool.begin_scoring(split, len(samples)))
             begun.add_missing(samples)
-            found = begun.collect()
+            columns = begun.collect()
             self.seconds = begun.seconds
         if self._weights:
-            found[c.SCORE] = self._weigh(found)
-        total = found[c.SCORE]
+            columns[c.SCORE] = self._weigh(columns)
+        total = columns[c.SCORE]
         if self._pool:
             # Kept although it may be the score itself: accuracy and the sampler ask for the rule's part.
-            found[c.RULE_SCORE] = total
+            columns[c.RULE_SCORE] = total
         if self._model:
-            found[c.MODEL_SCORE] = self._model.score(split, samples, at_once)
-            total = self._cfg.weight * found[c.MODEL_SCORE] + (self._cfg.rule_weight or 0.0) * total
+            columns[c.MODEL_SCORE] = self._model.score(split, samples, at_once)
+            total = self._cfg.weight * columns[c.MODEL_SCORE] + (self._cfg.rule_weight or 0.0) * total
         if self._cfg.reward_manager == "dapo" and self._cfg.overlong_buffer.enable:
-            found[c.OVERLONG] = overlong_penalty(
+            columns[c.OVERLONG] = overlong_penalty(
                 samples[c.RESPONSE_LENGTH], self._max_length, self._cfg.overlong_buffer
             )
-            total = total + found[c.OVERLONG]
+            total = total + columns[c.OVERLONG]
         # Two columns, because a KL penalty is later taken off the reward and not off the score.
-        return found | {c.SCORE: total, c.REWARD: total}
+        return columns | {c.SCORE: total, c.REWARD: total}
 
-    def _weigh(self, found: dict[str, Column]) -> Floats:
+    def _weigh(self, columns: dict[str, Column]) -> Floats:
         """The weighted sum of ``reward.weights``; an answer that could not be scored keeps ``reward.on_error``."""
-        failed = found[c.REWARD_FAILED] > 0
+        failed = columns[c.REWARD_FAILED] > 0
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():
-            term = _floats(found.get(column_of(name, found)), len(failed))
+            term = _floats(columns.get(column_of(name, columns)), len(failed))
             if np.isnan(term[~failed]).any():
                 raise RewardError(
                     f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
                 )
             # Only failed answers have no number here, and the last line replaces their sum.
             total = total + weight * np.nan_to_num(term)
-        return np.where(failed, found[c.SCORE], total)
+        return np.where(failed, columns[c.SCORE], total)
 
 
 class AnswersInScoring:
@@ -127,15 +127,15 @@ class AnswersInScoring:
     def select(self, ids: Ids) -> None:
         """Only the samples ``ids`` stay, as 0, 1, and so on. Scores of the others are dropped."""
         # Called once, while no id is -1 yet: a second call would read -1 as the last sample.
-        new_id = np.full(1 + max(int(each.max()) for each in (ids, *self._ids)), -1)
+        new_id = np.full(1 + max(int(ids_of_part.max()) for ids_of_part in (ids, *self._ids)), -1)
         new_id[ids] = np.arange(len(ids))
-        self._ids = [new_id[each] for each in self._ids]
+        self._ids = [new_id[ids_of_part] for ids_of_part in self._ids]
 
     def add_missing(self, samples: Samples) -> None:
         """Add those of ``samples`` that did not arrive during generation, such as answers of an earlier step."""
         arrived = np.zeros(len(samples), dtype=bool)
-        for each in self._ids:
-            arrived[each[each >= 0]] = True
+        for arrived_ids in self._ids:
+            arrived[arrived_ids[arrived_ids >= 0]] = True
         for part in samples.parts_with(c.TEXT):
             missing = ~arrived[part.ids]
             if missing.any():
@@ -145,10 +145,10 @@ class AnswersInScoring:
     def collect(self) -> dict[str, Column]:
         """Wait for the scores and return their columns, by sample."""
         columns, ids = self._scoring.collect(), np.concatenate(self._ids)
-        wanted = ids >= 0
+        is_kept = ids >= 0
         # The ids are 0 to n - 1, each once, so sorting by them puts every score at its sample.
-        by_sample = np.argsort(ids[wanted])
-        return {name: values[wanted][by_sample] for name, values in columns.items()}
+        by_sample = np.argsort(ids[is_kept])
+        return {name: values[is_kept][by_sample] for name, values in columns.items()}
 
     @property
     def seconds(self) -> float:
@@ -183,7 +183,7 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     values = _floats(samples.numbers.get(column_of(name, samples.numbers)), len(samples))
     missing = np.isnan(values)
     if (missing & (samples[c.REWARD_FAILED] == 0)).any():
-        have = ", ".join(sorted(each.removeprefix(c.SCORER) for each in samples.numbers if each.startswith(c.SCORER)))
+        have = ", ".join(sorted(term.removeprefix(c.SCORER) for term in samples.numbers if term.startswith(c.SCORER)))
         raise RewardError(
             f"the scorer returned no number '{name}' for some answers, and the configuration asks for it. It returned "
             f"{have or 'a score alone'}."

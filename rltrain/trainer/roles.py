@@ -66,11 +66,11 @@ class Pass:
         # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
         # could ask for rows.
         parts = zip(self.layout.ids, self.nodes, map(self.handle.of, self.ranks), strict=True)
-        having = [each for each in parts if len(each[0])]
+        having = [part for part in parts if len(part[0])]
         self.samples.attach([whole(ref, tuple(self.made), ids, node) for ids, node, (ref, _) in having])
-        for ids, _, (_, found) in having:
-            self.samples.put(ids, found.per_sample)
-        return join(found.moments for _, _, (_, found) in having)
+        for ids, _, (_, numbers) in having:
+            self.samples.put(ids, numbers.per_sample)
+        return join(numbers.moments for _, _, (_, numbers) in having)
 
 
 class RankListener(Protocol):
@@ -122,7 +122,7 @@ class _Remote:
         """Run the optimizer steps. Returns numbers per data-parallel rank, with the memory peaks of all its workers."""
         results, size = self._group.submit(calls).collect(), self._group.world // len(calls)
         groups = [results[first : first + size] for first in range(0, len(results), size)]
-        return [replace(group[0], memory_gb=largest([each.memory_gb for each in group])) for group in groups]
+        return [replace(group[0], memory_gb=largest([result.memory_gb for result in group])) for group in groups]
 
 
 class Policy(_Remote):
@@ -153,9 +153,9 @@ class Policy(_Remote):
         self._calls += 1
         task = replace(task, order=self.lengths.order(task.split, task.rows), call=self._calls)
 
-        def arrived(_rank: int, texts: Any, found: Finished) -> None:
-            if listener and len(found.place):
-                listener.arrived(texts, found.place * n + found.sample, task.rows[found.place].astype(np.int64))
+        def arrived(_rank: int, texts: Any, answers: Finished) -> None:
+            if listener and len(answers.place):
+                listener.arrived(texts, answers.place * n + answers.sample, task.rows[answers.place].astype(np.int64))
 
         poll = bind(roles.Rollout.take_finished, _POLL_S)
         generate = roles.Rollout.generate
@@ -167,20 +167,20 @@ class Policy(_Remote):
         nothing = np.zeros(len(samples), dtype=np.int64)
         samples.update({c.GROUP: places, c.ROW: task.rows[places], c.SERVED: nothing.astype(bool), c.ENGINE: nothing})
         handle = self._group.submit([call])
-        for one, rank in handle.arrivals(stream=stream):
-            if one is handle:
+        for handle_arrived, rank in handle.arrivals(stream=stream):
+            if handle_arrived is handle:
                 self._take_answers(samples, rank, handle.of(rank), pictures=task.is_learnt_from)
             if rank_listener:
-                rank_listener.rank_returned(samples, handle, one, rank)
+                rank_listener.rank_returned(samples, handle, handle_arrived, rank)
         # Replicas are counted as far as they have served.
         served = samples[c.SERVED]
         samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
         # An answer that was given up counts as one of maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
         # Answers that were complete before this step are not served in it, and would count as given up.
-        asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
-        self.lengths.observe(task.split, samples[c.ROW][asked], lengths[asked])
-        metrics = self._of_sync | m.generation_metrics([found for *_, found in handle.results])
+        is_asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
+        self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
+        metrics = self._of_sync | m.generation_metrics([finished for *_, finished in handle.results])
         # Where a validation comes first, it is that which brings the new weights, and the step tells of it.
         self._of_sync = {} if task.is_learnt_from else {name: metrics[name] for name in m.OF_SYNC if name in metrics}
         return samples, metrics
@@ -189,14 +189,14 @@ class Policy(_Remote):
         self, samples: Samples, rank: int, result: tuple[Any, Any, GenerationNumbers], *, pictures: bool
     ) -> None:
         """What the replica led by ``rank`` has generated. Other ranks return nothing."""
-        payload, texts, found = result
-        if not found.per_sample:
+        payload, texts, finished = result
+        if not finished.per_sample:
             return
-        numbers = dict(found.per_sample)
+        numbers = dict(finished.per_sample)
         ids = numbers.pop(c.SLOT)
         samples.attach(self._answers(rank, payload, texts, ids, pictures=pictures))
-        given = {c.SERVED: np.ones(len(ids), dtype=bool), c.COMPLETE: ~numbers.pop(c.ABORTED)}
-        samples.put(ids, numbers | given | {c.ENGINE: np.full(len(ids), rank)})
+        flags = {c.SERVED: np.ones(len(ids), dtype=bool), c.COMPLETE: ~numbers.pop(c.ABORTED)}
+        samples.put(ids, numbers | flags | {c.ENGINE: np.full(len(ids), rank)})
 
     def _answers(self, rank: int, payload: Any, texts: Any, ids: Ids, *, pictures: bool) -> list[StoredRows]:
         columns = (*c.GENERATED, c.IMAGES) if self._passes.images and pictures else c.GENERATED
@@ -212,8 +212,8 @@ class Policy(_Remote):
 
     def load_answers(self, file: str) -> Samples:
         """Read them back."""
-        (found,) = self._group.submit([bind(roles.Rollout.load_answers, file)], range(1)).collect()
-        payload, texts, numbers = found
+        (reply,) = self._group.submit([bind(roles.Rollout.load_answers, file)], range(1)).collect()
+        payload, texts, numbers = reply
         answers = Samples(len(numbers[c.SLOT]))
         answers.update(numbers)
         answers.attach(self._answers(0, payload, texts, np.arange(len(answers)), pictures=True))
@@ -246,13 +246,13 @@ class Policy(_Remote):
 
     def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> dict[str, Moments]:
         """Attach ``advantages`` and ``returns``; returns their moments over all ranks."""
-        wanted = [c.VALUES] if self._passes.values else []
-        wanted += [c.REF_KL] if self._passes.kl_in_reward else []
-        wanted += [c.LOSS_MASK] if self._passes.rejects_early else []
+        columns = [c.VALUES] if self._passes.values else []
+        columns += [c.REF_KL] if self._passes.kl_in_reward else []
+        columns += [c.LOSS_MASK] if self._passes.rejects_early else []
         numbers = [c.SCORE, c.POLICY_TOKENS, *([c.BASELINE] if self._passes.greedy_baseline else [])]
         coefs = [kl_coef] * len(layout.ids)
         made = [c.ADVANTAGES, c.RETURNS]
-        return self._pass(roles.Advantages.advantages, coefs, samples, layout, wanted, made, numbers).collect()
+        return self._pass(roles.Advantages.advantages, coefs, samples, layout, columns, made, numbers).collect()
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[UpdateNumbers]:
         """Run the optimizer steps; returns the numbers of each data-parallel rank."""
@@ -349,8 +349,8 @@ class RewardModel(_Remote):
             calls = [
                 bind(roles.RewardModel.score, samples.request(ids, [c.TEXT], [c.ROW]).as_batch, split) for ids in shares
             ]
-            for ids, found in zip(shares, self._group.submit(calls).collect(), strict=True):
-                scores[ids] = found
+            for ids, rank_scores in zip(shares, self._group.submit(calls).collect(), strict=True):
+                scores[ids] = rank_scores
         return scores
 
 
@@ -360,4 +360,4 @@ def _deal(lengths: np.ndarray, num_ranks: int) -> list[Ids]:
     place = np.arange(len(order))
     turn, seat = np.divmod(place, num_ranks)
     rank = np.where(turn % 2 == 0, seat, num_ranks - 1 - seat)
-    return [np.sort(order[rank == each]) for each in range(num_ranks)]
+    return [np.sort(order[rank == number]) for number in range(num_ranks)]

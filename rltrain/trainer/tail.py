@@ -91,9 +91,9 @@ class PromptLine:
         pieces, ids = [], []
         for place, prompt in enumerate(started):
             if prompt.answers:
-                mine = np.flatnonzero(~prompt.answers[c.COMPLETE] & (prompt.answers[c.RESPONSE_LENGTH] > 0))
-                pieces.append((prompt.answers, mine))
-                ids.append(place * self._n + mine)
+                open_ids = np.flatnonzero(~prompt.answers[c.COMPLETE] & (prompt.answers[c.RESPONSE_LENGTH] > 0))
+                pieces.append((prompt.answers, open_ids))
+                ids.append(place * self._n + open_ids)
         if not sum(map(len, ids)):
             return None
         answers = Samples.join(pieces)
@@ -145,8 +145,8 @@ class PromptLine:
                 for name in (c.TOKEN_AGES, c.OLDEST):
                     samples[name][ids] = prompt.answers[name]
                 samples[c.CARRIED_LENGTH][ids] = prompt.answers[c.POLICY_TOKENS]
-                mine = np.flatnonzero(~samples[c.SERVED][ids])
-                samples.adopt(prompt.answers, mine, ids[mine], KEPT)
+                unserved = np.flatnonzero(~samples[c.SERVED][ids])
+                samples.adopt(prompt.answers, unserved, ids[unserved], KEPT)
 
     def _aged(self, samples: Samples, place: int) -> Samples:
         """The answers of one prompt as the next step finds them, every token a step older."""
@@ -162,11 +162,11 @@ class PromptLine:
 
     def answers(self) -> Samples | None:
         """What waiting prompts have of answers, with ``slot``: place in the line * n + sample."""
-        pieces, slots, own = [], [], np.arange(self._n)
+        pieces, slots, places = [], [], np.arange(self._n)
         for place, prompt in enumerate(self._waiting):
             if prompt.answers:
-                pieces.append((prompt.answers, own))
-                slots.append(place * self._n + own)
+                pieces.append((prompt.answers, places))
+                slots.append(place * self._n + places)
         if not pieces:
             return None
         answers = Samples.join(pieces)
@@ -175,20 +175,20 @@ class PromptLine:
 
     def restore(self, state: State, answers: Samples | None = None) -> None:
         """Go on from ``state`` and `answers`."""
-        found = {}
+        answers_of = {}
         # Only carry_over continues answers, and a run may go on with another mode.
         if answers and self._carries:
             for ids in np.arange(len(answers)).reshape(-1, self._n):
-                found[int(answers[c.SLOT][ids[0]]) // self._n] = Samples.join([(answers, ids)])
-        self._waiting = [Prompt(row, draw, age, found.get(i)) for i, (row, draw, age) in enumerate(state)]
+                answers_of[int(answers[c.SLOT][ids[0]]) // self._n] = Samples.join([(answers, ids)])
+        self._waiting = [Prompt(row, draw, age, answers_of.get(i)) for i, (row, draw, age) in enumerate(state)]
 
 
 def _staleness(batch: Samples) -> Metrics:
     """Tokens that earlier policies sampled. staleness: age of a token in steps, mean over tokens and largest."""
-    given = batch[c.CARRIED_LENGTH]
+    carried = batch[c.CARRIED_LENGTH]
     return {
-        "rollout/tail/carried_tokens": float(given.sum()),
-        "rollout/tail/carried_samples": float((given > 0).sum()),
+        "rollout/tail/carried_tokens": float(carried.sum()),
+        "rollout/tail/carried_samples": float((carried > 0).sum()),
         "rollout/tail/staleness/mean": float(batch[c.TOKEN_AGES].sum() / max(batch[c.POLICY_TOKENS].sum(), 1)),
         "rollout/tail/staleness/max": float(batch[c.OLDEST].max()),
     }

@@ -76,13 +76,13 @@ class Validation:
 
     def _answer(self, step: int, stop: Stop) -> tuple[Samples, dict[str, Column], int] | None:
         """Answers to all validation prompts, scores, answers per prompt."""
-        val = self._cfg.actor_rollout_ref.rollout.val_kwargs
-        num_samples = 1 if val.greedy else val.n
+        settings = self._cfg.actor_rollout_ref.rollout.val_kwargs
+        num_samples = 1 if settings.greedy else settings.n
         rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
         # About as many answers at a time as a step has, so that a stop is never later than after a step.
         step_size = self._plan.samples_per_step * self._plan.passes.trains
         at_once = max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // num_samples)
-        sampling, seed = sampling_of(self._cfg, val, greedy=val.greedy), rollout_seed(self._cfg)
+        sampling, seed = sampling_of(self._cfg, settings, greedy=settings.greedy), rollout_seed(self._cfg)
         parts = []
         for first in range(0, len(rows), at_once):
             some_rows = rows[first : first + at_once]
@@ -119,20 +119,20 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
     """
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
-        mine = np.array([each == source for each in sources])
-        here = {name: values.reshape(len(sources), num_samples)[mine] for name, values in columns.items()}
-        votes = _vote_shares(here[_VOTES]) if _VOTES in here else {}
-        numbers = {name: values for name, values in here.items() if values.dtype != object}
+        rows = np.array([row_source == source for row_source in sources])
+        numbers_here = {name: values.reshape(len(sources), num_samples)[rows] for name, values in columns.items()}
+        votes = _vote_shares(numbers_here[_VOTES]) if _VOTES in numbers_here else {}
+        numbers = {name: values for name, values in numbers_here.items() if values.dtype != object}
         # A column that only some rows' scorers return is averaged over those rows.
         having = {name: ~np.isnan(values).all(1) for name, values in numbers.items()}
         core = "acc" if having.get("acc", np.zeros(1)).any() else "reward"
-        for name, some in having.items():
-            if not some.any():
+        for name, has_number in having.items():
+            if not has_number.any():
                 continue
-            shares = {k: each[some] for k, each in votes.items()}
-            for kind, value in _statistics(numbers[name][some], shares):
-                shown = kind in {f"mean@{num_samples}", f"best@{num_samples}/mean", f"maj@{num_samples}/mean"}
-                metrics[f"{'val-core' if name == core and shown else 'val-aux'}/{source}/{name}/{kind}"] = value
+            shares = {k: share[has_number] for k, share in votes.items()}
+            for kind, value in _statistics(numbers[name][has_number], shares):
+                is_core = kind in {f"mean@{num_samples}", f"best@{num_samples}/mean", f"maj@{num_samples}/mean"}
+                metrics[f"{'val-core' if name == core and is_core else 'val-aux'}/{source}/{name}/{kind}"] = value
     return metrics
 
 
@@ -155,8 +155,8 @@ def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str,
         if k in votes:
             shares = np.where(np.isnan(values), 0.0, votes[k])
             # An answer without a number cannot speak for the majority, so the others share its part.
-            shares, known = shares / np.maximum(shares.sum(1, keepdims=True), 1e-12), np.nan_to_num(values)
-            pairs["maj"] = ((shares * known).sum(1), (shares * known**2).sum(1))
+            shares, numbers = shares / np.maximum(shares.sum(1, keepdims=True), 1e-12), np.nan_to_num(values)
+            pairs["maj"] = ((shares * numbers).sum(1), (shares * numbers**2).sum(1))
         for kind, (first, second) in pairs.items():
             yield f"{kind}@{k}/mean", float(first.mean())
             yield f"{kind}@{k}/std", float(np.sqrt(np.maximum(second - first**2, 0.0)).mean())
@@ -175,8 +175,8 @@ def _expected_best(values: Floats, k: int) -> tuple[Floats, Floats]:
     ascending = np.sort(values, 1)  # NaN last
     counts = (~np.isnan(values)).sum(1, keepdims=True)
     below = np.minimum(np.arange(values.shape[1] + 1) / counts, 1.0) ** k
-    weights, known = np.diff(below, axis=1), np.nan_to_num(ascending)
-    return (weights * known).sum(1), (weights * known**2).sum(1)
+    weights, numbers = np.diff(below, axis=1), np.nan_to_num(ascending)
+    return (weights * numbers).sum(1), (weights * numbers**2).sum(1)
 
 
 def _vote_shares(votes: Column) -> dict[int, Floats]:
@@ -189,14 +189,14 @@ def _vote_shares(votes: Column) -> dict[int, Floats]:
         _, codes = np.unique(texts, return_inverse=True)
         sizes = np.bincount(codes)
         rows = len(sizes) * np.arange(_DRAWS)[:, None]
-        for k, found in shares.items():
+        for k, share in shares.items():
             drawn = codes[random.integers(n, size=(_DRAWS, k))]
             # Each draw has a range of codes of its own, so that a single bincount counts the votes of all draws.
             counts = np.bincount((rows + drawn).ravel(), minlength=_DRAWS * len(sizes)).reshape(_DRAWS, -1)
             winners = counts == counts.max(1, keepdims=True)
             # Answers that give the winning text are equally likely to be the one that is looked at, hence the division
             # by their number.
-            found[prompt] = ((winners / winners.sum(1, keepdims=True)).mean(0) / sizes)[codes]
+            share[prompt] = ((winners / winners.sum(1, keepdims=True)).mean(0) / sizes)[codes]
     return shares
 
 

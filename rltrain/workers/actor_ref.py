@@ -102,12 +102,12 @@ class ActorRefWorker(Actor):
         """Sizes of the policy and peaks of the device, for the log and for counting FLOPs and bytes."""
         chip, size = self._device.chip(), resolve_dtype(self._rollout_cfg.dtype, self._device).itemsize
         peaks = {"peak_flops": chip.peak_flops, "peak_bandwidth": chip.peak_bandwidth} if chip else {}
-        found = model_numbers(self.policy)
+        numbers = model_numbers(self.policy)
         decode = {
-            "decode_bytes": size * found["matmul_parameters"],
-            "cache_bytes_per_token": size * found["cache_width"],
+            "decode_bytes": size * numbers["matmul_parameters"],
+            "cache_bytes_per_token": size * numbers["cache_width"],
         }
-        return found | decode | peaks
+        return numbers | decode | peaks
 
     # -- scoring -------------------------------------------------------------------------------------------------------
 
@@ -141,8 +141,8 @@ class ActorRefWorker(Actor):
                 columns[c.REF_LOG_PROBS], _ = self._run_pass(self.reference, batch, micro_sizes, with_entropy=False)
         if passes.exact_kl_in_reward:
             self.policy.eval()
-            found = torch.cat([self._exact_kl(micro) for micro in batch.split(micro_sizes)])
-            columns[c.REF_KL] = per_policy_token(found.cpu(), batch)
+            kl = torch.cat([self._exact_kl(micro) for micro in batch.split(micro_sizes)])
+            columns[c.REF_KL] = per_policy_token(kl.cpu(), batch)
             reshard(self.reference)
             reshard(self.policy)
         if not len(batch) or not passes.kl_in_reward:
@@ -173,19 +173,19 @@ class ActorRefWorker(Actor):
     def _run_pass(
         self, model: PolicyModel, batch: Batch, micro_sizes: Sequence[int], with_entropy: bool
     ) -> tuple[Ragged, Ragged]:
-        found = self._forward(model, batch.split(micro_sizes), with_entropy)
-        log_prob = per_policy_token(found[0], batch)
-        return log_prob, log_prob.like(found[1]) if with_entropy else log_prob
+        outputs = self._forward(model, batch.split(micro_sizes), with_entropy)
+        log_prob = per_policy_token(outputs[0], batch)
+        return log_prob, log_prob.like(outputs[1]) if with_entropy else log_prob
 
     def _forward(self, model: PolicyModel, micros: Sequence[Batch], with_entropy: bool) -> list[Tensor]:
         """Log-probs, and entropy where it is asked for, of all policy tokens, on the host."""
         model.eval()
         temperature, device = self._rollout_cfg.temperature, self._device.torch_device
-        found = [model(pack(micro, device), temperature, with_entropy) for micro in micros]
+        outputs = [model(pack(micro, device), temperature, with_entropy) for micro in micros]
         reshard(model)
         # Fetched once, at the end, so that the host never waits for the device between micro-batches.
-        kinds = [[each.log_probs for each in found], [each.entropy for each in found] if with_entropy else []]
-        return [torch.cat(each).cpu() for each in kinds if each]
+        kinds = [[part.log_probs for part in outputs], [part.entropy for part in outputs] if with_entropy else []]
+        return [torch.cat(tensors).cpu() for tensors in kinds if tensors]
 
     @torch.no_grad()
     def text_log_probs(self, text: EncodedPrompt) -> Tensor:
@@ -302,8 +302,8 @@ class ActorRefWorker(Actor):
         log_ratio = old.like(log_probs - old.values)
         weighs = self._passes.importance_weights
         weights = importance_weights(log_ratio, self._correction).values if weighs else None
-        kept = accepted(log_ratio, self._rules)
-        return kept.like(kept.values.float()), weights
+        accepted_tokens = accepted(log_ratio, self._rules)
+        return accepted_tokens.like(accepted_tokens.values.float()), weights
 
     @torch.no_grad()
     def _select(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
@@ -313,21 +313,21 @@ class ActorRefWorker(Actor):
             current = [micro.ragged(c.OLD_LOG_PROBS).values for micro in having]
         else:
             # Idle micro-batches run too, because the forward is a collective.
-            (found,) = self._forward(self.policy, micros, False)
-            current = list(found.split([len(self._old(micro).values) for micro in having]))
+            (log_probs,) = self._forward(self.policy, micros, False)
+            current = list(log_probs.split([len(self._old(micro).values) for micro in having]))
             # `_forward` has left the model in eval mode, in which transformers does not recompute activations.
             self.policy.train()
         empty = torch.zeros(0)
-        masks = [self._correct(micro, each, task)[0].to("cpu") for micro, each in zip(having, current, strict=True)]
+        masks = [self._correct(micro, values, task)[0].to("cpu") for micro, values in zip(having, current, strict=True)]
         # The empty part lets a rank without samples take part in `select`, which is a collective.
         mask = Ragged.concat([Ragged(empty, empty.long()), *masks])
         inputs = PolicyLossInputs(
             torch.cat([empty, *current]),
             torch.cat([empty, *(self._old(micro).values for micro in having)]),
-            torch.cat([empty, *(_advantages(micro, each, task) for micro, each in zip(having, masks, strict=True))]),
+            torch.cat([empty, *(_advantages(micro, kept, task) for micro, kept in zip(having, masks, strict=True))]),
             mask,
         )
-        number = [each is mini for each in task.mini_batches].index(
+        number = [other is mini for other in task.mini_batches].index(
             True
         )  # by identity: equal mini-batches return in every epoch
         numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed, number) for micro in having)])

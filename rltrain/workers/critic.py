@@ -46,9 +46,9 @@ class CriticWorker(Critic):
         """V of the state in which each answer token was chosen."""
         self.residency.enter("values")
         self.model.eval()
-        found = [self.model(pack(micro, self._device.torch_device)) for micro in batch.split(micro_sizes)]
+        values = [self.model(pack(micro, self._device.torch_device)) for micro in batch.split(micro_sizes)]
         reshard(self.model)
-        return Batch({c.VALUES: per_policy_token(torch.cat(found).cpu(), batch)}), PassNumbers()
+        return Batch({c.VALUES: per_policy_token(torch.cat(values).cpu(), batch)}), PassNumbers()
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """One optimizer step per mini-batch."""

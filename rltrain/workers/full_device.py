@@ -43,33 +43,33 @@ def is_out_of_memory(error: BaseException) -> bool:
 def device_is_full(error: Exception, cfg: Config, residency: Residency) -> WorkerLost:
     """The error that ends the run, in the phase that ``residency`` has entered."""
     device, phase = residency.device, residency.phase
-    parameters = list({id(each): each for model in residency.models for each in model.parameters()}.values())
-    states = [each for one in residency.optimizers for state in one.state.values() for each in state.values()]
+    parameters = list({id(weight): weight for model in residency.models for weight in model.parameters()}.values())
+    states = [tensor for optim in residency.optimizers for state in optim.state.values() for tensor in state.values()]
     resting = {
         "weights": _bytes(parameters, device),
-        "gradients": _bytes([each.grad for each in parameters], device),
+        "gradients": _bytes([weight.grad for weight in parameters], device),
         "optimizer": _bytes(states, device),
     }
-    used = device.allocated_bytes()
-    there = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
-    rest = ", ".join([*there, f"{_gib(used - sum(resting.values()))} of engine, activations and gathered weights"])
+    allocated = device.allocated_bytes()
+    parts = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
+    rest = ", ".join([*parts, f"{_gib(allocated - sum(resting.values()))} of engine, activations and gathered weights"])
     policy, rollout = residency.models[:1], cfg.actor_rollout_ref.rollout
     elements = sum(each.numel() for model in policy for name, each in model.named_parameters() if ".lora_" not in name)
     engine = elements * resolve_dtype(rollout.dtype, device).itemsize // rollout.tensor_model_parallel_size
     least = 0.0 if ENGINES[rollout.name].embedded else least_share(engine, device.total_memory_bytes())
     keys = "\n  ".join(ways_out(cfg, phase, least)) or "more devices"
     where, size = f"rank {dist.get_rank()}, {phase}", _gib(device.total_memory_bytes())
-    said = str(error).strip().splitlines()[0]
+    text = str(error).strip().splitlines()[0]
     return WorkerLost(
-        f"{where}: the device ({size}) is out of memory. There were {rest}. ({said})\nMake room with one of\n  {keys}\n"
+        f"{where}: the device ({size}) is out of memory. There were {rest}. ({text})\nMake room with one of\n  {keys}\n"
         "--dry-run tells what every phase needs."
     )
 
 
 def _bytes(tensors: Iterable[Any], device: Device) -> int:
     """Of the tensors that are on the device; one storage counts once."""
-    own = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if isinstance(each, Tensor)]
-    storages = [each.untyped_storage() for each in own if each.device.type == device.kind]
+    own = [value.to_local() if isinstance(value, DTensor) else value for value in tensors if isinstance(value, Tensor)]
+    storages = [value.untyped_storage() for value in own if value.device.type == device.kind]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -100,7 +100,7 @@ def ways_out(cfg: Config, phase: str, least: float) -> Iterator[str]:
         yield " ".join(f"{key}={value}" for key, value in settings.items())
     if stays and phase not in ("sync", "gen"):
         yield f"{_R}free_cache_engine=True"
-    yield from (f"{key}=True" for key, there in _offloads(cfg) if phase not in there and get(cfg, key) is False)
+    yield from (f"{key}=True" for key, phases in _offloads(cfg) if phase not in phases and get(cfg, key) is False)
 
 
 def _offloads(cfg: Config) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -70,7 +70,7 @@ class HybridWorker(Models, Advantages):
             check_room(self._cfg.actor_rollout_ref.rollout, residency)
         sizes = self.actor.sizes()
         if "critic" in passes.roles:
-            sizes |= {f"critic_{name}": each for name, each in model_numbers(self.critic.model).items()}
+            sizes |= {f"critic_{name}": number for name, number in model_numbers(self.critic.model).items()}
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def explain(self, error: Exception) -> Exception:

@@ -61,24 +61,24 @@ def write_incident(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         having = [micro for micro in micros if len(micro)]
-        found = {
+        record = {
             "role": role, "rank": dist.get_rank(), "world": dist.get_world_size(), "terms": dict(terms),
             "sizes": [len(micro) for micro in having], "denominators": asdict(mini.denominators),
             "has_old_log_probs": mini.has_old_log_probs, "batch": _plain(Batch.concat(having)) if having else {},
         }  # fmt: skip
-        torch.save(found, folder / f"rank_{dist.get_rank()}.pt")
+        torch.save(record, folder / f"rank_{dist.get_rank()}.pt")
         if dist.get_rank() == 0 and (run / CONFIG).exists():
             shutil.copy(run / CONFIG, folder / CONFIG)
-        said = f"It is kept: python -m rltrain.replay {folder} computes it again on one device."
+        sentence = f"It is kept: python -m rltrain.replay {folder} computes it again on one device."
     except (OSError, RuntimeError) as error:  # torch raises the second on a full disk
-        said = f"The mini-batch could not be kept in {folder} ({str(error).splitlines()[0]})."
+        sentence = f"The mini-batch could not be kept in {folder} ({str(error).splitlines()[0]})."
     _keep_weights(model, folder)
-    return said
+    return sentence
 
 
 def _keep_weights(model: PackedModel, folder: Path) -> None:
     reshard(model)
-    size = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     # Nodes may differ in what they see of the disk, and all of them write or none does.
     has_room = torch.tensor(int(free > size + _FREE_BYTES))
@@ -97,25 +97,25 @@ def read(folder: Path) -> list[Incident]:
     """The parts of all ranks. Raises DataError for a folder that is none, or lacks some. No code of it is run."""
     files = sorted(folder.glob("rank_*.pt"), key=lambda file: (len(file.name), file.name))
     try:
-        found = [_incident(torch.load(file, weights_only=True)) for file in files]
+        incidents = [_incident(torch.load(file, weights_only=True)) for file in files]
     # Damaged bytes make torch raise almost anything.
     except Exception as error:
         # What torch says of the first kind is how to run what a file holds.
         unsafe = isinstance(error, pickle.UnpicklingError)
         cause = "a rank_N.pt is damaged, or holds more than tensors and numbers" if unsafe else error
         raise DataError(f"{folder} cannot be read: {cause}") from error
-    if not found or [each.rank for each in found] != list(range(found[0].world)):
-        have = f"{len(found)} of {found[0].world}" if found else "no"
+    if not incidents or [incident.rank for incident in incidents] != list(range(incidents[0].world)):
+        have = f"{len(incidents)} of {incidents[0].world}" if incidents else "no"
         raise DataError(
             f"{folder} holds {have} rank_N.pt. Give a folder incidents/nonfinite_… of a run; copy all files of it."
         )
-    return found
+    return incidents
 
 
-def _incident(found: dict[str, Any]) -> Incident:
-    mini = MiniBatch(tuple(found["sizes"]), Denominators(**found["denominators"]), found["has_old_log_probs"])
-    batch = Batch({name: _restored(each) for name, each in found["batch"].items()})
-    return Incident(found["role"], found["rank"], found["world"], batch, mini, found["terms"])
+def _incident(record: dict[str, Any]) -> Incident:
+    mini = MiniBatch(tuple(record["sizes"]), Denominators(**record["denominators"]), record["has_old_log_probs"])
+    batch = Batch({name: _restored(value) for name, value in record["batch"].items()})
+    return Incident(record["role"], record["rank"], record["world"], batch, mini, record["terms"])
 
 
 def _plain(value: Any) -> Any:
@@ -127,20 +127,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, DictionaryColumn):
         return {"index": value.index.cpu(), "of": _plain(value.values)}
     if isinstance(value, PromptImages):
-        return {name: None if each is None else torch.from_numpy(each) for name, each in vars(value).items()}
+        return {name: None if part is None else torch.from_numpy(part) for name, part in vars(value).items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(part) for part in value]
     return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _restored(value: Any) -> Any:
     if isinstance(value, list):
-        return [_restored(each) for each in value]
+        return [_restored(part) for part in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"values", "lengths"}:
         return Ragged(value["values"], value["lengths"])
     if value.keys() == {"index", "of"}:
         return DictionaryColumn(_restored(value["of"]), value["index"])
-    arrays: dict[str, Any] = {name: None if each is None else np.asarray(each) for name, each in value.items()}
+    arrays: dict[str, Any] = {name: None if part is None else np.asarray(part) for name, part in value.items()}
     return PromptImages(**arrays)

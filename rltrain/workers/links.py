@@ -55,13 +55,13 @@ class LinksWorker(Links):
             started = self._now()
             dist.all_reduce(summed)
             reduced = self._now() - started
-            mine, gathered = self._filled(size // self._world, float(self._rank)), self._filled(size, -1.0)
+            part, gathered = self._filled(size // self._world, float(self._rank)), self._filled(size, -1.0)
             started = self._now()
-            all_gather(gathered, mine)
+            all_gather(gathered, part)
             seconds = self._now() - started
-        wanted = torch.arange(self._world, device=gathered.device).repeat_interleave(size // self._world)
+        expected = torch.arange(self._world, device=gathered.device).repeat_interleave(size // self._world)
         total = self._world * (self._world + 1) / 2
-        if not bool((summed == total).all()) or not bool((gathered == wanted).all()):
+        if not bool((summed == total).all()) or not bool((gathered == expected).all()):
             raise WorkerError(
                 f"rank {self._rank}: a collective has returned wrong numbers. Do not train on these devices: "
                 "python -m rltrain.doctor tries them pair by pair."
@@ -79,19 +79,19 @@ class LinksWorker(Links):
         if peer == self._world:
             return speeds
         self._exchange(self._filled(1, float(self._rank)), peer)
-        mine = self._filled(num_bytes // 4, float(self._rank))
+        sent = self._filled(num_bytes // 4, float(self._rank))
         started = self._now()
-        arrived = self._exchange(mine, peer)
+        arrived = self._exchange(sent, peer)
         seconds = self._now() - started
         speeds[peer] = num_bytes / seconds / 1e9 if bool((arrived == peer).all()) else 0.0
         return speeds
 
-    def _exchange(self, mine: torch.Tensor, peer: int) -> torch.Tensor:
-        arrived = torch.full_like(mine, -1.0)
+    def _exchange(self, sent: torch.Tensor, peer: int) -> torch.Tensor:
+        arrived = torch.full_like(sent, -1.0)
         # In a batch they go over the lines of the whole group. Single ones would open lines of their own for each pair.
-        work = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, arrived, peer)]
-        for each in dist.batch_isend_irecv(work):
-            each.wait()
+        work = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, arrived, peer)]
+        for request in dist.batch_isend_irecv(work):
+            request.wait()
         return arrived
 
     def _filled(self, size: int, value: float) -> torch.Tensor:

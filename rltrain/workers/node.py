@@ -195,7 +195,7 @@ def _device(name: str) -> tuple[str, str, tuple[int, int]]:
 
 
 def _room(ray: str) -> dict[str, float]:
-    disk = shutil.disk_usage(next(each for each in (Path(ray), *Path(ray).parents) if each.exists()))
+    disk = shutil.disk_usage(next(folder for folder in (Path(ray), *Path(ray).parents) if folder.exists()))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
         # Ray moves no objects to a disk that is 95 % full.

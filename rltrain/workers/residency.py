@@ -63,8 +63,8 @@ class Residency:
 
     def bytes_to_come(self) -> int:
         """What optimizers will take in their first step and keep on the device: two moments of every weight (AdamW)."""
-        weights = [each for one in self._staying for group in one.param_groups for each in group["params"]]
-        return sum(2 * (each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
+        weights = [weight for optim in self._staying for group in optim.param_groups for weight in group["params"]]
+        return sum(2 * (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes for weight in weights)
 
     def is_here(self, model: nn.Module) -> bool:
         """Whether the weights of a model are on the device, or on their way to it."""
@@ -147,16 +147,16 @@ class _Resident:
         """Queue the copies back, part by part."""
         parts, device = self.parts(), self.device.torch_device
         # Memory belongs to the kernels' queue, and may be in use there by what was freed a moment ago.
-        here = {name: torch.empty_like(self._twins[name], device=device) for part in parts for name in part}
+        on_device = {name: torch.empty_like(self._twins[name], device=device) for part in parts for name in part}
         self.queue.wait_stream(self.device.current_stream())
         for number, part in enumerate(parts):
             for name, tensor in part.items():
                 # FSDP copies a shard that it has to pad, in the kernels' queue.
                 stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
                 with self.device.on_stream(stream):
-                    here[name].copy_(self._twins[name], non_blocking=True)
+                    on_device[name].copy_(self._twins[name], non_blocking=True)
             self._underway[number] = self.queue.record_event()
-        self.put({name: like(tensor, here[name]) for part in parts for name, tensor in part.items()})
+        self.put({name: like(tensor, on_device[name]) for part in parts for name, tensor in part.items()})
         self.is_here = True
         self.seen.clear()
 
@@ -177,7 +177,7 @@ class _Model(_Resident):
         super().__init__(model, device, queue)
         # The root first: it gathers embedding and head before any layer runs.
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        unit_of = {id(each): number for number, unit in enumerate(units) for each in unit.parameters()}
+        unit_of = {id(weight): number for number, unit in enumerate(units) for weight in unit.parameters()}
         self._names: list[list[str]] = [[] for _ in units]
         for name, parameter in model.named_parameters():
             self._names[unit_of[id(parameter)]].append(name)

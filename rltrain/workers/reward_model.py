@@ -62,11 +62,11 @@ class RewardModelWorker(RewardModel):
         self.residency.enter("reward")
         rows = self._encode(batch, split)
         micros = self._cut([len(row) for row in rows])
-        found = [
+        outputs = [
             self._model(pack_whole([rows[i] for i in micro], self.residency.device.torch_device)) for micro in micros
         ]
         reshard(self._model)
-        scores = torch.cat(found).cpu().double().numpy()
+        scores = torch.cat(outputs).cpu().double().numpy()
         if not np.isfinite(scores).all():
             raise NonFiniteError(f"the reward model {self._cfg.model.path} gave scores that are not finite.")
         return scores

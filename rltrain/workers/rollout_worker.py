@@ -196,8 +196,8 @@ class RolloutWorker(Rollout):
 
     def _open(self, task: GenerateTask, begun: Batch) -> Open:
         prompts = [self._prompts[task.split].prompt(row) for row in task.rows.tolist()]
-        known = begun_conversations(begun, prompts, task.num_samples)
-        return {(answer.place, answer.sample): answer for answer in known}
+        answers = begun_conversations(begun, prompts, task.num_samples)
+        return {(answer.place, answer.sample): answer for answer in answers}
 
     def _queue(self, task: GenerateTask, open_answers: Open, pictures: PicturesOfTask | None) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
@@ -210,8 +210,8 @@ class RolloutWorker(Rollout):
             todo = np.arange(task.num_samples) if task.todo is None else np.flatnonzero(task.todo[place])
             for first in range(0, len(todo), size):
                 samples = todo[first : first + size]
-                known = [open_answers.get((place, sample)) for sample in samples.tolist()]
-                given = tuple(answer.tokens if answer else _NOTHING for answer in known) if any(known) else None
+                answers = [open_answers.get((place, sample)) for sample in samples.tolist()]
+                given = tuple(answer.tokens if answer else _NOTHING for answer in answers) if any(answers) else None
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
         # Where one member takes all jobs, it agrees with nobody.
@@ -230,20 +230,20 @@ class RolloutWorker(Rollout):
 
         Meant for another thread than the one that generates.
         """
-        found: list[tuple[Job, list[str]]] = []
+        finished: list[tuple[Job, list[str]]] = []
         done = False
         try:
             item = self._finished.get(timeout=wait_s)
             while item is not None:
-                found.append(item)
+                finished.append(item)
                 item = self._finished.get_nowait()
             done = True
         except Empty:
             pass
-        texts = [text for _, some in found for text in some]
+        texts = [text for _, job_texts in finished for text in job_texts]
         nothing = np.zeros(0, dtype=np.int64)
-        places = np.concatenate([nothing, *(np.full(len(job.samples), job.place) for job, _ in found)])
-        samples = np.concatenate([nothing, *(job.samples for job, _ in found)])
+        places = np.concatenate([nothing, *(np.full(len(job.samples), job.place) for job, _ in finished)])
+        samples = np.concatenate([nothing, *(job.samples for job, _ in finished)])
         return texts, Finished(places, samples, done)
 
     def save_answers(self, batch: Batch, file: str) -> None:

@@ -58,12 +58,12 @@ class StateWriter:
         collective). Asked before each save, and before anything is taken for it."""
         if not copies:
             return False
-        trained = (each for each in self._packed.parameters() if each.requires_grad)
+        trained = (weight for weight in self._packed.parameters() if weight.requires_grad)
         # Weights and two moments (AdamW). The memory of the last copies is used again.
-        needed = more_bytes + (0 if self._hosts else sum(3 * local(each).nbytes for each in trained))
+        num_bytes = more_bytes + (0 if self._hosts else sum(3 * local(weight).nbytes for weight in trained))
         free = min(DEVICES["cpu"].free_memory_bytes(), memory_left())
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (socket.gethostname(), needed, free))
+        dist.all_gather_object(everybody, (socket.gethostname(), num_bytes, free))
         of_host: Counter[str] = Counter()
         for host, size, _ in everybody:
             of_host[host] += size
@@ -74,7 +74,7 @@ class StateWriter:
         which `room` has found room for, training may go on while `write` runs. Returns ``copies``."""
         self._folder = folder
         self._planner.set_up_planner(training_state(self._packed, self._optimizer), None, dist.get_rank() == 0)
-        state = {name: each for name, each in self._planner.state_dict.items() if isinstance(each, torch.Tensor)}
+        state = {name: value for name, value in self._planner.state_dict.items() if isinstance(value, torch.Tensor)}
         if self._plan is None:
             self._agree_on_plan()
         if copies:
@@ -85,11 +85,11 @@ class StateWriter:
         """Agree with the other ranks on who writes what."""
         writer, is_first = HashingWriter(""), dist.get_rank() == 0
         everybody: list[Any] = [None] * dist.get_world_size() if is_first else []
-        own = self._planner.create_local_plan()
-        for item in own.items:
+        own_plan = self._planner.create_local_plan()
+        for item in own_plan.items:
             if item.tensor_data:  # where a tensor was is no part of a checkpoint
                 item.tensor_data.properties.pin_memory = False
-        dist.gather_object(own, everybody if is_first else None)
+        dist.gather_object(own_plan, everybody if is_first else None)
         plans: list[Any] = []
         if is_first:
             plans, self._metadata = self._planner.create_global_plan(everybody)
@@ -101,7 +101,7 @@ class StateWriter:
     def _copy(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self._hosts:
             # Memory that is kept is there already: to be given new pages takes longer than the copy.
-            tensors = [local(each) for each in state.values()]
+            tensors = [local(value) for value in state.values()]
             self._hosts = dict(zip(state, host_memory(tensors, not self._device.is_cpu), strict=True))
         for name, tensor in state.items():
             self._hosts[name].copy_(local(tensor), non_blocking=True)
@@ -136,5 +136,5 @@ def told_as_disk_error(folder: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{error.filename or folder} could not be written: {error.strerror or error}"
-        raise unwritten(what, error) from error
+        sentence = f"{error.filename or folder} could not be written: {error.strerror or error}"
+        raise unwritten(sentence, error) from error

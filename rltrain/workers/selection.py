@@ -34,8 +34,8 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
     # The border is among the ``count`` smallest keys of some rank, so no more of them are gathered. Ranks with fewer
     # fill up with inf, because all gather tensors of one size.
     best = torch.full((count,), torch.inf, dtype=torch.float64, device=keys.device)
-    mine = keys.topk(min(count, len(keys)), largest=False).values
-    best[: len(mine)] = mine
+    rank_keys = keys.topk(min(count, len(keys)), largest=False).values
+    best[: len(rank_keys)] = rank_keys
     everyone = [torch.empty_like(best) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, best)
     # Every key comes once from each rank of its sequence-parallel group.

@@ -35,17 +35,17 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
         values.like(values.values.double()) if values else None,
         batch.dense(c.BASELINE) if c.BASELINE in batch else None,
     )
-    found = find_estimator(cfg.adv_estimator)(inputs, cfg)
+    estimate = find_estimator(cfg.adv_estimator)(inputs, cfg)
     mask = batch.ragged(c.LOSS_MASK).values if c.LOSS_MASK in batch else torch.ones_like(last)
-    quantities = {"advantages": found.advantages.values, "returns": found.returns.values}
+    quantities = {"advantages": estimate.advantages.values, "returns": estimate.returns.values}
     if values:
-        quantities |= {"values": values.values, "errors": found.returns.values - values.values}
+        quantities |= {"values": values.values, "errors": estimate.returns.values - values.values}
     numbers = PassNumbers(
         {
-            c.SIGNAL: (found.advantages.like(found.advantages.values.abs()).sum() > 0).numpy(),
-            c.ADVANTAGE: found.advantages.mean().nan_to_num().numpy(),
+            c.SIGNAL: (estimate.advantages.like(estimate.advantages.values.abs()).sum() > 0).numpy(),
+            c.ADVANTAGE: estimate.advantages.mean().nan_to_num().numpy(),
         },
-        {name: Moments.of(each[mask]) for name, each in quantities.items()},
+        {name: Moments.of(quantity[mask]) for name, quantity in quantities.items()},
     )
-    columns = {c.ADVANTAGES: found.advantages, c.RETURNS: found.returns}
-    return Batch({name: each.like(each.values.float()) for name, each in columns.items()}), numbers
+    columns = {c.ADVANTAGES: estimate.advantages, c.RETURNS: estimate.returns}
+    return Batch({name: column.like(column.values.float()) for name, column in columns.items()}), numbers

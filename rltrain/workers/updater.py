@@ -86,10 +86,10 @@ class Updater:
         micros = iter(batch.split([size for mini in mini_batches for size in mini.micro_sizes]))
         steps = []
         for mini in mini_batches:
-            mine = [next(micros) for _ in mini.micro_sizes]
+            own_micros = [next(micros) for _ in mini.micro_sizes]
             if prepare:
-                prepare(mine, mini)
-            steps.append(self._step(mine, mini, loss, terms or {}))
+                prepare(own_micros, mini)
+            steps.append(self._step(own_micros, mini, loss, terms or {}))
         self._device.synchronize()
         shares = [step.share for step in steps]
         return UpdateNumbers(
@@ -134,10 +134,10 @@ class Updater:
         self, micros: Sequence[Batch], mini: MiniBatch, terms: Mapping[str, float], share: LossShare
     ) -> None:
         parts = ", ".join(f"{name}={float(value):.4g}" for name, value in _parts(share).items())
-        kept = write_incident(Path(self._trainer.default_local_dir), self._role, micros, mini, terms, self._model)
+        sentence = write_incident(Path(self._trainer.default_local_dir), self._role, micros, mini, terms, self._model)
         raise NonFiniteError(
             f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no "
-            f"optimizer step was made. {kept} To go on past such batches set trainer.on_nonfinite=skip."
+            f"optimizer step was made. {sentence} To go on past such batches set trainer.on_nonfinite=skip."
         )
 
 
@@ -154,8 +154,8 @@ def _stacked(steps: Sequence[dict[str, Tensor]]) -> dict[str, Array]:
     """One entry per step; 0 where a step, which was idle on this rank, lacks the name."""
     names = dict.fromkeys(name for step in steps for name in step)
     having = [(name, step) for name in names for step in steps]
-    known = [step[name] for name, step in having if name in step]
+    tensors = [step[name] for name, step in having if name in step]
     # As one tensor, so that they are fetched from the device at once.
-    values = iter(torch.stack(known).tolist() if known else ())
-    found = [next(values) if name in step else 0.0 for name, step in having]
-    return {name: np.array(found[i * len(steps) : (i + 1) * len(steps)]) for i, name in enumerate(names)}
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    numbers = [next(values) if name in step else 0.0 for name, step in having]
+    return {name: np.array(numbers[i * len(steps) : (i + 1) * len(steps)]) for i, name in enumerate(names)}

@@ -101,8 +101,8 @@ class WeightSync:
                 "actor_rollout_ref.model.path; later, resume from an older checkpoint with "
                 "trainer.resume_mode=resume_path."
             )
-        found = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
-        gap = float((found - expected).abs().mean())
+        log_probs = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
+        gap = float((log_probs - expected).abs().mean())
         # Not `gap > limit`: that is False for NaN, and a damaged engine would pass.
         if not gap <= self._gap_limit:
             with_image = " with an image" if self._canary.images else ""

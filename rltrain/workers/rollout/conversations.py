@@ -101,7 +101,7 @@ class Conversations:
             conversations = [self._begun.get(key) or Conversation(*key, job.prompt) for key in keys]
             self.all += conversations
             started = _Started(replace(job, images=None), conversations, len(keys))
-            self._running.update((key, (started, known)) for key, known in zip(keys, conversations, strict=True))
+            self._running.update((key, (started, answer)) for key, answer in zip(keys, conversations, strict=True))
         return jobs
 
     def ended(self, turn: Turn) -> None:
@@ -117,7 +117,7 @@ class Conversations:
         conversation.truncated, conversation.aborted = turn.reason == "length", turn.aborted
         conversation.seconds = turn.seconds
         started.num_running -= 1
-        if not started.num_running and not any(known.aborted for known in started.conversations):
+        if not started.num_running and not any(answer.aborted for answer in started.conversations):
             self._queue.ended(started.job)
             if self._finished:
                 self._finished(started.job, started.conversations)
@@ -151,15 +151,15 @@ def begun_conversations(batch: Batch, prompts: Sequence[NDArray[np.int32]], num_
 
 def payload_of(conversations: Sequence[Conversation]) -> Batch:
     """Prompts and `columns.ANSWER` of conversations (at least one) that stand in the order of their places."""
-    places, prompts = zip(*{known.place: known.prompt for known in conversations}.items(), strict=True)
-    index = np.searchsorted(places, [known.place for known in conversations])
+    places, prompts = zip(*{answer.place: answer.prompt for answer in conversations}.items(), strict=True)
+    index = np.searchsorted(places, [answer.place for answer in conversations])
     rows = _ragged([np.array(prompt, dtype=np.int32) for prompt in prompts])
     return Batch(
         {
             c.PROMPT: DictionaryColumn(rows, torch.from_numpy(index)),
-            c.RESPONSE: _ragged([known.tokens for known in conversations]),
-            c.RESPONSE_MASK: _ragged([known.mask for known in conversations]),
-            c.ROLLOUT_LOG_PROBS: _ragged([known.log_probs for known in conversations]),
+            c.RESPONSE: _ragged([answer.tokens for answer in conversations]),
+            c.RESPONSE_MASK: _ragged([answer.mask for answer in conversations]),
+            c.ROLLOUT_LOG_PROBS: _ragged([answer.log_probs for answer in conversations]),
         }
     )
 

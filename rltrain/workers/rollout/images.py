@@ -49,8 +49,8 @@ class PicturesOfTask:
             assert self._store.pictures is not None
             new = new[self._store.pictures.as_they_stand(self._rows[new])]
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:
-            found = readers.map(self._store.encoded, self._rows[new].tolist())
-            self._read.update((place, each.images) for place, each in zip(new.tolist(), found, strict=True))
+            prompts = readers.map(self._store.encoded, self._rows[new].tolist())
+            self._read.update((place, prompt.images) for place, prompt in zip(new.tolist(), prompts, strict=True))
         self.seconds += time.perf_counter() - started
         return [replace(job, images=self.of(job.place)) for job in jobs]
 

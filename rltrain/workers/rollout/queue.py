@@ -148,12 +148,12 @@ class JobQueue:
         """A job of this replica has ended."""
         if self._enough is None or not self._replica.leads:
             return
-        needed, own = self._jobs_of[job.place], f"{self._key}/of/{job.place}"
-        if needed > 1:
-            if self._store.add(own, 1) < needed:
+        num_jobs, key = self._jobs_of[job.place], f"{self._key}/of/{job.place}"
+        if num_jobs > 1:
+            if self._store.add(key, 1) < num_jobs:
                 return
             # Otherwise the store would keep such a key for every prompt of the run.
-            self._store.delete_key(own)
+            self._store.delete_key(key)
         # Prompts that must complete are counted first, so that no replica sees the total without them.
         if job.place < self._must:
             self._store.add(self._key + "/must", 1)

@@ -40,12 +40,12 @@ def write_answers(batch: Batch, file: str) -> None:
 
 def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch, dict[str, NDArray[Any]]]:
     """`columns.GENERATED` (with ``images`` also those) and the numbers of `write_answers`. store: the prompts."""
-    found = load_file(file)
-    numbers = {name: found[name].numpy() for name in WRITTEN}
+    tensors = load_file(file)
+    numbers = {name: tensors[name].numpy() for name in WRITTEN}
     rows, index = np.unique(numbers[c.ROW], return_inverse=True)
     prompts = Ragged.from_rows([torch.from_numpy(np.array(store.prompt(row), dtype=np.int32)) for row in rows.tolist()])
     payload = Batch({c.PROMPT: DictionaryColumn(prompts, torch.from_numpy(index))})
-    payload.update({name: Ragged(found[name], found[length].long()) for name, length in _LENGTHS.items()})
+    payload.update({name: Ragged(tensors[name], tensors[length].long()) for name, length in _LENGTHS.items()})
     if images:
         pixels = [store.encoded(row).images for row in rows.tolist()]
         payload.update({c.IMAGES: DictionaryColumn(pixels, torch.from_numpy(index))})

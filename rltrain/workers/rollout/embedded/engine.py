@@ -203,13 +203,13 @@ class HFRollout:
                 laid.append((images, end - start))
                 of_prompt = images.positions
                 if of_prompt is not None:
-                    own = places[max(len(asked.tokens) - start, 0) :] + asked.position_shift
-                    places = torch.cat([torch.from_numpy(of_prompt[:, start:stop]), own.expand(3, -1)], 1)
+                    answer_places = places[max(len(asked.tokens) - start, 0) :] + asked.position_shift
+                    places = torch.cat([torch.from_numpy(of_prompt[:, start:stop]), answer_places.expand(3, -1)], 1)
             positions.append(places)
             end += stop - start
         device = self._device.torch_device
-        if any(each.dim() > 1 for each in positions):
-            positions = [each.expand(3, -1) for each in positions]
+        if any(part.dim() > 1 for part in positions):
+            positions = [part.expand(3, -1) for part in positions]
         rows, packed = torch.cat(positions, -1).to(device), PackedImages.of(laid)
         # A part of a long prompt has some of its images, or none.
         if packed is None or (packed := packed.within(0, end)) is None:

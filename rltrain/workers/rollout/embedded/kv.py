@@ -207,19 +207,19 @@ class KeyValues:
         query [1, heads, n, d] -> [1, n, heads, d'].
         """
         (chunk,) = self._chunks
-        keys, values = (each[chunk.place : chunk.place + 1, :, : chunk.stop] for each in self._layers[layer].prompts)
+        keys, values = (part[chunk.place : chunk.place + 1, :, : chunk.stop] for part in self._layers[layer].prompts)
         everywhere = torch.arange(chunk.stop, device=query.device)
         grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
         parts = []
         for first in range(0, chunk.length, _QUERIES):
-            some = grouped[:, :, first : first + _QUERIES]
-            places = chunk.start + first + torch.arange(some.shape[2], device=query.device)[:, None]
+            queries = grouped[:, :, first : first + _QUERIES]
+            places = chunk.start + first + torch.arange(queries.shape[2], device=query.device)[:, None]
             hidden, reach = everywhere > places, kind.reach(places)
             if reach is not None:
                 hidden |= everywhere <= places - reach
             mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
-            mask = mask.repeat_interleave(some.shape[3], 0)
-            parts.append(masked(some.flatten(2, 3), keys, values, mask, kind).unflatten(2, some.shape[2:4]))
+            mask = mask.repeat_interleave(queries.shape[3], 0)
+            parts.append(masked(queries.flatten(2, 3), keys, values, mask, kind).unflatten(2, queries.shape[2:4]))
         # Some models ask for a view of it.
         return torch.cat(parts, 2).transpose(1, 2).flatten(2, 3).contiguous()
 
@@ -227,27 +227,27 @@ class KeyValues:
         """One token per row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
         assert self._seats is not None
         rows, kv_heads = key.shape[:2]
-        held = self._layers[layer]
+        cache = self._layers[layer]
         number, column = divmod(self._column - self._first_column, self._block)
-        if number == len(held.blocks):
-            held.blocks.append(
+        if number == len(cache.blocks):
+            cache.blocks.append(
                 # Zeros, because a masked column enters the product with weight 0, and 0 times a NaN in unwritten memory
                 # is NaN.
                 Pair(*(new.new_zeros(rows, kv_heads, self._block, new.shape[3]) for new in (key, value)))
             )
-        for whole, new in zip(held.blocks[-1], (key, value), strict=True):
+        for whole, new in zip(cache.blocks[-1], (key, value), strict=True):
             whole[:rows, :, column] = new[:, :, 0]
         queries = (query * kind.scale(query.shape[3])).reshape(rows, kv_heads, -1, query.shape[3])
-        prompts = Pair(*(each[: len(self._prompt_lengths)] for each in held.prompts))
-        blocks = [Pair(*(each[:rows] for each in block)) for block in held.blocks]
+        prompts = Pair(*(part[: len(self._prompt_lengths)] for part in cache.prompts))
+        blocks = [Pair(*(part[:rows] for part in block)) for block in cache.blocks]
         # Products with prompt and own columns stand side by side, because they share one softmax.
         products = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
         products += [queries @ block.keys.mT for block in blocks]
         scores = capped(torch.cat(products, -1), kind.softcap).add_(self._mask(kind, key.dtype))
         of_prompt, *of_blocks = weights(scores, kind.sinks).split([self._width] + [self._block] * len(blocks), -1)
         output = self._seats.to_rows(self._seats.to_prompts(of_prompt) @ prompts.values)
-        for some, block in zip(of_blocks, blocks, strict=True):
-            output += some @ block.values
+        for share, block in zip(of_blocks, blocks, strict=True):
+            output += share @ block.values
         return output.reshape(rows, 1, -1, value.shape[3])
 
     def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
@@ -290,7 +290,7 @@ class _Seats:
         seats[order] = np.arange(len(order)) - first[place_of_row[order]] + place_of_row[order] * counts.max()
         rows = np.zeros(len(prompt_lengths) * counts.max(), dtype=np.int64)
         rows[seats] = np.arange(len(order))
-        tensors = (torch.from_numpy(each).to(device) for each in (rows, seats, prompt_lengths[place_of_row], born))
+        tensors = (torch.from_numpy(array).to(device) for array in (rows, seats, prompt_lengths[place_of_row], born))
         return cls(len(prompt_lengths), *tensors)
 
     def to_prompts(self, rows: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def _move(pairs: Sequence[Pair], order: Ints) -> None:
     if not len(targets):
         return
     for tensor in (tensor for pair in pairs for tensor in pair):
-        to, of = (torch.from_numpy(each).to(tensor.device) for each in (targets, order[targets]))
+        to, of = (torch.from_numpy(rows).to(tensor.device) for rows in (targets, order[targets]))
         tensor[to] = tensor[of]
 
 
@@ -328,7 +328,7 @@ def _enlarged(pair: Pair, count: int, width: int) -> Pair:
         return pair
     # A quarter more, so that adding prompts one by one does not copy everything every time.
     count = have if have >= count else max(count, have + have // 4)
-    larger = Pair(*(each.new_zeros(count, each.shape[1], max(columns, width), each.shape[3]) for each in pair))
+    larger = Pair(*(tensor.new_zeros(count, tensor.shape[1], max(columns, width), tensor.shape[3]) for tensor in pair))
     for new, old in zip(larger, pair, strict=True):
         new[:have, :, :columns] = old
     return larger

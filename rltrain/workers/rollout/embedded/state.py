@@ -37,7 +37,7 @@ class RowStates:
 
     def keep_prompts(self, layer: int, places: Iterable[int], state: State) -> None:
         """Keep the states of prompts, in the order of the places."""
-        parts = zip(*(each.split(1) for each in state), strict=True)
+        parts = zip(*(value.split(1) for value in state), strict=True)
         self._prompts.setdefault(layer, {}).update(zip(places, map(State._make, parts), strict=True))
 
     def of_rows(self, layer: int) -> State:
@@ -51,7 +51,7 @@ class RowStates:
     def enter(self) -> None:
         """Let the rows of the prompts that were read join the others, behind them."""
         for layer, read in self._prompts.items():
-            new = [[each.expand(count, *each.shape[1:]) for each in read[place]] for place, count in self._entering]
+            new = [[value.expand(count, *value.shape[1:]) for value in read[place]] for place, count in self._entering]
             old = [self._rows[layer]] if layer in self._rows else []
             self._rows[layer] = State(*(torch.cat(parts) for parts in zip(*old, *new, strict=True)))
         self._prompts, self._entering = {}, []
@@ -59,4 +59,4 @@ class RowStates:
     def select_rows(self, order: Tensor) -> None:
         """The rows with these numbers, in this order."""
         for layer, state in self._rows.items():
-            self._rows[layer] = State(*(each.index_select(0, order.to(each.device)) for each in state))
+            self._rows[layer] = State(*(value.index_select(0, order.to(value.device)) for value in state))

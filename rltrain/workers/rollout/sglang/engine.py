@@ -149,8 +149,8 @@ class SGLangRollout:
     def load_weights(self, weights: Iterator[Weight]) -> None:
         if self._engine:
             _expect(self._engine.begin_weight_update())
-        for some in _handfuls(weights, self._bucket_bytes // 2):
-            self._send(some, _LOAD)
+        for handful in _handfuls(weights, self._bucket_bytes // 2):
+            self._send(handful, _LOAD)
         with tempfile.TemporaryDirectory() as folder:
             self._send([(folder, torch.zeros(1, device=self._device.torch_device))], _REPORT)
             # One of each of the engine's processes; they are at the leader alone.
@@ -216,8 +216,8 @@ class SGLangRollout:
                 if not stopped and source.wait():
                     continue
                 return
-            done, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            finished, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
                 task.result()  # raises what the engine raised
                 source.ended(running.pop(task))
 
@@ -247,15 +247,15 @@ class SGLangRollout:
 
 def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Names and values of ``most_bytes`` together: every call to the engine costs it milliseconds."""
-    some: list[tuple[str, Tensor]] = []
+    handful: list[tuple[str, Tensor]] = []
     for name, values, in_checkpoint in weights:
-        if some and sum(held.nbytes for _, held in some) + values.nbytes > most_bytes:
-            yield some
-            some = []
+        if handful and sum(tensor.nbytes for _, tensor in handful) + values.nbytes > most_bytes:
+            yield handful
+            handful = []
         if in_checkpoint:
-            some.append((name, values))
-    if some:
-        yield some
+            handful.append((name, values))
+    if handful:
+        yield handful
 
 
 def _own_device(settings: EngineSettings) -> str:

@@ -28,8 +28,8 @@ def image_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.images and settings.max_pixels and family_of(settings.model.load_config().model_type).takes_max_pixels:
         arguments["mm_processor_kwargs"] = {"max_pixels": settings.max_pixels}
     # The trainer's pixels are normalized. vllm 0.32 would do it in its model, earlier ones have no such argument.
-    own = "mm_device_do_normalize"
-    return arguments | ({own: False} if own in EngineArgs.__dataclass_fields__ else {})
+    argument = "mm_device_do_normalize"
+    return arguments | ({argument: False} if argument in EngineArgs.__dataclass_fields__ else {})
 
 
 class ImageInput:
@@ -51,15 +51,15 @@ class ImageInput:
 
         placeholder = int(tokens[images.places[0]])
         # Copies: vLLM may keep them, and arrays from the object store are not to be written to.
-        found: Any = {"pixel_values": torch.tensor(images.pixel_values, dtype=self._dtype)}
+        inputs: Any = {"pixel_values": torch.tensor(images.pixel_values, dtype=self._dtype)}
         if images.grids is None:
-            found |= {"image_num_patches": torch.tensor(images.num_rows), "image_token_id": torch.tensor(placeholder)}
+            inputs |= {"image_num_patches": torch.tensor(images.num_rows), "image_token_id": torch.tensor(placeholder)}
         else:
-            found["image_grid_thw"] = torch.tensor(images.grids)
-        starts, lengths = (each.tolist() for each in runs(tokens, placeholder))
+            inputs["image_grid_thw"] = torch.tensor(images.grids)
+        starts, lengths = (numbers.tolist() for numbers in runs(tokens, placeholder))
         return {
             "type": "multimodal",
-            "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(found, self._fields_of(found, {})),
+            "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(inputs, self._fields_of(inputs, {})),
             "mm_hashes": {"image": [f"{name}/{number}" for number in range(len(images))]},
-            "mm_placeholders": {"image": [PlaceholderRange(*each) for each in zip(starts, lengths, strict=True)]},
+            "mm_placeholders": {"image": [PlaceholderRange(*place) for place in zip(starts, lengths, strict=True)]},
         }

@@ -94,7 +94,7 @@ class CountedSampler(nn.Module):
         counts = np.array(metadata.num_draft_tokens) + 1
         requests = np.repeat(np.arange(len(counts)), counts)
         steps = np.arange(len(requests)) - np.repeat(counts.cumsum() - counts, counts)
-        places = tuple(send(torch.from_numpy(each), logits.device) for each in (requests, steps))
+        places = tuple(send(torch.from_numpy(numbers), logits.device) for numbers in (requests, steps))
         log_probs = torch.log_softmax(scaled, -1)
         drawn = self._draw(scaled, requests, steps)
         log_probs = log_probs.gather(-1, drawn[:, None])[:, 0]
@@ -128,10 +128,10 @@ class CountedSampler(nn.Module):
         # Counted from the tokens that a request has, so a rejected draft uses up no number. With asynchronous
         # scheduling tokens that the host has not seen yet are counted as well.
         tokens = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
-        found = random_numbers(self._seeds[requests], (self._starts + tokens)[requests] + steps)
+        numbers = random_numbers(self._seeds[requests], (self._starts + tokens)[requests] + steps)
         # There are no requests while vLLM profiles itself.
         noise = np.zeros(len(logits), dtype=np.float32)
-        noise[: len(found)] = found
+        noise[: len(numbers)] = numbers
         # The numbers do not depend on the logits, so the host need not wait for the forward pass.
         noise_there = send(torch.from_numpy(noise), logits.device)
         return choose(self._without_never(logits), noise_there, replace(self._sampling, temperature=1.0))[0]

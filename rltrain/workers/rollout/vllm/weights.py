@@ -25,18 +25,18 @@ _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 def derived_weights(config: Any) -> str:
     """What of a model vLLM computes from its weights when they are loaded: "experts", "latent attention", or ""."""
-    known = config.get_text_config().to_dict()
-    if known.get("kv_lora_rank"):
+    settings = config.get_text_config().to_dict()
+    if settings.get("kv_lora_rank"):
         return "latent attention"
-    return "experts" if any(known.get(name) for name in _COUNTS_OF_EXPERTS) else ""
+    return "experts" if any(settings.get(name) for name in _COUNTS_OF_EXPERTS) else ""
 
 
 def refuse_on_npu(config: Any) -> None:
     """Raises ConfigError for a model whose weights vllm-ascend derives at its start, and not again at a sync."""
-    if what := derived_weights(config):
+    if weights := derived_weights(config):
         raise ConfigError(
             f"actor_rollout_ref.rollout.name=vllm on an NPU does not take over new weights of {type(config).__name__}: "
-            f"vllm-ascend lays out its {what} once, at its start. Use rollout.name=hf, or a dense model."
+            f"vllm-ascend lays out its {weights} once, at its start. Use rollout.name=hf, or a dense model."
         )
 
 
@@ -57,11 +57,11 @@ class WeightLoader:
         missing: set[str] = set()
         load = model.load_weights
 
-        def checked(found: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        def checked(tensors: Iterable[tuple[str, Tensor]]) -> set[str] | None:
             # Asked here, because what a reload leaves behind may have other names. Tied weights come once.
-            wanted = {name for name, _ in model.named_parameters()}
-            loaded = load(found)
-            missing.update(wanted - (wanted if loaded is None else loaded))  # the canary alone sees what is not told
+            names = {name for name, _ in model.named_parameters()}
+            loaded = load(tensors)
+            missing.update(names - (names if loaded is None else loaded))  # the canary alone sees what is not told
             return loaded
 
         model.load_weights = checked

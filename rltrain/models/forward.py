@@ -153,9 +153,9 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
     experts = next(
         (settings[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if settings.get(name)), 0
     )
-    kept = 2 * (settings.get("num_key_value_heads") or config.num_attention_heads) * head_size
+    width = 2 * (settings.get("num_key_value_heads") or config.num_attention_heads) * head_size
     if settings.get("kv_lora_rank"):  # latent attention (DeepSeek-AI 2024): one vector for all heads
-        kept = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
+        width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
     # A recurrent layer sees no pairs of tokens and keeps no keys.
     layers = config.num_hidden_layers - list(settings.get("layer_types") or ()).count("linear_attention")
     idle = 1 - settings.get("num_experts_per_tok", experts) / experts if experts else 0.0
@@ -167,6 +167,6 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
         "trained_parameters": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
         "matmul_parameters": total - aside - round(idle * in_experts),
         "attention_width": layers * config.num_attention_heads * head_size,
-        "cache_width": layers * kept,
+        "cache_width": layers * width,
         **(tower_numbers(policy.model) if policy.sees else {}),
     }

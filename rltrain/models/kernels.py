@@ -97,8 +97,8 @@ def liger_kernels() -> Kernels:
 
 def kernels_of(device: Device, wanted: bool) -> Kernels | None:
     """The fused kernels of a device, or None for the plain ones. A CPU has none."""
-    made = {"npu": torch_npu_kernels, "cuda": liger_kernels}.get(device.kind) if wanted else None
-    return made() if made else None
+    make = {"npu": torch_npu_kernels, "cuda": liger_kernels}.get(device.kind) if wanted else None
+    return make() if make else None
 
 
 def fuse(model: PreTrainedModel, kernels: Kernels) -> Counter[str]:
@@ -141,8 +141,8 @@ def _attempt(replace: Callable[[Any], Fused | None], module: nn.Module) -> Fused
         return None
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, _TOLERANCE, _TOLERANCE)
+def _agree(result: Tensor, expected: Tensor) -> bool:
+    return result.shape == expected.shape and torch.allclose(result, expected, _TOLERANCE, _TOLERANCE)
 
 
 def _numbers(*shape: int) -> Tensor:
@@ -152,10 +152,10 @@ def _numbers(*shape: int) -> Tensor:
 
 
 def _norm_shape(module: nn.Module) -> tuple[Any, ...] | None:
-    own = dict(module.named_parameters())
-    if not type(module).__name__.endswith("RMSNorm") or set(own) != {"weight"} or own["weight"].dim() != 1:
+    weights = dict(module.named_parameters())
+    if not type(module).__name__.endswith("RMSNorm") or set(weights) != {"weight"} or weights["weight"].dim() != 1:
         return None
-    return len(own["weight"]), _eps(module)
+    return len(weights["weight"]), _eps(module)
 
 
 def _eps(module: Any) -> float:

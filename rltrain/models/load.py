@@ -56,8 +56,8 @@ def load_config(
 def split_by_owner(config: PretrainedConfig, override: dict[str, Any]) -> dict[str, Any]:
     """``override`` with what `load_config` gave to the decoder of ``config`` under ``text_config``, as engines ask."""
     of_decoder = {key: value for key, value in override.items() if not hasattr(config, key)}
-    own = {key: value for key, value in override.items() if key not in of_decoder}
-    return own | ({"text_config": of_decoder} if of_decoder else {})
+    of_config = {key: value for key, value in override.items() if key not in of_decoder}
+    return of_config | ({"text_config": of_decoder} if of_decoder else {})
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
@@ -206,8 +206,8 @@ def source_dtype(config: PretrainedConfig, path: str | None = None) -> torch.dty
     """
     # Qwen3-VL's folders name it for the decoder alone.
     named = (getattr(part, "dtype", None) for part in (config, config.get_text_config()))
-    if said := next((dtype for dtype in named if isinstance(dtype, torch.dtype)), None):
-        return said
+    if named_dtype := next((dtype for dtype in named if isinstance(dtype, torch.dtype)), None):
+        return named_dtype
     try:
         return (path and read_entries(path).dtype) or torch.float32
     except NoEntries:

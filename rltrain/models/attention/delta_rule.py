@@ -60,18 +60,18 @@ def delta_rule(
     within = query @ key.mT * between
     query, end = query * sums.exp()[..., None], sums[..., -1:]
     key = key * (end - sums).exp()[..., None]
-    memory, outputs, done = before.float().index_select(0, order), [], []
+    memory, outputs, ended = before.float().index_select(0, order), [], []
     pieces = zip(
         *(tensor.split(counts) for tensor in (query, key, new, read, within, end.exp()[..., None])), strict=True
     )
-    for queries, keys, values, reads, inner, kept in pieces:
+    for queries, keys, values, reads, inner, keep in pieces:
         # Segments are sorted by their chunks, so those that have ended are the last.
-        done.append(memory[len(queries) :])
+        ended.append(memory[len(queries) :])
         memory = memory[: len(queries)]
         values = values - reads @ memory
         outputs.append(queries @ memory + inner @ values)
-        memory = memory * kept + keys.mT @ values
-    after = torch.cat([memory, *done[::-1]]).index_select(0, home)
+        memory = memory * keep + keys.mT @ values
+    after = torch.cat([memory, *ended[::-1]]).index_select(0, home)
     return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, back), after
 
 

@@ -159,14 +159,14 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
     """query [1, heads, n, d] of the last n places of key, value [1, kv heads, m, d]."""
-    groups, own, window = query.shape[1] // key.shape[1], query.shape[2], kind.window
+    groups, length, window = query.shape[1] // key.shape[1], query.shape[2], kind.window
     if query.is_cpu and query.dtype.itemsize < 4 and key.shape[2] <= _FEW_KEYS:
         return _segment(query.float(), key.float(), value.float(), kind).to(query.dtype)
     product = nn.functional.scaled_dot_product_attention
     fused = kind.softcap is None and kind.sinks is None
     # is_causal counts from the top left corner, which is the bottom right one only where there are as many queries as
     # keys.
-    if fused and own == key.shape[2] and (window is None or own <= window):
+    if fused and length == key.shape[2] and (window is None or length <= window):
         if groups > 1 and not query.is_cpu:
             # Where the flash kernel does not fit, enable_gqa leaves only a kernel that builds the whole product at
             # once.
@@ -176,8 +176,8 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
     # all.
     query = query.unflatten(1, (-1, groups)).transpose(2, 3)
     parts = []
-    for queries, keys in _blocks(own, key.shape[2], groups, window):
-        before = key.shape[2] - own + queries.start - keys.start
+    for queries, keys in _blocks(length, key.shape[2], groups, window):
+        before = key.shape[2] - length + queries.start - keys.start
         mask = _band(queries.stop - queries.start, before, groups, window, query)
         part = masked(query[:, :, queries].flatten(2, 3), key[:, :, keys], value[:, :, keys], mask, kind)
         parts.append(part.unflatten(2, (-1, groups)))

@@ -58,14 +58,14 @@ class PackedImages:
 
     def within(self, start: int, length: int) -> PackedImages | None:
         """The images that have tokens in a slice of the row, places counted from its start; None where none has."""
-        mine = ((self.places >= start) & (self.places < start + length)).nonzero()[:, 0]
-        features = self.features[mine]
+        rows = ((self.places >= start) & (self.places < start + length)).nonzero()[:, 0]
+        features = self.features[rows]
         owner = torch.arange(len(self.num_tokens)).repeat_interleave(self.num_tokens)
-        kept = owner[features].unique()
-        if not len(kept):
+        image_numbers = owner[features].unique()
+        if not len(image_numbers):
             return None
         is_kept = torch.zeros(len(self.num_tokens), dtype=torch.bool)
-        is_kept[kept] = True
+        is_kept[image_numbers] = True
         # Features keep their order, so the number of one among the kept is how many kept ones come before it.
         number = is_kept[owner].cumsum(0) - 1
         return replace(
@@ -74,6 +74,6 @@ class PackedImages:
             grids=None if self.grids is None else self.grids[is_kept],
             num_rows=self.num_rows[is_kept],
             num_tokens=self.num_tokens[is_kept],
-            places=self.places[mine] - start,
+            places=self.places[rows] - start,
             features=number[features],
         )

@@ -142,8 +142,8 @@ class AttentionPlan:
 def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
     """What of a segment lies between two multiples of ``size``, in places of its sample."""
     start, place = segment.start, segment.prefix_length
-    seen = place % size
-    prefix = (segment.prefix[1] - seen, segment.prefix[1]) if seen else (0, 0)
+    partial = place % size
+    prefix = (segment.prefix[1] - partial, segment.prefix[1]) if partial else (0, 0)
     while start < segment.stop:
         stop = min(segment.stop, start + size - place % size)
         yield Segment(start, stop, prefix)
@@ -209,28 +209,28 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     shared: dict[int, tuple[int, int]] = {}
     predictors = []
     for prompt, answer_start, length in samples:
-        question, own = (prompt_starts[prompt], prompt_lengths[prompt]), (answer_start, max(length - 1, 0))
+        question, answer = (prompt_starts[prompt], prompt_lengths[prompt]), (answer_start, max(length - 1, 0))
         # Where nobody shares it, prompt and answer are one segment, and no keys have to be gathered for a prefix.
         if sharing[prompt] < 2 or not pays_to_share(question[1], length):
             # The prompt's last place, as the segment ends behind the answer's last token but one.
-            first = laid.add(prompt, question, own) - own[1] - 1
+            first = laid.add(prompt, question, answer) - answer[1] - 1
             predictors.append(torch.arange(first, first + length))
         else:
             if prompt not in shared:
                 end = laid.add(prompt, question)
                 shared[prompt] = (end - question[1], end)
             prefix = shared[prompt]
-            end = laid.add(prompt, own=own, prompt_length=question[1], prefix=prefix) if own[1] else 0
-            predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - own[1], end)]
+            end = laid.add(prompt, own=answer, prompt_length=question[1], prefix=prefix) if answer[1] else 0
+            predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - answer[1], end)]
     # As one tensor, so that a single gather lays out the whole row.
-    source, kept = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
-    places = torch.cat(predictors).long()[kept]
+    source, is_policy = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
+    places = torch.cat(predictors).long()[is_policy]
     return PackedInputs(
         tokens=send(source[torch.cat(laid.rows)], device).long(),
         positions=send(torch.cat(laid.positions, -1), device),
         plan=AttentionPlan(tuple(laid.segments)),
         predictors=send(places, device),
-        labels=send(answers.values[kept], device).long(),
+        labels=send(answers.values[is_policy], device).long(),
         host_predictors=places,
         images=PackedImages.of([(images[prompt], start) for prompt, start in laid.with_images]),
     )

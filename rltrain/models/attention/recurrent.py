@@ -154,18 +154,18 @@ def _project(net: Any, hidden: Tensor) -> tuple[Projected, Tensor]:
 Advance = Callable[..., tuple[Tensor, State]]
 
 
-def _by_plan(advance: Advance, made: Projected, weights: Weights, plan: AttentionPlan) -> Tensor:
+def _by_plan(advance: Advance, projected: Projected, weights: Weights, plan: AttentionPlan) -> Tensor:
     """Output [tokens, heads, value size]: first of what starts from nothing, then of answers, from their prompts."""
     if not plan.has_prefixes:
-        return advance(made, weights, lengths=plan.query_lengths, before=None)[0]
-    order, back, firsts, seconds, prompts = _rounds(plan, made.query.device)
-    made = Projected(*(tensor.index_select(0, order) for tensor in made))
+        return advance(projected, weights, lengths=plan.query_lengths, before=None)[0]
+    order, back, firsts, seconds, prompts = _rounds(plan, projected.query.device)
+    projected = Projected(*(tensor.index_select(0, order) for tensor in projected))
     ends = (sum(firsts), sum(seconds))
-    first_round, two = (Projected(*parts) for parts in zip(*(tensor.split(ends) for tensor in made), strict=True))
+    first_round, two = (Projected(*parts) for parts in zip(*(tensor.split(ends) for tensor in projected), strict=True))
     core, after = advance(first_round, weights, lengths=firsts, before=None)
     start = State(*(tensor.index_select(0, prompts) for tensor in after))
-    more, _ = advance(two, weights, lengths=seconds, before=start)
-    return torch.cat([core, more]).index_select(0, back)
+    second_core, _ = advance(two, weights, lengths=seconds, before=start)
+    return torch.cat([core, second_core]).index_select(0, back)
 
 
 @lru_cache(4)
@@ -187,27 +187,27 @@ def _rounds(
 
 
 def _with_others(
-    advance: Advance, made: Projected, weights: Weights, plan: AttentionPlan, group: ProcessGroup
+    advance: Advance, projected: Projected, weights: Weights, plan: AttentionPlan, group: ProcessGroup
 ) -> Tensor:
     """`_by_plan` where each rank holds a slice of the tokens: it computes all of them for its share of the heads."""
     ranks, rank = group.size(), group.rank()
-    numbers = torch.stack([made.step, made.decay], -1)
-    parts = [tensor.transpose(0, 1)[None] for tensor in (*made[:3], numbers)]
+    numbers = torch.stack([projected.step, projected.decay], -1)
+    parts = [tensor.transpose(0, 1)[None] for tensor in (*projected[:3], numbers)]
     query, key, value, numbers = (tensor[0].transpose(0, 1) for tensor in share_of_heads(group, *parts))
     filters = [
         # Repeated as the heads they belong to are.
         part.unflatten(0, tensor.shape[1:]).repeat_interleave(math.lcm(tensor.shape[1], ranks) // tensor.shape[1], 0)
         for part, tensor in zip(
-            weights.filters.split([tensor[0].numel() for tensor in made[:3]]), made[:3], strict=True
+            weights.filters.split([tensor[0].numel() for tensor in projected[:3]]), projected[:3], strict=True
         )
     ]
-    own = Weights(
+    own_weights = Weights(
         torch.cat([kernel.chunk(ranks)[rank].flatten(0, 1) for kernel in filters]),
         None,
         weights.log_decay.chunk(ranks)[rank],
         weights.decay_bias.chunk(ranks)[rank],
     )
-    core = _by_plan(advance, Projected(query, key, value, *numbers.unbind(-1)), own, plan)
+    core = _by_plan(advance, Projected(query, key, value, *numbers.unbind(-1)), own_weights, plan)
     return share_of_tokens(group, core[None])[0]
 
 
@@ -215,21 +215,21 @@ def _with_others(
 
 
 def _advance(
-    made: Projected, weights: Weights, *, lengths: Sequence[int], before: State | None, net: Any
+    projected: Projected, weights: Weights, *, lengths: Sequence[int], before: State | None, net: Any
 ) -> tuple[Tensor, State]:
     """Segments of these lengths, each from its state in ``before`` or from nothing.
 
     Returns [tokens, heads, value size] and the states behind the segments.
     """
-    three = made[:3]
+    three = projected[:3]
     channels = torch.cat([tensor.flatten(1) for tensor in three], 1)
     channels, tokens = _convolve(channels, weights, lengths, before and before.tokens, net.activation)
     parts = channels.split([tensor[0].numel() for tensor in three], 1)
     query, key, value = (part.view(tensor.shape) for part, tensor in zip(parts, three, strict=True))
     times = value.shape[1] // key.shape[1]
     query, key = (tensor.repeat_interleave(times, 1) if times > 1 else tensor for tensor in (query, key))
-    step = made.step.sigmoid() * (2.0 if getattr(net, "allow_neg_eigval", False) else 1.0)
-    decay = -weights.log_decay.float().exp() * softplus(made.decay.float() + weights.decay_bias)
+    step = projected.step.sigmoid() * (2.0 if getattr(net, "allow_neg_eigval", False) else 1.0)
+    decay = -weights.log_decay.float().exp() * softplus(projected.decay.float() + weights.decay_bias)
     # The kernel takes half precision, and no row of a single token.
     rule = fused_rule() if _on_cuda(query) and query.dtype.itemsize < 4 and max(lengths) > 1 else None
     core, memory = (rule or delta_rule)(query, key, value, decay, step, lengths, before and before.memory)

@@ -93,8 +93,8 @@ def weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return torch.softmax(scores, -1)
     batch, kv_heads, rows, _ = scores.shape
-    own = sinks.to(scores.dtype).view(kv_heads, -1)
-    column = own.repeat(1, rows // own.shape[1])[None, ..., None].expand(batch, -1, -1, 1)
+    columns = sinks.to(scores.dtype).view(kv_heads, -1)
+    column = columns.repeat(1, rows // columns.shape[1])[None, ..., None].expand(batch, -1, -1, 1)
     return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
 
 

@@ -130,20 +130,20 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     )
     images = None if inputs.images is None else inputs.images.within(start, length)
     # Places within the slice; predictors of other ranks fall outside of it.
-    here = inputs.host_predictors - start
-    own_places = ((here >= 0) & (here < length)).nonzero()[:, 0]
+    predictors = inputs.host_predictors - start
+    own_places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
     places = send(own_places, tokens.device)
-    mine = replace(
-        inputs, tokens=tokens, positions=positions, plan=plan, images=images, host_predictors=here[own_places]
+    share = replace(
+        inputs, tokens=tokens, positions=positions, plan=plan, images=images, host_predictors=predictors[own_places]
     )
-    mine = replace(mine, predictors=inputs.predictors[places] - start, labels=inputs.labels[places])
+    share = replace(share, predictors=inputs.predictors[places] - start, labels=inputs.labels[places])
     num_answer_tokens = len(inputs.labels)
 
     def collect(values: Tensor) -> Tensor:
         # A row without answer tokens has none on any rank of the group, so all ranks skip the collective.
         return _Collect.apply(values, places, num_answer_tokens, group) if num_answer_tokens else values
 
-    return mine, collect
+    return share, collect
 
 
 class _Collect(torch.autograd.Function):

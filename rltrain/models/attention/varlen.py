@@ -176,11 +176,11 @@ def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: K
     """Layout TND with host lengths; sparse_mode 3 is causal and 4 a band, both counted from the bottom right."""
     where = plan.on_device(query.device)[2]
     rows = [_gathered(tensor, plan, where) for tensor in (key, value)]
-    more: dict[str, Any] = {"sparse_mode": 3}
+    options: dict[str, Any] = {"sparse_mode": 3}
     if kind.window is not None:
-        more = {"sparse_mode": 4, "pre_tockens": kind.window - 1, "next_tockens": 0}
+        options = {"sparse_mode": 4, "pre_tockens": kind.window - 1, "next_tockens": 0}
     if kind.sinks is not None:
-        more["sink"] = kind.sinks.float()
+        options["sink"] = kind.sinks.float()
     outputs = []
     for first in range(0, len(plan.segments), _NPU_SEGMENTS):
         q_ends, kv_ends = (ends[first : first + _NPU_SEGMENTS] for ends in (plan.query_ends, plan.key_ends))
@@ -191,7 +191,7 @@ def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: K
             _rows(query)[q_start : q_ends[-1]].contiguous(), *slices, query.shape[1], "TND",
             atten_mask=_upper_triangle(query.device), scale=kind.scale(query.shape[-1]),
             actual_seq_qlen=tuple(end - q_start for end in q_ends),
-            actual_seq_kvlen=tuple(end - kv_start for end in kv_ends), **more,
+            actual_seq_kvlen=tuple(end - kv_start for end in kv_ends), **options,
         )[0])  # fmt: skip
     return torch.cat(outputs)[None]
 

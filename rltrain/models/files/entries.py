@@ -110,16 +110,16 @@ def read_entries(path: str, *, fetch: bool = False) -> Entries:
     return entries
 
 
-def _add(found: Entries, file: Path) -> None:
+def _add(entries: Entries, file: Path) -> None:
     if file.suffix == ".safetensors":
         opened = _open(file)
-        here = {name: _empty(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118 - not a dict
-        found.opened |= dict.fromkeys(here, opened)
+        empty = {name: _empty(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118 - not a dict
+        entries.opened |= dict.fromkeys(empty, opened)
     else:
-        here = {name: value for name, value in _unpickled(file, "meta").items() if isinstance(value, Tensor)}
-    found.empty |= here
-    for name in here:
-        found.files.setdefault(name, []).append(file)
+        empty = {name: value for name, value in _unpickled(file, "meta").items() if isinstance(value, Tensor)}
+    entries.empty |= empty
+    for name in empty:
+        entries.files.setdefault(name, []).append(file)
 
 
 def _empty(part: Any) -> Tensor:

@@ -73,11 +73,11 @@ class HashedFile(io.IOBase):
     def _put(self, piece: Any) -> None:
         """Into the file, behind the few bytes before it: together, as each call gives Python's lock to the step."""
         parts, self._few = (self._few, piece), bytearray()
-        done = os.writev(self._file.fileno(), parts)
+        written = os.writev(self._file.fileno(), parts)
         for part in parts:
             self._digest.update(part)
-            self._file.write(memoryview(part)[done:])  # what the system has not taken at once
-            self._size, done = self._size + len(part), max(done - len(part), 0)
+            self._file.write(memoryview(part)[written:])  # what the system has not taken at once
+            self._size, written = self._size + len(part), max(written - len(part), 0)
         if self._size - self._synced >= _PIECE:
             self._sync()
 

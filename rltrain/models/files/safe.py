@@ -61,14 +61,14 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
     return metadata
 
 
-def _check(found: Any) -> None:
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+def _check(metadata: Any) -> None:
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("it does not describe tensors")
-    for name, described in found.state_dict_metadata.items():
+    for name, described in metadata.state_dict_metadata.items():
         # Anything else would be read as a pickle.
         if not isinstance(described, TensorStorageMetadata):
             raise ValueError(f"{name} is no tensor")
-    for place in found.storage_data.values():
+    for place in metadata.storage_data.values():
         if Path(place.relative_path).name != str(place.relative_path) or place.transform_descriptors:
             raise ValueError(f"it points at {place.relative_path}, which is none of its files")
 

@@ -34,8 +34,8 @@ def model_problem(key: str, path: str) -> str | None:
         return f"{key}={path} is a file. Give the folder that holds it."
     # A name on the hub has one slash at most.
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        there = f" Write {folder.expanduser()}: '~' is not expanded here." if folder.expanduser().is_dir() else ""
-        return f"{key}={path}: there is no such folder.{there or nearest_file(folder.expanduser())}"
+        hint = f" Write {folder.expanduser()}: '~' is not expanded here." if folder.expanduser().is_dir() else ""
+        return f"{key}={path}: there is no such folder.{hint or nearest_file(folder.expanduser())}"
     return _hub_problem(key, path)
 
 
@@ -53,12 +53,12 @@ def _folder_problem(key: str, folder: Path) -> str | None:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{folder / _INDEX} cannot be read ({error!r}). Copy it again."
     if lacking := [name for name in files if not (folder / name).is_file()]:
-        shown = ", ".join(lacking[:_NUM_SHOWN]) + (", …" if len(lacking) > _NUM_SHOWN else "")
+        names = ", ".join(lacking[:_NUM_SHOWN]) + (", …" if len(lacking) > _NUM_SHOWN else "")
         return (
             f"{key}={folder} lacks {len(lacking)} of the {len(files)} files with weights that {_INDEX} names: "
-            f"{shown}. Copy them again."
+            f"{names}. Copy them again."
         )
-    return next((said for name in files if (said := _damage(folder / name))), None)
+    return next((damage for name in files if (damage := _damage(folder / name))), None)
 
 
 def _damage(file: Path) -> str | None:
@@ -72,7 +72,7 @@ def _damage(file: Path) -> str | None:
             # Eight damaged bytes can name any length, so no more is read than there is.
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, have)))
-        needed = (
+        size = (
             8
             + length
             + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
@@ -81,14 +81,14 @@ def _damage(file: Path) -> str | None:
         return f"{file} has no readable safetensors header ({have:,} bytes): truncated or damaged. Copy it again."
     return (
         None
-        if have == needed
-        else f"{file} has {have:,} bytes and its header says {needed:,}: truncated or damaged. Copy it again."
+        if have == size
+        else f"{file} has {have:,} bytes and its header says {size:,}: truncated or damaged. Copy it again."
     )
 
 
 def _hub_problem(key: str, name: str) -> str | None:
     """Asks the hub once, with a short wait: transformers would ask for each of many files, again and again."""
-    no_folder, meant = f"{key}={name}: there is no such folder", nearest_file(Path(name))
+    no_folder, hint = f"{key}={name}: there is no such folder", nearest_file(Path(name))
     local = None
     try:
         cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
@@ -96,16 +96,16 @@ def _hub_problem(key: str, name: str) -> str | None:
         if huggingface_hub.constants.HF_HUB_OFFLINE:
             if local:
                 return _folder_problem(key, local)
-            return f"{no_folder}, the hub's cache has no such model, and HF_HUB_OFFLINE forbids to fetch it.{meant}"
+            return f"{no_folder}, the hub's cache has no such model, and HF_HUB_OFFLINE forbids to fetch it.{hint}"
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
     except HFValidationError:
-        return f"{no_folder}, and a name on the hub is written otherwise.{meant}"
+        return f"{no_folder}, and a name on the hub is written otherwise.{hint}"
     except HfHubHTTPError as error:
-        return None if local else f"{no_folder}, and the hub says: {first_line(error)}{meant}"
+        return None if local else f"{no_folder}, and the hub says: {first_line(error)}{hint}"
     except Exception as error:  # noqa: BLE001 - what a broken line raises depends on the hub's HTTP client
         unreachable = f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({first_line(error)})"
         if not local:
-            return f"{no_folder}, and {unreachable}.{meant} Give a folder, or fetch the model where there is a network."
+            return f"{no_folder}, and {unreachable}.{hint} Give a folder, or fetch the model where there is a network."
         log.warning("note: %s, so %s is taken from the cache (as HF_HUB_OFFLINE=1 does at once)", unreachable, name)
         work_offline()
         huggingface_hub.constants.HF_HUB_OFFLINE = True

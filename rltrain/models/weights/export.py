@@ -152,10 +152,10 @@ def _source_folder(path: str, config: PretrainedConfig) -> Path:
     """The folder with the small files of a model. For a hub name they are fetched in the revision that was loaded."""
     if Path(path).is_dir():
         return Path(path)
-    wanted = [f"*{suffix}" for suffix in _COPIED_SUFFIXES]
+    patterns = [f"*{suffix}" for suffix in _COPIED_SUFFIXES]
     revision = getattr(config, "_commit_hash", None)
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except Exception:  # noqa: BLE001 - a failing network must not end a run: the loaded files are in the cache
         return Path(str(cached_file(path, "config.json", revision=revision, local_files_only=True))).parent
 

@@ -41,14 +41,14 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
         (huggingface_name(name), buffer) for name, buffer in packed.named_buffers() if buffer.is_floating_point()
     )
     damaged += [name for name, buffer in buffers if bool(buffer.isnan().any())]
-    told = _describe(damaged, "numbers that are not finite (NaN or infinity)", "Give another copy of the model", files)
-    told += _describe(too_large, "numbers beyond those of float16 (65,504)", "Compute in bfloat16", files)
-    num_reports = torch.tensor(len(told))
+    lines = _describe(damaged, "numbers that are not finite (NaN or infinity)", "Give another copy of the model", files)
+    lines += _describe(too_large, "numbers beyond those of float16 (65,504)", "Compute in bfloat16", files)
+    num_reports = torch.tensor(len(lines))
     dist.all_reduce(num_reports, dist.ReduceOp.MAX)
     if not num_reports:
         return
-    of_ranks: list[list[str]] = [told] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, told)
+    of_ranks: list[list[str]] = [lines] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, lines)
     first = next(rank_reports[0] for rank_reports in of_ranks if rank_reports)
     raise NonFiniteError(f"{key}: {first}")
 
@@ -56,5 +56,5 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
 def _describe(names: list[str], what: str, way_out: str, files: Callable[[str], str]) -> list[str]:
     if not names:
         return []
-    shown = ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")
-    return [f"{count(len(names), 'weight')} of {files(names[0])} with {what}: {shown}. {way_out}."]
+    listed = ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")
+    return [f"{count(len(names), 'weight')} of {files(names[0])} with {what}: {listed}. {way_out}."]

@@ -84,7 +84,7 @@ def _instead(entries: Entries, placing: Placing) -> str:
         return again
     tried = [(what, Placing({rename(name): weight for name, weight in entries.empty.items()}, placing.plain))
              for what, rename in _renamings(left)]  # fmt: skip
-    what, fits = min(tried, key=lambda each: len(each[1].missing), default=("", placing))
+    what, fits = min(tried, key=lambda attempt: len(attempt[1].missing), default=("", placing))
     if len(fits.missing) < len(placing.missing):
         most = f"all but {len(fits.missing)} fit" if fits.missing else "fit"
         adapted = any(map(_ADAPTER.search, left)) or "base_layer" in what
@@ -104,10 +104,10 @@ def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
         many = f"All {number}" if number == len(names) else f"{number} of {len(names)}"
         yield f"{many} other names begin with {prefix}", partial(_without, prefix)
     if words := dict.fromkeys(word for name in names for word in _WRAPPERS.findall(name)):
-        said = f"Other names, such as {names[0]}, have {'. and '.join(words)}. in them"
-        yield said, partial(_WRAPPERS.sub, "")
+        sentence = f"Other names, such as {names[0]}, have {'. and '.join(words)}. in them"
+        yield sentence, partial(_WRAPPERS.sub, "")
         (prefix, _), *_ = Counter(_WRAPPERS.sub("", name).split(".")[0] + "." for name in names).most_common(1)
-        yield f"{said}, begin with {prefix}", partial(_without_all, prefix)
+        yield f"{sentence}, begin with {prefix}", partial(_without_all, prefix)
 
 
 def _without(prefix: str, name: str) -> str:
@@ -162,7 +162,7 @@ def _same(entries: Entries, first: str, second: str) -> bool:
     last = entries.empty[first].shape[0] if entries.empty[first].dim() else 0
     starts = {0, max(last // 2 - _ROWS, 0), max(last - _ROWS, 0)}
     pairs = ([entries.rows(name, at, at + _ROWS).float() for name in (first, second)] for at in starts)
-    return all(torch.allclose(rows, other, 0.0, 0.0, equal_nan=True) for rows, other in pairs)
+    return all(torch.allclose(rows, rows_of_second, 0.0, 0.0, equal_nan=True) for rows, rows_of_second in pairs)
 
 
 def _there(placing: Placing) -> Iterator[str]:

@@ -232,14 +232,14 @@ def _stored_layers(lora: Lora, linear: list[str]) -> set[str]:
     """The layers that an adapter's file has weights for. Raises ConfigError for names that are not this model's."""
     fitting = {f"{_PEFT}{name}.lora_{kind}.weight": name for name in linear for kind in "AB"}
     stored = _stored_weights(lora)
-    said = f"{lora.section}.lora_adapter_path={lora.path} does not fit this model"
+    text = f"{lora.section}.lora_adapter_path={lora.path} does not fit this model"
     for odd in sorted(stored.keys() - fitting):
         layer = odd.removeprefix(_PEFT).rpartition(".lora_")[0]
         inside = max((name for name in linear if f".{odd}".count(f".{name}.")), key=len, default=None)
         if inside is None:
-            raise ConfigError(f"{said}, which has no linear layer {layer or odd} below the head.")
+            raise ConfigError(f"{text}, which has no linear layer {layer or odd} below the head.")
         raise ConfigError(
-            f"{said}: it has {odd}, which peft would call {_PEFT}{inside}.lora_A.weight or lora_B. Save it with peft's "
+            f"{text}: it has {odd}, which peft would call {_PEFT}{inside}.lora_A.weight or lora_B. Save it with peft's "
             "save_pretrained, or rename its weights."
         )
     return {fitting[name] for name in stored}
@@ -333,15 +333,15 @@ def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
     weights = {}
     for name, _ in lora_layers(model):
         for kind in ("A", "B"):
-            own = _weight_name(name, kind)
+            weight_name = _weight_name(name, kind)
             weight = stored_weights.get(f"{_PEFT}{name}.lora_{kind}.weight")
-            if weight is None or weight.shape != shapes[own]:
+            if weight is None or weight.shape != shapes[weight_name]:
                 adapter_shape = "no such weight" if weight is None else f"shape {list(weight.shape)}"
                 raise ConfigError(
-                    f"{lora.section}.lora_adapter_path={lora.path} does not fit this model: {own} is "
-                    f"{list(shapes[own])} here, and the adapter has {adapter_shape}."
+                    f"{lora.section}.lora_adapter_path={lora.path} does not fit this model: {weight_name} is "
+                    f"{list(shapes[weight_name])} here, and the adapter has {adapter_shape}."
                 )
-            weights[own] = weight
+            weights[weight_name] = weight
     return weights
 
 

@@ -78,25 +78,25 @@ class Placing:
             groups.setdefault(id(weight), []).append(name)
         tied = (getattr(self.plain, "all_tied_weights_keys", None) or {}).items()
         for names in [*groups.values(), *map(list, tied)]:
-            there = next((name for name in names if self.home.get(name, name) in self.parts), None)
-            if there is not None:
+            present = next((name for name in names if self.home.get(name, name) in self.parts), None)
+            if present is not None:
                 lacking = [name for name in names if self.home.get(name, name) not in self.parts]
-                self.home |= dict.fromkeys(lacking, self.home.get(there, there))
+                self.home |= dict.fromkeys(lacking, self.home.get(present, present))
 
     def twice(self) -> list[tuple[str, str]]:
         """Pairs of entries that are the same weight by their names, or by a tie of the model."""
-        found = []
+        pairs = []
         for parts in self.parts.values():
             plain = [entry for entry, pattern in parts if pattern is None]
-            found += [(plain[0], other) for other in plain[1:]]
+            pairs += [(plain[0], other) for other in plain[1:]]
         for name, other in (getattr(self.plain, "all_tied_weights_keys", None) or {}).items():
             if name in self.parts and other in self.parts:
-                found.append((self.parts[other][0][0], self.parts[name][0][0]))
-        return found
+                pairs.append((self.parts[other][0][0], self.parts[name][0][0]))
+        return pairs
 
     def converter(self, pattern: str | None) -> Any:
         """The converter with this pattern."""
-        return next(each for each in self._converters if pattern in each.source_patterns)
+        return next(converter for converter in self._converters if pattern in converter.source_patterns)
 
     def entries(self, name: str) -> list[tuple[str, str | None]]:
         """Of a weight: its entries, and of each the pattern of its converter."""
@@ -106,13 +106,13 @@ class Placing:
         """A weight by its converter. skip(n): whether the n-th entry of each pattern is left out."""
         home, parts = self.home.get(name, name), self.entries(name)
         converter = copy.deepcopy(self.converter(parts[0][1]))
-        seen: dict[str | None, int] = {}
+        numbers: dict[str | None, int] = {}
         for entry, pattern in parts:
-            number = seen[pattern] = seen.get(pattern, -1) + 1
+            number = numbers[pattern] = numbers.get(pattern, -1) + 1
             if not skip(number):
                 converter.add_tensor(home, entry, pattern, read(entry))
-        made = converter.convert(home, model=self.plain, config=self.plain.config)[name]
-        return made[0] if isinstance(made, list) else made
+        weight = converter.convert(home, model=self.plain, config=self.plain.config)[name]
+        return weight[0] if isinstance(weight, list) else weight
 
     def shape(self, name: str) -> tuple[int, ...]:
         """That which its entries make. Raises whatever a rule raises that is given other shapes than it knows."""
@@ -123,9 +123,9 @@ class Placing:
     def in_files(self, names: Iterable[str]) -> list[str]:
         """What save_pretrained would call these weights: what is missing is named as it should stand in a file."""
         try:
-            wanted = CheckpointNames(self.plain)(
+            names_in_files = CheckpointNames(self.plain)(
                 {name: torch.empty(self.shapes[name], device="meta") for name in names}
             )
         except Exception:  # noqa: BLE001 - the rules of hundreds of families, which are needed for a name alone
             return list(names)
-        return list(wanted)
+        return list(names_in_files)

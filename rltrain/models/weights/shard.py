@@ -50,7 +50,7 @@ def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
         return init_device_mesh(device.kind, (world,), mesh_dim_names=("shard",))
     ranks = torch.arange(world).view(-1, fsdp_size)
     # Those that a mesh makes for itself would give up after minutes, long before a call is late.
-    groups = [dist.new_subgroups_by_enumeration(each.tolist(), COLLECTIVE_TIMEOUT)[0] for each in (ranks.T, ranks)]
+    groups = [dist.new_subgroups_by_enumeration(grid.tolist(), COLLECTIVE_TIMEOUT)[0] for grid in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device.kind, ranks, mesh_dim_names=("replicate", "shard"))
 
 
@@ -134,11 +134,11 @@ def _compile_layers(model: PreTrainedModel) -> None:
 
 
 def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> None:
-    own = first_adapters(packed.model, spec.lora) if spec.lora else {}
+    weights = first_adapters(packed.model, spec.lora) if spec.lora else {}
     if isinstance(packed, ScalarModel):
         head = read_score_head(spec.path)
         # A new critic says 0 of every state; random weights would make advantages of noise.
-        own["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
+        weights["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
     config = without_dropout(config)
     adapters = f"{spec.lora.path}'s adapter_model" if spec.lora else ""
     try:
@@ -150,7 +150,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
     whole = torch.tensor(int(bool(why)))
     dist.all_reduce(whole, dist.ReduceOp.MAX)
     if checkpoint and not whole:
-        _copy_rows(packed, own, checkpoint)
+        _copy_rows(packed, weights, checkpoint)
     else:
         if dist.get_rank() == 0:
             why = why or "another rank finds no such files"
@@ -158,24 +158,24 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
             kinds: Any = {"trust_remote_code": spec.trust_remote_code, "decoder_only": isinstance(packed, ScalarModel)}
             model = read_weights(spec.path, config, spec.master_dtype, **kinds)
             # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
-            own |= dict([*model.named_parameters(), *model.named_buffers()]) | own
-        _hand_out(packed, own if dist.get_rank() == 0 else None)
+            weights |= dict([*model.named_parameters(), *model.named_buffers()]) | weights
+        _hand_out(packed, weights if dist.get_rank() == 0 else None)
 
     def files(name: str) -> str:
         if ".lora_" in name:
             return adapters
-        inside = checkpoint.files(name) if checkpoint and name not in own else files_of(spec.path, fetch=True)
+        inside = checkpoint.files(name) if checkpoint and name not in weights else files_of(spec.path, fetch=True)
         return ", ".join(file.name for file in inside)
 
     check_finite(packed, spec.compute_dtype, f"{spec.section}.path={spec.path}", files)
 
 
 @torch.no_grad()
-def _copy_rows(packed: PackedModel, own: dict[str, Tensor], checkpoint: SlicedCheckpoint) -> None:
+def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: SlicedCheckpoint) -> None:
     for name, parameter in packed.named_parameters():
         name, (first, last) = huggingface_name(name), _rows_here(parameter)
-        found = own[name][first:last] if name in own else checkpoint.rows(name, first, last, parameter.dtype)
-        _local(parameter).copy_(found)
+        rows = weights[name][first:last] if name in weights else checkpoint.rows(name, first, last, parameter.dtype)
+        _local(parameter).copy_(rows)
     for name, buffer in packed.named_buffers():
         buffer.copy_(checkpoint.buffers[huggingface_name(name)])
 

@@ -57,10 +57,10 @@ class SlicedCheckpoint:
         if stacks and first == last:
             return torch.empty(0, *self._placing.shapes[name][1:])
         # The n-th entry of a pattern is row n of what is stacked.
-        made = self._placing.make(
-            name, lambda each: self._slice(each)[:].to(dtype), lambda number: stacks and not first <= number < last
+        weight = self._placing.make(
+            name, lambda piece: self._slice(piece)[:].to(dtype), lambda number: stacks and not first <= number < last
         )
-        return (made if stacks else made[first:last]).to(dtype)
+        return (weight if stacks else weight[first:last]).to(dtype)
 
     def files(self, name: str) -> list[Path]:
         """Those that hold a weight."""
@@ -79,8 +79,8 @@ class SlicedCheckpoint:
                     module._buffers[name] = torch.zeros_like(buffer, device="cpu")
         # Parameters stay on the meta device, so this costs nothing but the buffers.
         plain.initialize_weights()
-        found = dict(plain.named_buffers())
-        return found | {name: self._entries.read(parts[name][0][0]) for name in found if name in parts}
+        buffers = dict(plain.named_buffers())
+        return buffers | {name: self._entries.read(parts[name][0][0]) for name in buffers if name in parts}
 
     def _slice(self, entry: str) -> Any:
         return self._entries.opened[entry].get_slice(entry)
@@ -92,4 +92,4 @@ def _stacks_rows(converter: Any) -> bool:
     if type(first).__name__ != "MergeModulelist" or first.dim != 0:
         return False
     dims = {"Concatenate": ("dim",), "Transpose": ("dim0", "dim1")}
-    return all(min((getattr(each, dim) for dim in dims.get(type(each).__name__, ())), default=0) > 0 for each in others)
+    return all(min((getattr(step, dim) for dim in dims.get(type(step).__name__, ())), default=0) > 0 for step in others)

@@ -83,8 +83,8 @@ def reference_spec(cfg: Config, device: Device, images: bool = False) -> ModelSp
 def has_other_reference(cfg: Config) -> bool:
     """Whether the reference is loaded from other weights than those that training starts from."""
     roles = cfg.actor_rollout_ref
-    other = roles.ref.model.path not in (None, roles.model.path)
-    return other and not roles.model.uses_lora and make_step_passes(cfg).reference
+    is_other = roles.ref.model.path not in (None, roles.model.path)
+    return is_other and not roles.model.uses_lora and make_step_passes(cfg).reference
 
 
 def critic_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
@@ -117,7 +117,7 @@ def _trained(
     device: Device,
     images: bool,
 ) -> ModelSpec:
-    used: Tower = "frozen" if cfg.actor_rollout_ref.actor.freeze_vision_tower else "trained"
+    tower: Tower = "frozen" if cfg.actor_rollout_ref.actor.freeze_vision_tower else "trained"
     dtype, compute_dtype = resolve_dtype(fsdp.model_dtype, device), resolve_dtype(fsdp.compute_dtype, device)
     lora = lora_of(model, _section(role), dtype, cfg.data.seed)
     return ModelSpec(
@@ -135,7 +135,7 @@ def _trained(
         longest=longest_sequence(cfg),
         fused_kernels=cfg.actor_rollout_ref.model.use_liger,
         compiled=fsdp.use_torch_compile,
-        tower=used if images else "rests",
+        tower=tower if images else "rests",
     )
 
 

@@ -81,7 +81,7 @@ def training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None)
     state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
     if optimizer is not None:
         # Not kept: a save may find a weight and its moments to come on different devices.
-        state["optimizer"] = {name: moments(optimizer, each, keep=False) for name, each in parameters.items()}
+        state["optimizer"] = {name: moments(optimizer, parameter, keep=False) for name, parameter in parameters.items()}
     return state
 
 

@@ -67,7 +67,7 @@ class RewardFunction:
         arguments = dict(zip(self._custom.arguments, values, strict=True))
         *_, name = arguments
         extra = arguments[name]
-        arguments[name] = [info | _TOLD for info in extra] if self._custom.batch else extra | _TOLD
+        arguments[name] = [row_info | _TOLD for row_info in extra] if self._custom.batch else extra | _TOLD
         # By keyword, as verl calls it: the order of a function's arguments is its own. reward_kwargs win, as in verl.
         return self._function(**arguments | self._custom.kwargs)
 
@@ -79,7 +79,7 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
         return
     arguments = dict.fromkeys(custom.arguments) | custom.kwargs
     where = f"{custom.name}{signature} in {custom.path!r}"
-    no_default = {name for name, each in signature.parameters.items() if each.default is each.empty}
+    no_default = {name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty}
     if served := [name for name in _OF_REWARD_LOOP if name in no_default - arguments.keys()]:
         raise ConfigError(
             f"{where} needs {' and '.join(served)}, which verl gives to a function beside a generative reward model "

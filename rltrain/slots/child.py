@@ -56,7 +56,7 @@ def main(descriptor: int, parent: int) -> None:
     impose(limits)
     service: Service = pickle.load(requests)
     functions: dict[str, Callable[..., Any]] = {}
-    own = os.getpid()
+    pid = os.getpid()
     with suppress(EOFError, ConnectionError):
         while True:
             name, calls = pickle.load(requests)
@@ -64,7 +64,7 @@ def main(descriptor: int, parent: int) -> None:
                 reply = _prepare(name, service, functions)
             else:
                 reply = {"results": _results(functions[name], calls, service, limits.timeout_s)}
-            if os.getpid() != own:  # the function forked; a second reply would be taken for that to the next request
+            if os.getpid() != pid:  # the function forked; a second reply would be taken for that to the next request
                 os._exit(0)
             channel.sendall(_line(reply, service))
 

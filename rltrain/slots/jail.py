@@ -155,8 +155,8 @@ def _run(code: str, function: str | None, arguments: list, nowhere: int) -> None
     result = os.dup(1)
     os.dup2(nowhere, 1)
     exec(program, names)
-    called = names.get(function) or getattr(names["Solution"](), function)
-    os.write(result, json.dumps(called(*arguments)).encode())
+    called_function = names.get(function) or getattr(names["Solution"](), function)
+    os.write(result, json.dumps(called_function(*arguments)).encode())
 
 
 if __name__ == "__main__":

@@ -53,28 +53,28 @@ def kill_tree(pid: int) -> set[int]:
     stopped: set[int] = set()
     # Everything is stopped before anything is killed: a stopped process cannot fork, and no orphan escapes the sweep.
     for _ in range(_MAX_SWEEPS):
-        found = {pid, *descendants(pid)} - stopped
-        if not found:
+        running = {pid, *descendants(pid)} - stopped
+        if not running:
             break
-        for each in found:
+        for member in running:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(each, signal.SIGSTOP)
-        stopped |= found
+                os.kill(member, signal.SIGSTOP)
+        stopped |= running
     with suppress(ProcessLookupError, PermissionError):  # macOS refuses for a process that has ended
         os.killpg(pid, signal.SIGKILL)
-    for each in stopped:
+    for member in stopped:
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(each, signal.SIGKILL)
+            os.kill(member, signal.SIGKILL)
     return stopped - {pid}
 
 
 def descendants(pid: int) -> list[int]:
     """Process ids below ``pid``; none where there is no /proc."""
-    found, unseen = [], [pid]
+    pids, unseen = [], [pid]
     while unseen:
         for listing in Path(f"/proc/{unseen.pop()}/task").glob("*/children"):
             with suppress(OSError):
                 children = [int(child) for child in listing.read_text("utf-8").split()]
-                found += children
+                pids += children
                 unseen += children
-    return found
+    return pids

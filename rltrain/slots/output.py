@@ -14,10 +14,10 @@ _LOST_CHARS = 2000
 
 def lost_process(text: str) -> str:
     """The first traceback in ``text`` of a process that multiprocessing started, to its last line; "" without one."""
-    found = _LOST.search(text)
-    if not found:
+    match = _LOST.search(text)
+    if not match:
         return ""
-    start = text.rfind(_TRACEBACK, 0, found.start()) if found[1] else text.find(_TRACEBACK, found.end())
+    start = text.rfind(_TRACEBACK, 0, match.start()) if match[1] else text.find(_TRACEBACK, match.end())
     lines = text[start:].splitlines() if start >= 0 else []
     # Frames and notes are indented, the exception's own line is not.
     last = next((at for at, line in enumerate(lines[1:], 1) if line and not line[0].isspace()), len(lines))

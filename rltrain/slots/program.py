@@ -32,16 +32,16 @@ def run_program(
     # meanwhile.
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as stdin_file,
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as spec,
     ):
-        for stream, text in ((given, stdin), (spec, json.dumps(job))):
+        for stream, text in ((stdin_file, stdin), (spec, json.dumps(job))):
             stream.write(text.encode(errors="surrogateescape"))
             stream.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_JAIL), str(spec.fileno())],
-            stdin=given,
+            stdin=stdin_file,
             stdout=stdout,
             stderr=subprocess.DEVNULL,
             cwd=folder,

@@ -380,7 +380,7 @@ def _tokens(text: str) -> list[str]:
     """The tokens of a formula: numbers, commands without their backslash, single letters, signs."""
     if len(text) > _MAX_CHARS:
         raise Unreadable
-    found: list[str] = []
+    tokens: list[str] = []
     position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
@@ -391,7 +391,7 @@ def _tokens(text: str) -> list[str]:
         if word and word not in _WORDS:
             if len(word) > 2:
                 raise Unreadable  # a word is no product of letters
-            found.extend(word)
+            tokens.extend(word)
         elif number or command or word or sign:
-            found.append(f"\\{command}" if command in ("{", "}") else number or command or word or sign)
-    return found
+            tokens.append(f"\\{command}" if command in ("{", "}") else number or command or word or sign)
+    return tokens

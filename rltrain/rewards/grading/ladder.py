@@ -126,8 +126,8 @@ def _same_numbers(answer: str, truth: str, plain: str, right: str, tolerance: Fr
     if not symbolic and None in literal:
         return None
     values = [
-        formula.value(_no_percent(text)) if known is None else known
-        for known, text in zip(literal, (answer, truth), strict=True)
+        formula.value(_no_percent(text)) if exact is None else exact
+        for exact, text in zip(literal, (answer, truth), strict=True)
     ]
     # "60^\circ" is 60, and a third of pi; both are tried where the values are not literally numbers.
     if values[0] is None or values[1] is None:
@@ -305,9 +305,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
         if len(whole) == 1 and text.startswith(opening) and text.endswith(closing):
             inner = _split(text[len(opening) : -len(closing)])
             if opening == "\\{" and inner != ["\\emptyset"]:
-                return "", [one for part in inner for one in _both_signs(part)]
+                return "", [signed for part in inner for signed in _both_signs(part)]
             return (opening + closing, inner) if len(inner) > 1 else ("", whole)
-    return "", [one for part in whole for one in _both_signs(part)]
+    return "", [signed for part in whole for signed in _both_signs(part)]
 
 
 def _both_signs(text: str) -> list[str]:

@@ -22,7 +22,7 @@ def solutions(truth: Any) -> list[str]:
     if hasattr(truth, "tolist"):  # numpy
         truth = truth.tolist()
     several = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else [truth]
-    return [_text(each) for each in several]
+    return [_text(solution) for solution in several]
 
 
 def why_unmatchable(truth: Any) -> str | None:

@@ -77,8 +77,8 @@ def quantity(text: str) -> Quantity:
     if temperature:
         return Quantity(temperature[1], f"°{temperature[2]}")
     value, words, spaced = _behind(text)
-    known = _understood(value, words, spaced) if words else None
-    return known or Quantity(undressed(text, words=" {} ").strip())
+    understood = _understood(value, words, spaced) if words else None
+    return understood or Quantity(undressed(text, words=" {} ").strip())
 
 
 def contradict(answer: Quantity, truth: Quantity) -> bool:
@@ -148,9 +148,9 @@ def _unit(words: list[str]) -> tuple[str | None, frozenset[str]]:
         if name == "per":
             parts.append("/")
             continue
-        known = _UNITS.get(name, _UNITS.get(name.lower()))
-        unknown |= known is None
-        name = known if known is not None else _singular(name.lower())
+        spelling = _UNITS.get(name, _UNITS.get(name.lower()))
+        unknown |= spelling is None
+        name = spelling if spelling is not None else _singular(name.lower())
         parts.append(name + (f"^{exponent}" if exponent and name else power if name else ""))
         power = ""
     unit = "".join(part + " " * (part not in ("/", "")) for part in parts).replace(" /", "/").strip()

@@ -139,8 +139,8 @@ class RewardPool:
             if isinstance(error.cause, RewardError):
                 raise RewardError(str(error.cause)) from None
             if isinstance(error.cause, ObjectLostError):
-                said = f"{where}: the answers to score are gone with the worker that wrote them. {AGAIN}"
-                raise WorkerLost(said) from error
+                sentence = f"{where}: the answers to score are gone with the worker that wrote them. {AGAIN}"
+                raise WorkerLost(sentence) from error
             raise WorkerError(f"{where}: {error}") from error
         except RayError as error:
             number = self._numbers.get(getattr(error, "actor_id", None) or "")
@@ -167,8 +167,8 @@ class RewardPool:
 
     def stacks(self) -> dict[str, str]:
         """What the workers and their processes do."""
-        gone = "does not answer: stopped, or its node is gone\n"
-        return {f"reward worker {number}": stack or gone for number, stack in enumerate(self._stacks())}
+        silent = "does not answer: stopped, or its node is gone\n"
+        return {f"reward worker {number}": stack or silent for number, stack in enumerate(self._stacks())}
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
@@ -212,17 +212,17 @@ class RewardPool:
             with suppress(ray.exceptions.RayError):
                 pid, node = ray.get(self._who[number]) if self._who[number] in ready else (pid, node)
             names.append(f"reward worker {number} of {len(self.workers)} (pid {pid} on {node})")
-        more = f" and {len(numbers) - len(names)} more" if len(numbers) > len(names) else ""
-        return f"{', '.join(names) or 'a reward worker'}{more}, in {phase}"
+        remainder = f" and {len(numbers) - len(names)} more" if len(numbers) > len(names) else ""
+        return f"{', '.join(names) or 'a reward worker'}{remainder}, in {phase}"
 
     def _stacks(self) -> list[str]:
         """What the workers and their processes do; "" for those that do not answer."""
         import ray
 
-        asked = [worker.stacks.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STACKS_S) if asked else ([], [])
-        stacks = [""] * len(asked)
-        for number, call in enumerate(asked):
+        calls = [worker.stacks.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
+        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=_STACKS_S) if calls else ([], [])
+        stacks = [""] * len(calls)
+        for number, call in enumerate(calls):
             with suppress(ray.exceptions.RayError):
                 stacks[number] = ray.get(call) if call in answered else ""
         return stacks
@@ -254,8 +254,8 @@ class Scoring:
         if rows.shape != positions.shape:
             raise ValueError(f"{len(rows)} rows and {len(positions)} positions")
         for first in range(0, len(rows), self._answers_per_call):
-            some = slice(first, first + self._answers_per_call)
-            call = (len(self._scores), self._split, [texts], rows[some], positions[some])
+            part = slice(first, first + self._answers_per_call)
+            call = (len(self._scores), self._split, [texts], rows[part], positions[part])
             self._scores.append([])
             self._workers.submit(self._hand_out, call)
         self.advance()
@@ -312,8 +312,8 @@ class Scoring:
 
 def _failure_report(failures: list[Score], total: int) -> str:
     statuses = [score.status for score in failures]
-    shown = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses)))
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses)))
     return (
-        f"the reward function fails on more than half of a batch (at least {len(failures)} of {total}: {shown}). "
+        f"the reward function fails on more than half of a batch (at least {len(failures)} of {total}: {counts}). "
         f"The first failure:\n{failures[0].report()}"
     )

@@ -41,9 +41,9 @@ class RemoteScorer:
         # Outside the deadline: an answer's time starts when its request does.
         self._free = asyncio.Semaphore(concurrency)
         # Without compression the size of a reply is bounded by counting the bytes that come.
-        sent = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        defaults = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._client = httpx.AsyncClient(
-            headers=sent | {name: str(value) for name, value in (headers or {}).items()},
+            headers=defaults | {name: str(value) for name, value in (headers or {}).items()},
             verify=ssl.create_default_context(),
             trust_env=False,
             # `_score` has the one deadline; httpx would start its own anew for every read.
@@ -85,8 +85,8 @@ class RemoteScorer:
             try:
                 score = await asyncio.wait_for(self._until_scored(body, trouble), self._timeout_s)
             except asyncio.TimeoutError:
-                said = f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {trouble[-1]}"
-                score = Score(None, "timeout", said)
+                sentence = f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {trouble[-1]}"
+                score = Score(None, "timeout", sentence)
         return score.about(call)
 
     async def _until_scored(self, body: bytes, trouble: list[str]) -> Score:

@@ -81,6 +81,6 @@ def _finite(value: Any, what: str) -> float:
     if isinstance(number, float) and not math.isfinite(number):
         raise ValueError(f"{what} {number}; it must be finite")
     if abs(number) > MOST:
-        shown = f"{number:.4g}" if isinstance(number, float) else f"an int of {number.bit_length()} bits"
-        raise ValueError(f"{what} {shown}; beyond ±{MOST:g} a loss is not finite any more. Scale the rewards down")
+        text = f"{number:.4g}" if isinstance(number, float) else f"an int of {number.bit_length()} bits"
+        raise ValueError(f"{what} {text}; beyond ±{MOST:g} a loss is not finite any more. Scale the rewards down")
     return float(number)

@@ -57,8 +57,8 @@ class ScoringSlot(Slot):
             # After a timeout no other form is tried: each could cost another deadline.
             if score.status not in ("crashed", "rejected") or score.kind == ORPHANED:
                 break
-            other = self.score(call[0], form.format(call[1]), *call[2:])
-            score = other if other.status == "ok" else score
+            of_form = self.score(call[0], form.format(call[1]), *call[2:])
+            score = of_form if of_form.status == "ok" else score
         return score
 
     def _score(self, call: ScorerCall) -> Score:
@@ -69,7 +69,7 @@ class ScoringSlot(Slot):
     def _score_lists(self, calls: Sequence[ScorerCall]) -> list[Score]:
         outcome = self.call(calls[0][0], *calls, timeout_s=self._limits.timeout_s * len(calls))
         outcomes = map(outcome_of, outcome.value) if outcome.status == "ok" else [outcome] * len(calls)
-        return [_score_of(each, call) for each, call in zip(outcomes, calls, strict=True)]
+        return [_score_of(result, call) for result, call in zip(outcomes, calls, strict=True)]
 
 
 def _score_of(outcome: Outcome, call: ScorerCall) -> Score:

@@ -58,9 +58,9 @@ def code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> di
     timeout_s = current_limits().timeout_s
     deadline = time.monotonic() + min(_SHARE_OF_DEADLINE * timeout_s, max(timeout_s - _LEAST_REST_S, timeout_s / 2))
     program, passed = extract_code(solution_str), 0
-    for given, expected in zip(inputs, outputs, strict=True):
+    for test_input, expected in zip(inputs, outputs, strict=True):
         remaining = deadline - time.monotonic()
-        output = _output(program, given, function, min(_TEST_S, remaining)) if remaining > _LEAST_S else None
+        output = _output(program, test_input, function, min(_TEST_S, remaining)) if remaining > _LEAST_S else None
         if output is None:  # out of time: the other tests would be too
             break
         passed += _same_result(output, expected) if function else same_text(output, _text(expected))
@@ -73,15 +73,15 @@ def same_text(output: str, expected: str) -> bool:
     return len(ours) == len(theirs) and all(a == b or _close(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _output(program: str, given: Any, function: str | None, seconds: float) -> str | None:
+def _output(program: str, inputs: Any, function: str | None, seconds: float) -> str | None:
     if function:
-        return run_program(program, seconds=seconds, function=function, arguments=_arguments(given))
-    return run_program(program, _text(given), seconds=seconds)
+        return run_program(program, seconds=seconds, function=function, arguments=_arguments(inputs))
+    return run_program(program, _text(inputs), seconds=seconds)
 
 
-def _arguments(given: Any) -> list:
+def _arguments(inputs: Any) -> list:
     """One JSON value a line, or the list itself."""
-    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+    return [json.loads(line) for line in inputs.splitlines()] if isinstance(inputs, str) else list(inputs)
 
 
 def _text(value: Any) -> str:

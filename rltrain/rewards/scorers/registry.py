@@ -69,13 +69,13 @@ def check_sources(data_sources: Iterable[str]) -> None:
 
 
 def _match(data_source: str) -> str:
-    known = known_sources()
-    if data_source in known:
+    sources = known_sources()
+    if data_source in sources:
         return data_source
-    for name in known:
+    for name in sources:
         if name.endswith("*") and data_source.startswith(name[:-1]):
             return name
     raise RewardError(
-        f"no scorer for data_source={data_source!r}. Known: {', '.join(known)}. Give your own with "
+        f"no scorer for data_source={data_source!r}. Known: {', '.join(sources)}. Give your own with "
         "custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score."
     )

@@ -78,16 +78,16 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
             return program(_parse(sys.argv[1:] if argv is None else argv), stop)
         except BaseException as error:
             # Ray makes errors of its own of what a signal handler raises.
-            ours = stop.interrupted() if stop.at_once else system_error(error) or error
-            if not isinstance(ours, RltrainError):
-                tell_supervisor(error=f"{type(ours).__name__}: {ours}")
+            raised = stop.interrupted() if stop.at_once else system_error(error) or error
+            if not isinstance(raised, RltrainError):
+                tell_supervisor(error=f"{type(raised).__name__}: {raised}")
                 raise
-        tell_supervisor(error=str(ours), passing=ours.passing)
+        tell_supervisor(error=str(raised), passing=raised.passing)
         # What the run has printed stands above the error, also where both go to one file.
         _flush()
         with suppress(OSError):
-            sys.stderr.write(_message(ours))
-        return ours.exit_code
+            sys.stderr.write(_message(raised))
+        return raised.exit_code
 
 
 def _message(error: RltrainError) -> str:

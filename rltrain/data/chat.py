@@ -98,9 +98,9 @@ class ChatEncoder:
         numbers = num_images or [0] * len(conversations)
 
         def longest() -> int:
-            asked = zip(conversations, numbers, strict=True)
-            seen = [with_parts(conversation, of) if of else conversation for conversation, of in asked]
-            return max(map(len, self._templated(seen, tokenize=False)), default=0)
+            pairs = zip(conversations, numbers, strict=True)
+            filled = [with_parts(conversation, of) if of else conversation for conversation, of in pairs]
+            return max(map(len, self._templated(filled, tokenize=False)), default=0)
 
         if problem := trouble(longest, _MOST_CHARS, cpu_s):
             whose = "in custom_chat_template" if self.chat_template else f"of {self.path!r}"
@@ -356,10 +356,10 @@ def _refuse_media(messages: Sequence[Message]) -> None:
         content = message.get("content")
         kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
         if kinds - {"text"}:
-            held = ", ".join(sorted(map(str, kinds - {"text"})))
+            media = ", ".join(sorted(map(str, kinds - {"text"})))
             if kinds <= {"text", "image"}:
                 raise DataError("a message holds an image, and the row has none. Does data.image_key name its column?")
-            raise DataError(f"a message holds {held}: known are text and image.")
+            raise DataError(f"a message holds {media}: known are text and image.")
 
 
 def _is_template_error(error: Exception) -> bool:

@@ -65,16 +65,16 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
 
 def class_config(data: DataConfig) -> DictConfig:
     """The section data as classes of verl read it, with ``own_keys`` in their places."""
-    ours = asdict(data)
-    own = ours.pop("own_keys")
+    settings = asdict(data)
+    own_keys = settings.pop("own_keys")
     for section, key, names in (
         ("custom_cls", data.custom_cls, ("path", "name")),
         ("sampler", data.sampler.name, ("class_path", "class_name")),
     ):
         path, colon, name = (key or "").rpartition(":")
         chosen = dict(zip(names, (path, name) if colon else (None, None), strict=True))
-        ours[section] = chosen | (ours[section] if section == "sampler" else {})
-    merged = OmegaConf.merge(_OF_VERL, ours, own)
+        settings[section] = chosen | (settings[section] if section == "sampler" else {})
+    merged = OmegaConf.merge(_OF_VERL, settings, own_keys)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -120,10 +120,10 @@ def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tup
         raise ConfigError(f"{name} cannot say how many rows it has:\n{user_traceback(error)}") from None
 
 
-def _record(made: Any, row: int, data: DataConfig, name: str, folder: Path) -> dict[str, Any]:
+def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -> dict[str, Any]:
     """The fields of one row: ``raw_prompt`` (or the prompt's column), the columns of verl's files, and images."""
     try:
-        item = made[row]
+        item = dataset[row]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
         raise ConfigError(f"{name}: row {row}:\n{user_traceback(error)}") from None
     if not isinstance(item, Mapping):
@@ -137,21 +137,21 @@ def _record(made: Any, row: int, data: DataConfig, name: str, folder: Path) -> d
         )
     media = item.get("multi_modal_data") or {}
     # Not by their truth, which an array of several does not have.
-    others = {medium: item.get(medium) for medium in ("videos", "audios")} | {
+    foreign = {medium: item.get(medium) for medium in ("videos", "audios")} | {
         medium: media.get(medium) for medium in _OTHERS
     }
-    if held := [kind for kind, value in others.items() if value is not None and len(value)]:
-        raise DataError(f"{name}: row {row} holds {', '.join(held)}: only images are in this version.")
+    if kinds := [kind for kind, value in foreign.items() if value is not None and len(value)]:
+        raise DataError(f"{name}: row {row} holds {', '.join(kinds)}: only images are in this version.")
     images = next(
         (candidate for candidate in (item.get(data.image_key), media.get("image")) if candidate is not None), None
     )
     messages, inside = _taken_out(messages)
-    given = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
+    pictures = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
     columns = (data.reward_fn_key, "reward_model", "ability", "extra_info")
     fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
     plain = {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
     try:
-        return plain | {data.image_key: [_stored(image, folder) for image in given]}
+        return plain | {data.image_key: [_stored(image, folder) for image in pictures]}
     except DataError as error:
         raise DataError(f"{name}: row {row}: an image: {error}") from error
 
@@ -230,8 +230,8 @@ class RowTable(Sequence[dict[str, Any]]):
 
 def _as_verl(row: PromptRow) -> dict[str, Any]:
     reward = {"style": row.reward_style, "ground_truth": row.ground_truth}
-    own = {"data_source": row.data_source, "prompt": row.prompt, "raw_prompt": row.prompt, "ability": row.ability}
-    return own | {"reward_model": reward, "extra_info": row.extra_info, "index": row.extra_info.get("index", 0)}
+    fields = {"data_source": row.data_source, "prompt": row.prompt, "raw_prompt": row.prompt, "ability": row.ability}
+    return fields | {"reward_model": reward, "extra_info": row.extra_info, "index": row.extra_info.get("index", 0)}
 
 
 def is_verls(made: Callable[..., Any]) -> bool:

@@ -83,9 +83,9 @@ def _of_folder(name: str, folder: Path) -> list[str]:
         raise DataError(f"{name!r} is a folder without a parquet or jsonl file.{hint}")
     tests = [file for file in files if _TEST.search(file.stem.lower())]
     if 0 < len(tests) < len(files):
-        shown = ", ".join(file.name for file in files[:4])
+        names = ", ".join(file.name for file in files[:4])
         raise DataError(
-            f"{name!r} is a folder with files of several splits ({shown}{', …' if len(files) > 4 else ''}). "
+            f"{name!r} is a folder with files of several splits ({names}{', …' if len(files) > 4 else ''}). "
             f"Name those that are meant, such as '{name}/train*{files[0].suffix}'."
         )
     return [str(file) for file in files]
@@ -103,9 +103,9 @@ def kind_of(name: str, file: Path) -> str:
         if is_compressed:
             raise DataError(f"data file {name!r} is a compressed parquet file: unpack it (gunzip), as parquet is.")
         return "parquet"
-    for first, what in _OTHERS:
+    for first, kind in _OTHERS:
         if re.match(first, head, re.DOTALL):
-            raise DataError(f"data file {name!r} is {what}.")
+            raise DataError(f"data file {name!r} is {kind}.")
     if head.lstrip()[:1] in (b"{", b"["):
         return "json"
     stem = re.sub(r"\.(gz|bz2|xz|zst)$", "", file.name.lower())

@@ -38,10 +38,10 @@ _MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
 
 def family_of(model_type: str, has_tower: bool = True) -> Family:
     """The family of a configuration. Raises DataError with the reason where its images cannot be trained on."""
-    known = family(model_type)
-    if known.images:
-        return known
-    why = known.why_no_images if has_tower else "it is a model of texts alone"
+    entry = family(model_type)
+    if entry.images:
+        return entry
+    why = entry.why_no_images if has_tower else "it is a model of texts alone"
     seeing = ", ".join(name for name, row in FAMILIES.items() if row.images)
     raise DataError(f"prompts with images cannot be used with {model_type}: {why}. Use {seeing}.")
 
@@ -355,15 +355,15 @@ def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, mer
     """
     starts, lengths = runs(tokens, placeholder)
     positions = np.zeros((3, len(tokens)), dtype=np.int64)
-    done = position = 0
+    end = position = 0
     for start, length, grid in zip(starts.tolist(), lengths.tolist(), grids.tolist(), strict=True):
-        positions[:, done:start] = position + np.arange(start - done)
-        position += start - done
+        positions[:, end:start] = position + np.arange(start - end)
+        position += start - end
         shape = (grid[0], grid[1] // merge, grid[2] // merge)
         positions[:, start : start + length] = position + np.indices(shape).reshape(3, -1)
         position += max(shape[1:])
-        done = start + length
-    positions[:, done:] = position + np.arange(len(tokens) - done)
+        end = start + length
+    positions[:, end:] = position + np.arange(len(tokens) - end)
     return positions
 
 

@@ -67,13 +67,13 @@ class PictureFile:
         largest = max((self._group_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)), default=0)
         if largest <= CACHE_BYTES:
             return
-        said = (
+        sentence = (
             f"{self.path!r} holds {largest / 2**20:,.0f} MiB of column {self.column!r} in one row group, %s. Write it "
             "again with small ones: row_group_size=32 in pyarrow (docs/data.md has the lines)."
         )
         if largest > MOST_GROUP_BYTES:
-            raise DataError(said % "more than can be read")
-        log.warning(said, "and every process that reads images keeps one and takes three times as much to read it")
+            raise DataError(sentence % "more than can be read")
+        log.warning(sentence, "and every process that reads images keeps one and takes three times as much to read it")
 
     def _group_bytes(self, group: Any) -> int:
         leaves = map(group.column, range(group.num_columns))
@@ -86,11 +86,11 @@ class PictureFile:
         groups = np.searchsorted(ends, numbers, side="right")
         for group in np.unique(groups).tolist():
             start = int(ends[group - 1]) if group else 0
-            wanted = numbers[groups == group] - start
+            places = numbers[groups == group] - start
             for batch in file.iter_batches(LOOK_ROWS, row_groups=[group], columns=[self.column]):
-                here = wanted[(wanted >= 0) & (wanted < batch.num_rows)]
-                yield from batch.column(0).take(pa.array(here)).to_pylist()
-                wanted = wanted - batch.num_rows
+                in_batch = places[(places >= 0) & (places < batch.num_rows)]
+                yield from batch.column(0).take(pa.array(in_batch)).to_pylist()
+                places = places - batch.num_rows
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class _Groups:
             if values is None:
                 values = file.read_row_group(group, columns=[of.column]).column(of.column)
             self._kept[file, of.column, group] = values
-            while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > CACHE_BYTES:
+            while len(self._kept) > 1 and sum(cached.nbytes for cached in self._kept.values()) > CACHE_BYTES:
                 self._kept.popitem(last=False)
         return values[number - (int(ends[group - 1]) if group else 0)].as_py()
 

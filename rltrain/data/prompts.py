@@ -77,8 +77,8 @@ class PromptStore:
         """Those of a prompt's tokens that stand for images, int64."""
         return self._counts(2)
 
-    def _counts(self, which: int) -> np.ndarray:
-        return np.zeros(len(self), dtype=np.int64) if self.counts is None else self.counts[which]
+    def _counts(self, row: int) -> np.ndarray:
+        return np.zeros(len(self), dtype=np.int64) if self.counts is None else self.counts[row]
 
     def encoded(self, i: int) -> EncodedPrompt:
         """Prompt ``i`` with its pixels, which are read and processed now, in this process.
@@ -116,7 +116,7 @@ def encode_prompts(
     its last tokens, ``right`` its first, ``middle`` half of each. Go on with ``rows.select(store.row_index)``: prompt i
     of the store is then row i of the rows.
     """
-    kept, row_index, overlong, counts, wrong = [], [], [], [], []
+    token_ids, row_index, overlong, counts, wrong = [], [], [], [], []
     _ = encoder.tokenizer  # where there is none, no row is to blame
     for position, outcome in enumerate(_encode_rows(rows, encoder)):
         if isinstance(outcome, str):
@@ -133,22 +133,22 @@ def encode_prompts(
         row_index.append(position)
         counts.append(count)
         # int32 holds every vocabulary and is half of what every process maps.
-        kept.append(np.asarray(ids, dtype=np.int32))
+        token_ids.append(np.asarray(ids, dtype=np.int32))
     title = f"{len(wrong)} or more prompts cannot be used:"
     reports = [wrong[0] if len(wrong) == 1 else first_of(title, wrong)] if wrong else []
     if overlong and not filter_overlong:
         reports.append(_overlong_report(rows, overlong, max_prompt_length))
     if reports:
         raise DataError("\n".join(reports))
-    if not kept:
+    if not token_ids:
         shortest = min(length for _, length in overlong)
         raise DataError(
             f"data.filter_overlong_prompts=True leaves no prompt: all {len(rows)} are longer than "
             f"data.max_prompt_length={max_prompt_length} tokens (the shortest has {shortest})."
         )
     store = PromptStore(
-        values=np.concatenate(kept),
-        offsets=np.cumsum([0, *map(len, kept)], dtype=np.int64),
+        values=np.concatenate(token_ids),
+        offsets=np.cumsum([0, *map(len, token_ids)], dtype=np.int64),
         row_index=np.asarray(row_index, dtype=np.int64),
         num_dropped=len(overlong),
     )
@@ -259,8 +259,8 @@ def _one_by_one(
 
 def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
     # A prompt with images is never cut: no model could read the rest of an image.
-    seen = rows.num_images[[position for position, _ in overlong]].any()
-    instead = "a smaller data.max_pixels (a prompt with images is not cut)" if seen else "data.truncation=left"
+    has_images = rows.num_images[[position for position, _ in overlong]].any()
+    instead = "a smaller data.max_pixels (a prompt with images is not cut)" if has_images else "data.truncation=left"
     longest = max(length for _, length in overlong)
     title = (
         f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "

@@ -83,9 +83,9 @@ class Rows:
     @property
     def paths(self) -> str:
         """The files the rows came from, for messages."""
-        more = len(self._files) - _MOST_PATHS
-        shown = ", ".join(file.path for file in self._files[: _MOST_PATHS + (more == 1)])
-        return f"{shown}, … ({more} more)" if more > 1 else shown
+        num_more = len(self._files) - _MOST_PATHS
+        names = ", ".join(file.path for file in self._files[: _MOST_PATHS + (num_more == 1)])
+        return f"{names}, … ({num_more} more)" if num_more > 1 else names
 
     def origin(self, position: int) -> str:
         """Where a row came from, for messages: ``'train.parquet' row 17`` (rows are counted from 0)."""
@@ -222,13 +222,13 @@ def scan_rows(
 
 
 def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
-    kept, problems, start = [], [], 0
+    numbers, problems, start = [], [], 0
     digests = bytearray()
     looks: list[Look] = []
     for file in files:
         bad = _check_table(file, keys, digests, looks)
         problems += list(bad.values())
-        kept += [start + row for row in range(file.table.num_rows) if row not in bad]
+        numbers += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
     checks = _Checks(
         np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES),
@@ -236,7 +236,7 @@ def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
         np.array([size for look in looks for size in look.sizes], dtype=np.int32).reshape(-1, 2),
         np.array([seal(look.content) for look in looks], dtype=np.uint64),
     )
-    return Rows(files, keys, np.asarray(kept, dtype=np.int64), checks), problems
+    return Rows(files, keys, np.asarray(numbers, dtype=np.int64), checks), problems
 
 
 def _looks(file: Table, keys: Keys) -> Iterator[Look]:
@@ -303,5 +303,5 @@ def bad_rows(problems: Sequence[str]) -> str:
 
 def first_of(title: str, lines: Sequence[str]) -> str:
     """A title, and below it the first of the lines."""
-    more = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
-    return "\n  ".join([title, *lines[:_NUM_SHOWN], *more])
+    remainder = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
+    return "\n  ".join([title, *lines[:_NUM_SHOWN], *remainder])

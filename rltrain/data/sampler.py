@@ -126,7 +126,7 @@ def make_sampler(data: DataConfig, order: BatchOrder, rows: Rows) -> Sampler:
     return sampler
 
 
-def _pass_rate(info: dict[str, Any]) -> float:
-    names = [name for name in info if name.lower().replace("_", "").startswith(("passrate", "solverate"))]
-    rate = next((info[name] for name in names if info[name] is not None), None)
+def _pass_rate(extra_info: dict[str, Any]) -> float:
+    names = [name for name in extra_info if name.lower().replace("_", "").startswith(("passrate", "solverate"))]
+    rate = next((extra_info[name] for name in names if extra_info[name] is not None), None)
     return float(rate) if isinstance(rate, int | float) else float("nan")

@@ -115,7 +115,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
     if kind == "json":
         mended: list[int] = []
         json_records = list(records(path, file, kind, mended.append))
-        if other := next(
+        if misfit := next(
             (
                 f"row {row} is a {type(record).__name__}"
                 for row, record in enumerate(json_records)
@@ -123,7 +123,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
             ),
             "",
         ):
-            raise DataError(f'{path!r} {other}; each must be an object such as {{"prompt": [...], ...}}.')
+            raise DataError(f'{path!r} {misfit}; each must be an object such as {{"prompt": [...], ...}}.')
         check_columns(path, list(dict.fromkeys(name for record in json_records for name in record)), keys)
         if mended:
             log.warning(
@@ -137,8 +137,8 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
         check_schema(path, source.schema_arrow, keys)
         # Columns that nobody reads would only fill Ray's object store.
-        names, wanted = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
-        table = source.read(columns=[name for name in names if name in wanted])
+        names, columns = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
+        table = source.read(columns=[name for name in names if name in columns])
     return Table(
         path, table, np.arange(table.num_rows), PictureFile(place, keys.image) if keys.image in names else None
     )

@@ -84,10 +84,10 @@ def row(
     ``ground_truth`` is a list where any of several answers is right. ``style="model"``: a reward model scores.
     """
     messages = [] if system is None else [{"role": "system", "content": system}]
-    given = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    prompt = [{"role": "user", "content": question}] if isinstance(question, str) else question
     return {
         "data_source": data_source,
-        "prompt": [*messages, *({"role": message["role"], "content": message["content"]} for message in given)],
+        "prompt": [*messages, *({"role": message["role"], "content": message["content"]} for message in prompt)],
         **({} if images is None else {"images": list(images)}),
         "ability": ability,
         "reward_model": {"style": style, "ground_truth": ground_truth},
@@ -147,7 +147,7 @@ def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, uni
     mended: list[int] = []
     test_input = getattr(options, "test_input", None)
     for split, (name, records) in open_splits(hub, options.input, test_input, mended.append).items():
-        part, seen = Part(), set()
+        part, prompts = Part(), set()
         for index, record in enumerate(records):
             at = At({"split": split, "index": index}, options, folder, part.notes, part.unused)
             try:
@@ -158,10 +158,10 @@ def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, uni
             except DataError as error:
                 raise DataError(f"{name!r} row {index}: {error}") from error
             prompt = str(converted_row["prompt"]) if unique else str(index)
-            if prompt in seen:
+            if prompt in prompts:
                 part.dropped["a prompt that came before"] += 1
                 continue
-            seen.add(prompt)
+            prompts.add(prompt)
             part.append(converted_row)
         if mended:
             part.notes["with half a character (a lone surrogate), which became \ufffd"] = len(mended)
@@ -253,8 +253,8 @@ def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Names
             sys.stdout.write(f"{split}: columns that are left out: {short(names, 300)} (--keep NAME … keeps them)\n")
     first = next(iter(written), None)
     if first is not None:
-        shown = json.dumps(splits[first][0], indent=2, ensure_ascii=False, default=lambda data: f"<{len(data)} bytes>")
-        sys.stdout.write("\n".join(line[:_SHOWN_CHARS] for line in shown.splitlines()) + "\n")
+        text = json.dumps(splits[first][0], indent=2, ensure_ascii=False, default=lambda data: f"<{len(data)} bytes>")
+        sys.stdout.write("\n".join(line[:_SHOWN_CHARS] for line in text.splitlines()) + "\n")
     return 0
 
 

@@ -19,8 +19,8 @@ def verl_row(record: Record, at: At, data_source: str) -> Row:
     messages, reward = record.get("source_prompt") or record.get("prompt"), record.get("reward_model")
     if not isinstance(messages, list) or not isinstance(reward, dict) or reward.get("ground_truth") is None:
         raise DataError("it must hold 'prompt' (messages) and 'reward_model.ground_truth'.")
-    given: Any = (record.get("extra_info") or {}).get("index")
-    extra = {} if given is None else {"id": str(given)}
+    index: Any = (record.get("extra_info") or {}).get("index")
+    extra = {} if index is None else {"id": str(index)}
     truth = str(reward["ground_truth"])
     return row(data_source, messages, truth, ability="math", extra=extra, **at.place)
 

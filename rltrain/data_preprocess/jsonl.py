@@ -24,10 +24,10 @@ def _row(record: Record, at: At) -> Row:
     source = options.data_source or _field(record, options.data_source_column)
     if not isinstance(source, str) or not source:
         raise DataError("give --data-source NAME or --data-source-column COLUMN: it picks the scorer.")
-    if (given := _field(record, options.prompt_column)) is None:
+    if (prompt_value := _field(record, options.prompt_column)) is None:
         column_names = short(", ".join(map(repr, record)), 300)
         raise DataError(f"--prompt-column {options.prompt_column!r} is not there, or null; columns: {column_names}.")
-    prompt = messages_of(given, f"--prompt-column {options.prompt_column!r}")
+    prompt = messages_of(prompt_value, f"--prompt-column {options.prompt_column!r}")
     if not prompt:
         raise Drop("an empty prompt")
     answer = _truth(_field(record, options.answer_column), options.answer_column)
@@ -39,9 +39,9 @@ def _row(record: Record, at: At) -> Row:
         prompt = f"{slotted} {options.instruction}" if options.instruction else slotted
     elif prompt[-1]["role"] == "assistant":
         at.notes["that end with the assistant's message: a run writes it as a finished turn, and opens a new one"] += 1
-    used = (options.prompt_column, options.answer_column, options.data_source_column, options.image_column)
+    columns = (options.prompt_column, options.answer_column, options.data_source_column, options.image_column)
     at.unused.update(
-        dict.fromkeys(record.keys() - {str(column).partition(".")[0] for column in (*used, *options.keep)})
+        dict.fromkeys(record.keys() - {str(column).partition(".")[0] for column in (*columns, *options.keep)})
     )
     extra = {name: _field(record, name) for name in options.keep}
     rest = {"system": options.system, "style": options.style, "ability": options.ability}

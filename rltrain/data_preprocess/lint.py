@@ -92,15 +92,15 @@ def _check_slots(rows: Rows, findings: Findings) -> None:
         # written into the text, or a part of its own
         num_slots = text.count(IMAGE_SLOT) + text.count("'type': 'image'")
         if num_slots != num_given:
-            said = f"{rows.origin(position)}: {num_slots} {IMAGE_SLOT} in the prompt, {num_given} images"
-            findings["image slots that do not fit"].append(said)
+            sentence = f"{rows.origin(position)}: {num_slots} {IMAGE_SLOT} in the prompt, {num_given} images"
+            findings["image slots that do not fit"].append(sentence)
 
 
 def _check_ends(rows: Rows, findings: Findings) -> None:
     for _, position, row in _each([rows]):
         if row.prompt[-1]["role"] == "assistant":
-            said = "its last message is the assistant's: it is closed, and the answer is a new turn, as in verl"
-            findings["prompts that end with a begun answer"].append(f"{rows.origin(position)}: {said}")
+            sentence = "its last message is the assistant's: it is closed, and the answer is a new turn, as in verl"
+            findings["prompts that end with a begun answer"].append(f"{rows.origin(position)}: {sentence}")
 
 
 def _check_lengths(rows: Rows, encoder: ChatEncoder, limit: int, findings: Findings) -> None:
@@ -133,22 +133,22 @@ def _check_answers(
                 if _is_tests(row.ground_truth):
                     continue
                 if custom is None and (why := _unmatchable(row)):
-                    said = f"ground truth {str(row.ground_truth)[:60]!r}: {why}"
-                    findings["ground truths that no answer can match"].append(f"{rows.origin(position)}: {said}")
+                    sentence = f"ground truth {str(row.ground_truth)[:60]!r}: {why}"
+                    findings["ground truths that no answer can match"].append(f"{rows.origin(position)}: {sentence}")
                     continue
                 best, form[source] = best_form(slot, row, form.get(source))
             except RewardError as error:
                 unscored[f"{source!r}: {error}"] += 1
                 continue
             if best < FULL_SCORE:
-                said = f"answer {str(row.ground_truth)[:60]!r} earns {best:g} at best"
-                findings["answers their own scorer refuses"].append(f"{rows.origin(position)}: {said}")
+                sentence = f"answer {str(row.ground_truth)[:60]!r} earns {best:g} at best"
+                findings["answers their own scorer refuses"].append(f"{rows.origin(position)}: {sentence}")
             elif source not in passed and encoder is not None:
                 findings["format rewards out of reach"] += _unreachable(slot, row, form[source], encoder)
                 passed.add(source)
         sys.stderr.write(slot.take_printed())
     findings["data sources without a scorer"] += [
-        f"{_count(number, 'row')} of {said}" for said, number in unscored.items()
+        f"{_count(number, 'row')} of {source}" for source, number in unscored.items()
     ]
 
 
@@ -196,8 +196,8 @@ def _unreachable(slot: ScoringSlot, row: PromptRow, form: str, encoder: ChatEnco
     answer = form.format(_truths(row)[-1][0])
     special = {token.content for token in encoder.tokenizer.added_tokens_decoder.values() if token.special}
     if dropped := sorted(token for token in special if token in answer):
-        seen = re.sub("|".join(map(re.escape, dropped)), "", answer)
-        if (score := _score(slot, row, seen)) < FULL_SCORE:
+        visible = re.sub("|".join(map(re.escape, dropped)), "", answer)
+        if (score := _score(slot, row, visible)) < FULL_SCORE:
             return [
                 f"{', '.join(dropped)}: special tokens, which are left out of the text that is scored, so an answer of "
                 f"{row.data_source!r} earns {score:g} at best"
@@ -212,8 +212,8 @@ def _unreachable(slot: ScoringSlot, row: PromptRow, form: str, encoder: ChatEnco
     if opened is None or not form.startswith(f"<{opened[1]}>"):
         return []
     score = _score(slot, row, answer.removeprefix(f"<{opened[1]}>"))
-    said = f"the chat template opens <{opened[1]}> itself, so an answer of {row.data_source!r} earns {score:g} at best"
-    return [said] if score < FULL_SCORE else []
+    note = f"the chat template opens <{opened[1]}> itself, so an answer of {row.data_source!r} earns {score:g} at best"
+    return [note] if score < FULL_SCORE else []
 
 
 def _each(tables: Sequence[Rows]) -> Iterator[tuple[Rows, int, PromptRow]]:
@@ -230,8 +230,8 @@ def describe(findings: Findings) -> str:
     """The report: every kind with its count and its first rows."""
     text = ""
     for kind, lines in findings.items():
-        more = [f"… and {len(lines) - NUM_SHOWN} more"] if len(lines) > NUM_SHOWN else []
-        text += "\n  ".join([f"{kind}: {len(lines)}", *lines[:NUM_SHOWN], *more]) + "\n"
+        remainder = [f"… and {len(lines) - NUM_SHOWN} more"] if len(lines) > NUM_SHOWN else []
+        text += "\n  ".join([f"{kind}: {len(lines)}", *lines[:NUM_SHOWN], *remainder]) + "\n"
     return text
 
 

@@ -45,8 +45,8 @@ def _message(value: Any, field: str) -> dict[str, str]:
         have = f"is {short(repr(role), 40)}" if role else f"is missing (the message has {_names(value)})"
         raise DataError(f"{field}: the role {have}; known are {', '.join(_ROLES)}, under 'role' or 'from'.")
     if text is None or ((calls := value.get("tool_calls")) is not None and calls):
-        what = "has tool_calls, which are not read" if text is not None else f"has no content; it has {_names(value)}"
-        raise DataError(f"{field} {what}.")
+        flaw = "has tool_calls, which are not read" if text is not None else f"has no content; it has {_names(value)}"
+        raise DataError(f"{field} {flaw}.")
     return {"role": _ROLES[role.lower()], "content": _text(text, field)}
 
 
@@ -64,8 +64,8 @@ def _text(content: Any, field: str) -> str:
         elif kind == "image":
             pieces.append("<image>")
         else:
-            what = f"a part of type {short(repr(kind), 40)}" if isinstance(part, Mapping) else _kind(part)
-            raise DataError(f"{field}: the content holds {what}; known are text and image (with --image-column).")
+            part_kind = f"a part of type {short(repr(kind), 40)}" if isinstance(part, Mapping) else _kind(part)
+            raise DataError(f"{field}: the content holds {part_kind}; known are text and image (with --image-column).")
     return "".join(pieces)
 
 

@@ -46,13 +46,13 @@ def generate(
     make = _gsm8k_row if as_gsm8k else _task_row
     settings = settings or {}
     train = list(_entries(task, num_train, seed * _SEED_STRIDE, settings))
-    taken = {entry["question"] for entry in train}
+    questions = {entry["question"] for entry in train}
     test: list[dict[str, Any]] = []
     for entry in _entries(task, num_test * _MAX_TEST_DRAWS_PER_ROW, seed * _SEED_STRIDE + _SEED_STRIDE // 2, settings):
         if len(test) == num_test:
             break
-        if entry["question"] not in taken:
-            taken.add(entry["question"])
+        if entry["question"] not in questions:
+            questions.add(entry["question"])
             test.append(entry)
     if len(test) < num_test:
         raise DataError(

@@ -57,14 +57,14 @@ def generate(num_train: int, num_test: int, *, seed: int, blank: bool = False) -
 
     Every area comes equally often, so whoever sees no image is right once in six times.
     """
-    rng, seen, white = random.Random(seed), set[bytes](), png(paper())
+    rng, pictures, white = random.Random(seed), set[bytes](), png(paper())
     rows: list[Row] = []
     while len(rows) < num_train + num_test:
         area = AREAS[len(rows) % len(AREAS)]
         picture = png(draw(rng, area))
-        if picture in seen:
+        if picture in pictures:
             continue
-        seen.add(picture)
+        pictures.add(picture)
         split, index = ("test", len(rows)) if len(rows) < num_test else ("train", len(rows) - num_test)
         images = [{"bytes": white if blank else picture, "path": None}]
         rows.append(row(DATA_SOURCE, QUESTION, str(area), ability="math", split=split, index=index, images=images))

@@ -74,8 +74,8 @@ def _find(folder: Path, hub: Hub, split: str) -> list[Path]:
     if not named and len(hub.splits) == 1:
         named = files
         if len({_SHARD.sub(r"\1", file.name) for file in files}) > 1:
-            shown = ", ".join(file.name for file in files[:5])
-            raise DataError(f"--input {str(folder)!r} holds several data files ({shown}); give the one to convert.")
+            names = ", ".join(file.name for file in files[:5])
+            raise DataError(f"--input {str(folder)!r} holds several data files ({names}); give the one to convert.")
     shard = _SHARD.fullmatch(named[0].name) if named else None
     if shard is None:
         return named[:1]

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _converters() -> list[str]:
     helpers = {"common", "sources", "lint"}
-    return [each.name for each in pkgutil.iter_modules(data_preprocess.__path__) if each.name not in helpers]
+    return [module.name for module in pkgutil.iter_modules(data_preprocess.__path__) if module.name not in helpers]
 
 
 def _usage() -> str:

@@ -53,8 +53,8 @@ def collect(run: Path, archive: Path) -> list[str]:
 
 def _files(run: Path) -> Iterator[tuple[str, Path]]:
     samples = sorted(run.glob("samples/**/*.parquet"), key=lambda path: path.stat().st_mtime)[-_NEWEST_SAMPLES:]
-    found = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
-    yield from ((str(path.relative_to(run)), path) for path in found if path.is_file())
+    paths = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
+    yield from ((str(path.relative_to(run)), path) for path in paths if path.is_file())
     text = (run / TRAIN_LOG).read_text("utf-8", "replace") if (run / TRAIN_LOG).exists() else ""
     for folder in map(Path, _RAY_LOGS.findall(text)[-1:]):  # of the newest start, where this is that machine
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())

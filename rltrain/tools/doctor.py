@@ -76,12 +76,12 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
     if loaded.config.trainer.nnodes == 1 and "trainer.nnodes" not in loaded.explicit and cluster_address(loaded.config):
         loaded = changed(loaded, {"trainer.nnodes": num_nodes(loaded.config, device)})
     cfg = loaded.config
-    nodes, each = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
-    with logs.waiting(f"waiting for {logs.count(nodes, 'node')} with {logs.count(each, 'device')} each"):
+    nodes, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
+    with logs.waiting(f"waiting for {logs.count(nodes, 'node')} with {logs.count(per_node, 'device')} each"):
         placement = reserve(cfg, device)
     closing.callback(free, placement)
     group = WorkerGroup(
-        "doctor", placement, device, threads_per_worker(each), None, stop.raise_if_asked, Deadlines(300.0, 1.0)
+        "doctor", placement, device, threads_per_worker(per_node), None, stop.raise_if_asked, Deadlines(300.0, 1.0)
     )
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     with logs.waiting("looking at the nodes"), _folder(Path(cfg.trainer.default_local_dir)) as folder:
@@ -109,10 +109,10 @@ def _tried(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
     if group.world == 1:
         return
     with logs.waiting("collectives"):
-        found = try_collectives(group, _ALL_BYTES)
-    least = {name: min(each[name] for each in found) for name in found[0]}
-    said = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in least.items())
-    yield Check("collectives", f"{logs.count(group.world, 'rank')}: {said} per rank")
+        measured = try_collectives(group, _ALL_BYTES)
+    least = {name: min(speeds_of_rank[name] for speeds_of_rank in measured) for name in measured[0]}
+    summary = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in least.items())
+    yield Check("collectives", f"{logs.count(group.world, 'rank')}: {summary} per rank")
     speeds = np.full((group.world, group.world), np.nan)
     with logs.waiting("every pair of devices"):
         # A call for each round: a pair that hangs is then the only one that is late, and named.
@@ -144,9 +144,9 @@ def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Ch
         ones, others = np.nonzero(np.triu(chosen, 1))
         if not len(ones):
             continue
-        found = speeds[ones, others]
-        first, least, middle = int(found.argmin()), float(found.min()), float(np.median(found))
-        ends, pair = f"{names[ones[first]]} and {names[others[first]]}", logs.count(len(found), "pair")
+        speeds_here = speeds[ones, others]
+        first, least, middle = int(speeds_here.argmin()), float(speeds_here.min()), float(np.median(speeds_here))
+        ends, pair = f"{names[ones[first]]} and {names[others[first]]}", logs.count(len(speeds_here), "pair")
         check = Check(title, f"{pair}: {middle:.2f} GB/s (median), least {least:.2f}: {ends}")
         slow = chosen & (speeds < _SLOW * middle)
         if not least:
@@ -176,9 +176,9 @@ def table(checks: list[Check]) -> str:
     width = max(len(check.name) for check in checks)
     states = ["FAILED" if check.problems else "note" if check.notes else "ok" for check in checks]
     lines = [f"{check.name:<{width}}  {state:<6}  {check.found}" for check, state in zip(checks, states, strict=True)]
-    for title, told in (("failed", [check.problems for check in checks]), ("worth a look", [c.notes for c in checks])):
-        if said := dict.fromkeys(each for several in told for each in several):
-            lines += ["", title, *(f"  {each}" for each in said)]
+    for title, lists in (("failed", [check.problems for check in checks]), ("worth a look", [c.notes for c in checks])):
+        if lines_of_title := dict.fromkeys(line for several in lists for line in several):
+            lines += ["", title, *(f"  {line}" for line in lines_of_title)]
     return "\n".join(lines) + "\n"
 
 
@@ -187,13 +187,13 @@ def _folder(path: Path) -> Iterator[Path]:
     """The run folder; what of it was not there before is removed."""
     path = path.expanduser().resolve()
     # Not Path.exists, which raises where one may not look.
-    made = [each for each in (path, *path.parents) if not os.path.exists(each)]
+    folders = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
     try:
         yield path
     finally:
-        for each in made:
+        for folder in folders:
             with suppress(OSError):  # it is not empty, or was never made
-                each.rmdir()
+                folder.rmdir()
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ def _refuse_code(file: Path, changes: list[str]) -> None:
     load_config([f"{key}={value}" for key, value in _CODE.items()], [str(file)])
     config = load_config([], [str(file)]).config
     values = {key: str(get(config, key)) for key in _CODE.keys() - {word.partition("=")[0] for word in changes}}
-    if found := [f"{key}={value}" for key, value in sorted(values.items()) if is_plugin(value) or value == "True"]:
+    if settings := [f"{key}={value}" for key, value in sorted(values.items()) if is_plugin(value) or value == "True"]:
         raise ConfigError(
-            f"{file} names code that an update runs. If you trust it, add to the command: {' '.join(found)}"
+            f"{file} names code that an update runs. If you trust it, add to the command: {' '.join(settings)}"
         )
 
 
@@ -113,15 +113,15 @@ def _replayed(folder: Path, parts: list[Incident], loaded: LoadedConfig, residen
     having = [part for part in parts if len(part.batch)]
     batch = Batch.concat([part.batch for part in having])
     whole = replace(first.mini, micro_sizes=tuple(size for part in having for size in part.mini.micro_sizes))
-    found = _update(worker, first, batch, [whole])
+    numbers = _update(worker, first, batch, [whole])
     alone = _update(worker, first, batch, [replace(whole, micro_sizes=(1,))] * len(batch))
-    loss = found.shares.get("loss", [float("nan")])[0]
+    loss = numbers.shares.get("loss", [float("nan")])[0]
     bad = [number for number, skipped in enumerate(alone.skipped.tolist()) if skipped]
-    failed = bool(found.skipped[0])
+    failed = bool(numbers.skipped[0])
     cut = f"{len(whole.micro_sizes)} micro-batches of {len(parts)} ranks"
     lines = [
         f"{first.role}: {len(batch)} samples in {cut}, with {whose}",
-        f"loss {loss:.6g}, gradient norm {found.grad_norm[0]:.6g}: {'NOT finite' if failed else 'finite here'}",
+        f"loss {loss:.6g}, gradient norm {numbers.grad_norm[0]:.6g}: {'NOT finite' if failed else 'finite here'}",
         *(f"column {line}" for line in _columns(batch)),
     ]
     if bad:

@@ -43,8 +43,8 @@ def send(run: Path) -> int:
         sys.stdout.write(f"{line}\n")
     folder, waiting = run / "wandb", unsent_wandb(run)
     if not waiting:
-        kept = "all is sent" if any(folder.glob("offline-run-*")) else "there are no offline files of W&B"
-        sys.stdout.write(f"{folder}: {kept}\n")
+        state = "all is sent" if any(folder.glob("offline-run-*")) else "there are no offline files of W&B"
+        sys.stdout.write(f"{folder}: {state}\n")
         return 0
     if not installed("wandb"):
         raise DataError(f"{folder} has offline files, and wandb is not installed here. Try: pip install wandb")

@@ -48,19 +48,19 @@ def main(argv: list[str] | None = None) -> int:
         started = time.perf_counter()
         try:
             score, extras = _score(function, custom, (row.data_source, answer, row.ground_truth, row.extra_info))
-            said = [f"{score:g}", " ".join(f"{name}={value}" for name, value in extras.items())]
+            outcome = [f"{score:g}", " ".join(f"{name}={value}" for name, value in extras.items())]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown with its traceback
             where = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{user_traceback(error)}"
+            failure = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{user_traceback(error)}"
             # One per place in the user's code: the same failure on every row is read once.
-            failures.setdefault((type(error), where.filename, where.lineno), what)
-            said = [type(error).__name__, ""]
-        cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *said]
+            failures.setdefault((type(error), where.filename, where.lineno), failure)
+            outcome = [type(error).__name__, ""]
+        cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *outcome]
         table.add_row(*map(Text, [*cells, f"{time.perf_counter() - started:.3f}"]))
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    for what in failures.values():
-        console.print(Text(f"failed, {what}"), soft_wrap=True)
+    for failure in failures.values():
+        console.print(Text(f"failed, {failure}"), soft_wrap=True)
     return 2 if failures else 0
 
 
@@ -87,10 +87,10 @@ def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
-            found = json.loads(line) if file.suffix == ".jsonl" else line
-            position, answer = number, found
-            if isinstance(found, dict):
-                position, answer = found.get("row", number), found["answer"]
+            value = json.loads(line) if file.suffix == ".jsonl" else line
+            position, answer = number, value
+            if isinstance(value, dict):
+                position, answer = value.get("row", number), value["answer"]
             if not 0 <= position < len(rows):
                 raise RewardError(f"--answers {file}: line {number + 1} answers row {position} of {len(rows)}.")
             yield position, str(answer)
@@ -109,7 +109,7 @@ def _made_up(rows: Rows, number: int) -> Iterator[tuple[int, str]]:
 def _score(function: Callable[..., Any], custom: CustomReward, call: tuple) -> tuple[float, dict[str, float | str]]:
     if not custom.batch:
         return read_returned(function(*call))
-    (returned,) = function(*([each] for each in call))
+    (returned,) = function(*([argument] for argument in call))
     return read_returned(returned)
 
 

@@ -27,15 +27,15 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     # What stands behind it is verl's, and may look like flags.
-    own, given = (words, None) if "--overrides" not in words else _split(words)
+    own_words, overrides = (words, None) if "--overrides" not in words else _split(words)
     parser = argparse.ArgumentParser(prog="rltrain port", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", nargs="?", type=Path, help="a launch script, or a configuration (.yaml)")
     parser.add_argument("arguments", nargs="*", help="arguments of the script")
     parser.add_argument("-o", "--output", type=Path, help="the new script (default: printed)")
     parser.add_argument("--overrides", action="store_true", help="what follows are verl's key=value words")
-    arguments = parser.parse_intermixed_args(own)
-    if given is not None:
-        words = ["python3", "-m", "verl.trainer.main_ppo", *given]
+    arguments = parser.parse_intermixed_args(own_words)
+    if overrides is not None:
+        words = ["python3", "-m", "verl.trainer.main_ppo", *overrides]
         recording = Recording((Call(tuple(words), {}),))
         return _port("a command of verl's", recording, [Path.cwd()], arguments.output)
     if arguments.source is None:
@@ -55,21 +55,21 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _port(name: str, recording: Recording, folders: list[Path], output: Path | None) -> int:
-    found, said = launches(recording.calls, folders)
-    said += [f"{name} was taken to be {value} where sizes follow from it" for name, value in recording.assumed.items()]
+    runs, notes = launches(recording.calls, folders)
+    notes += [f"{name} was taken to be {value} where sizes follow from it" for name, value in recording.assumed.items()]
     if not recording.finished:
-        said.append("the script did not end in time (it may wait for something): what it had started by then is here")
-    if not found:
-        told = "".join(f"\n{line}" for line in said)
-        raise ConfigError(f"{name} starts no run of verl's that could be seen.{told}")
-    return _write(name, found, said, recording.placeholders, output)
+        notes.append("the script did not end in time (it may wait for something): what it had started by then is here")
+    if not runs:
+        note_lines = "".join(f"\n{line}" for line in notes)
+        raise ConfigError(f"{name} starts no run of verl's that could be seen.{note_lines}")
+    return _write(name, runs, notes, recording.placeholders, output)
 
 
-def _write(name: str, found: list[Launch], said: list[str], placeholders: dict[str, str], output: Path | None) -> int:
-    ported = [(launch, translate(launch.settings, other=launch.other)) for launch in found]
+def _write(name: str, runs: list[Launch], notes: list[str], placeholders: dict[str, str], output: Path | None) -> int:
+    ported = [(launch, translate(launch.settings, other=launch.other)) for launch in runs]
     for launch, result in ported:
         result.lost += launch.lost
-    text = script(name, ported, placeholders, said)
+    text = script(name, ported, placeholders, notes)
     if output is None:
         sys.stdout.write(text)
     else:
@@ -81,7 +81,7 @@ def _write(name: str, found: list[Launch], said: list[str], placeholders: dict[s
             f"{flat(launch.entry)}: {_written(launch)}, {len(result.settings)} here; "
             f"{len(result.without_effect)} change nothing here, {len(result.lost)} not carried over\n"
         )
-    for line in said + left:
+    for line in notes + left:
         sys.stderr.write(f"  {restored(flat(line), placeholders)}\n")
     if output is not None:
         sys.stderr.write(f"next: bash {shlex.quote(str(output))} --dry-run\n")

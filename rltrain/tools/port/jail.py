@@ -132,7 +132,7 @@ def _run(job: dict[str, Any]) -> bool:
 
 def _records(folder: str) -> list[tuple[list[str], list[str]]]:
     """The words and the environment of each command that was not run, in order of time."""
-    found, room = [], _MOST_BYTES
+    records, room = [], _MOST_BYTES
     names = sorted(name for name in os.listdir(folder) if not name.endswith(".env"))
     for name in names:
         texts = []
@@ -142,8 +142,8 @@ def _records(folder: str) -> list[tuple[list[str], list[str]]]:
                 room -= len(content)
                 texts.append(content.decode(errors="replace").split("\0")[:-1])
         if len(texts) == 2:
-            found.append((texts[0], texts[1]))
-    return found
+            records.append((texts[0], texts[1]))
+    return records
 
 
 if __name__ == "__main__":

@@ -53,30 +53,30 @@ class Launch:
         if not (_EASYR1.fullmatch(entry) or easyr1.is_easyr1(settings)):
             return cls(entry, tuple(settings.items()), tuple(lost), exported)
         reading = easyr1.read({key: parsed_or_text(text) for key, text in settings.items()})
-        ours = tuple((key, typed(value)) for key, value in reading.settings.items())
-        return cls(entry, ours, (*lost, *reading.refused), exported, reading)
+        own_settings = tuple((key, typed(value)) for key, value in reading.settings.items())
+        return cls(entry, own_settings, (*lost, *reading.refused), exported, reading)
 
 
 def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launch], list[str]]:
     """The runs that the calls start, and what is to be said of other calls of Python. folders: where relative paths of
     configuration files may begin."""
-    found: dict[tuple, Launch] = {}
-    said: dict[str, None] = {}
+    runs: dict[tuple, Launch] = {}
+    notes: dict[str, None] = {}
     for call in calls:
         entry, rest = _entry(call.words)
         if not entry:
             continue
-        others = (why for pattern, why in _OTHERS.items() if re.search(rf"({pattern})[^/.]*(\.py)?$", entry))
-        other = None if _SAME.fullmatch(entry) else next(others, None)
-        if other:
-            said[f"{entry}: {other}"] = None
+        reasons = (why for pattern, why in _OTHERS.items() if re.search(rf"({pattern})[^/.]*(\.py)?$", entry))
+        reason = None if _SAME.fullmatch(entry) else next(reasons, None)
+        if reason:
+            notes[f"{entry}: {reason}"] = None
         elif any(_KEY.match(word) or word.startswith("--config") for word in rest):
             launch = _launch(entry, rest, call, folders)
             # A wrapper such as srun is recorded, and so is what it starts.
-            found.setdefault((entry, launch.settings), launch)
+            runs.setdefault((entry, launch.settings), launch)
         else:
-            said[f"{' '.join(call.words[:4])}: not run, and no run of verl's"] = None
-    return list(found.values()), list(said)
+            notes[f"{' '.join(call.words[:4])}: not run, and no run of verl's"] = None
+    return list(runs.values()), list(notes)
 
 
 def _entry(words: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -121,10 +121,10 @@ def _launch(entry: str, words: Sequence[str], call: Call, folders: Sequence[Path
 
 def _file(name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:
     """What EasyR1's config=FILE stands for."""
-    found = next((at for folder in folders if (at := folder / inside_out(name)).is_file()), None)
-    if not found:
+    path = next((at for folder in folders if (at := folder / inside_out(name)).is_file()), None)
+    if not path:
         return [], f"config={name}: there is no such file here, and it says most of the run. Port where it is"
-    return [(key, typed(value)) for key, value in chosen_settings(compose(found)).items()], ""
+    return [(key, typed(value)) for key, value in chosen_settings(compose(path)).items()], ""
 
 
 def _named(path: str, name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:

@@ -49,11 +49,11 @@ def _modules(value: str) -> str | None:
     """Megatron's names of a layer's products -> those of Hugging Face models."""
     names = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
     names["linear_fc2"] = "down_proj"
-    found = parsed_or_text(value)
-    found = found if isinstance(found, list) else [found]
-    if set(names) <= set(found):
+    modules = parsed_or_text(value)
+    modules = modules if isinstance(modules, list) else [modules]
+    if set(names) <= set(modules):
         return "all-linear"
-    return f"[{','.join(names.get(str(name), str(name)) for name in found)}]"
+    return f"[{','.join(names.get(str(name), str(name)) for name in modules)}]"
 
 
 SPREAD = (

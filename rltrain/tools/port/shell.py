@@ -158,8 +158,8 @@ def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]]
     """Put the variable in the place of its number where a setting is that number alone; returns whether anything else
     has changed with it."""
     changed = [len(call) for call in words] != [len(call) for call in moved]
-    for call, other, target in zip(words, moved, traced, strict=False):
-        for at, (word, after) in enumerate(zip(call, other, strict=False)):
+    for call, moved_call, target in zip(words, moved, traced, strict=False):
+        for at, (word, after) in enumerate(zip(call, moved_call, strict=False)):
             head = word.removesuffix(value)
             if word != after and head.endswith("=") and after == head + _ANOTHER:
                 target[at] = f"{head}__{name}__"
@@ -183,9 +183,9 @@ def expected_variables(text: str, others: str = "") -> list[str]:
         re.findall(r"\b(?:for|read(?:array)?(?:\s+-\w+)*|mapfile(?:\s+-\w+)*|select)\s+([A-Za-z_]\w*)", text)
     )
     shells = {"HOME", "PWD", "OLDPWD", "PATH", "RANDOM", "SECONDS", "LINENO", "UID", "EUID", "IFS", "HOSTNAME", "PPID"}
-    known = optional | assigned | shells
+    excluded = optional | assigned | shells
     return [
-        name for name in dict.fromkeys(used) if name not in known and not name.startswith(("BASH", "FUNCNAME", "_"))
+        name for name in dict.fromkeys(used) if name not in excluded and not name.startswith(("BASH", "FUNCNAME", "_"))
     ]
 
 
@@ -208,12 +208,12 @@ def _stand_in(name: str) -> str:
 
 def _exported(variables: list[str], placeholders: dict[str, str]) -> dict[str, str]:
     """What the script itself has put into the environment."""
-    own = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "LC_ALL", "TMPDIR", "_", "_AST_FEATURES"}
+    of_shell = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "LC_ALL", "TMPDIR", "_", "_AST_FEATURES"}
     split = (variable.partition("=") for variable in variables)
     return {
         name: value
         for name, _, value in split
-        if re.fullmatch(r"[A-Za-z_]\w*", name) and name not in own and name not in placeholders
+        if re.fullmatch(r"[A-Za-z_]\w*", name) and name not in of_shell and name not in placeholders
     }
 
 
@@ -226,7 +226,7 @@ def _jailed(
     stubs = {
         *(f"/bin/{name}" for name in _STUBS),
         *(name for name in named if not {".", ".."} & set(name.split("/"))),
-        *(f"/bin/{one}" for one in re.findall(r"python3\.\d+", text)),
+        *(f"/bin/{python}" for python in re.findall(r"python3\.\d+", text)),
     }
     files = dict.fromkeys(stubs, _RECORD)
     files |= {"/bin/record": _RECORD, **given, inside: _going_on(text)}
@@ -256,19 +256,19 @@ def _jailed(
         command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
         # The deadline here is for a jail that does not come to its own.
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, capture_output=True, text=True, timeout=3 * MOST_SECONDS, pass_fds=[spec.fileno()], cwd="/"
             )
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{script} did not end within {3 * MOST_SECONDS} s. {_BY_HAND}") from error
-    if done.returncode == NO_JAIL:
+    if process.returncode == NO_JAIL:
         raise ConfigError(
             "a script is expanded in a jail (Linux namespaces), which this machine does not grant, so nothing was run. "
             + _BY_HAND
         )
-    if done.returncode:
-        raise ConfigError(f"{script} could not be expanded: {done.stderr.strip()[-400:]}. {_BY_HAND}")
-    return dict(json.loads(done.stdout))
+    if process.returncode:
+        raise ConfigError(f"{script} could not be expanded: {process.stderr.strip()[-400:]}. {_BY_HAND}")
+    return dict(json.loads(process.stdout))
 
 
 _BY_HAND = (
@@ -285,25 +285,25 @@ def _going_on(text: str) -> str:
 
 def _neighbours(script: Path) -> dict[str, str]:
     """Small text files of the script's folder, by their place in the jail. No links: they may lead to any file."""
-    found: dict[str, str] = {}
+    contents: dict[str, str] = {}
     room = _MOST_BYTES
     for path in sorted(script.absolute().parent.glob("*")):
         if path.suffix not in _BESIDE or path.is_symlink() or not os.access(path, os.R_OK):
             continue
         if path.is_file() and (size := path.stat().st_size) <= room:
             room -= size
-            found[f"{_HERE}/{path.name}"] = _going_on(path.read_text("utf-8", "replace"))
-    return found
+            contents[f"{_HERE}/{path.name}"] = _going_on(path.read_text("utf-8", "replace"))
+    return contents
 
 
 def _copies() -> dict[str, str]:
     """The text tools of this machine and the libraries they load: place in the jail -> file."""
     path = os.pathsep.join(("/usr/bin", "/bin", "/usr/local/bin"))
-    tools = {f"/bin/{name}": os.path.realpath(found) for name in _TOOLS if (found := shutil.which(name, path=path))}
+    tools = {f"/bin/{name}": os.path.realpath(place) for name in _TOOLS if (place := shutil.which(name, path=path))}
     if "/bin/bash" not in tools:
         raise ConfigError(f"there is no bash on this machine to expand the script. {_BY_HAND}")
-    told = subprocess.run(["ldd", *tools.values()], capture_output=True, text=True).stdout
-    libraries = {name: os.path.realpath(name) for name in re.findall(r"(/\S+) \(0x", told)}
+    listing = subprocess.run(["ldd", *tools.values()], capture_output=True, text=True).stdout
+    libraries = {name: os.path.realpath(name) for name in re.findall(r"(/\S+) \(0x", listing)}
     return {**tools, "/bin/sh": tools["/bin/bash"], **libraries}
 
 

@@ -95,13 +95,13 @@ def _own_classes(ported: Ported, last: dict[str, str]) -> None:
     """Path and name of a class of the user's own are one setting, and keys of data that only it knows go with it."""
     chosen = False
     for pair, key in CLASSES.items():
-        path, name = (last.get(each, "null") for each in pair)
+        path, name = (last.get(setting, "null") for setting in pair)
         if "null" not in (path, name):
             ported.put(key, f"{path}:{name}", f"was {' and '.join(pair)}")
             chosen = True
             del last[pair[0]], last[pair[1]]
     for key in [key for key in last if chosen and key.startswith("data.") and not is_known(rename(key))]:
-        if not ((said := verdict(key, parsed_or_text(last[key]))) and said.refused):
+        if not ((ruling := verdict(key, parsed_or_text(last[key]))) and ruling.refused):
             ported.put(key.replace("data.", "data.own_keys.", 1), last.pop(key), "only your own class reads it")
 
 
@@ -111,9 +111,9 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
     if keys.isdisjoint(OLD_KEYS):
         return set()
     # Paths that every configuration needs, so that nothing else is missing.
-    needed = [f"{_A}model.path=/model", "data.train_files=/data"]
+    required = [f"{_A}model.path=/model", "data.train_files=/data"]
     try:
-        loaded = load_config([*needed, *(f"{key}={written[key]}" for key in written if key in keys)])
+        loaded = load_config([*required, *(f"{key}={written[key]}" for key in written if key in keys)])
     except ConfigError:
         return set()  # told one by one
     for key in loaded.explicit:
@@ -141,32 +141,32 @@ def _translate_key(ported: Ported, key: str, text: str) -> None:
 
 def _try(ported: Ported, key: str, text: str, said: Mapping[str, str]) -> None:
     """One setting alone, as `load_config` takes it."""
-    ours, why = rename(key), said.get("why", "")
+    own_key, why = rename(key), said.get("why", "")
     try:
         loaded = load_config([f"{key}={text}"])
     except ConfigError as error:
-        if "__" in text and is_known(ours):  # a variable of the user's stands for a number
-            ported.put(ours, text, why)
+        if "__" in text and is_known(own_key):  # a variable of the user's stands for a number
+            ported.put(own_key, text, why)
         else:
             ported.lost.append(f"{key}={text}: {_reason(key, text, error)}")
         return
-    if is_known(ours):
-        if ours in loaded.explicit:
-            ported.put(ours, text, why or (f"was {key}" if ours != key else ""))
+    if is_known(own_key):
+        if own_key in loaded.explicit:
+            ported.put(own_key, text, why or (f"was {key}" if own_key != key else ""))
         return
     # A key that stands for others, or for none.
-    for other in loaded.explicit:
-        ported.put(other, typed(get(loaded.config, other)), f"was {key}={text}")
+    for set_key in loaded.explicit:
+        ported.put(set_key, typed(get(loaded.config, set_key)), f"was {key}={text}")
     if not loaded.explicit:
         ported.without_effect += loaded.warnings
 
 
 def _reason(key: str, text: str, error: ConfigError) -> str:
     """What is wrong with the setting itself: that everything else is missing in this trial goes without saying."""
-    said = " ".join(line for line in str(error).splitlines() if line not in _problems_of_any_trial())
+    problem = " ".join(line for line in str(error).splitlines() if line not in _problems_of_any_trial())
     for head in (f"{key}={parsed_or_text(text)}: ", f"{key}={text}: ", f"{key}: "):
-        said = said.removeprefix(head)
-    return said
+        problem = problem.removeprefix(head)
+    return problem
 
 
 @functools.cache
@@ -239,9 +239,9 @@ def _not_read(ported: Ported) -> None:
     if bypass and settings.get(correction + "loss_type", "ppo_clip") == "ppo_clip" and loss != "vanilla":
         ported.decisions.append(f"loss_mode={settings.pop(LOSS_KEY)}: under bypass_mode verl puts vanilla in its place")
         return
-    own = POLICY_LOSSES.get(loss, LossTraits()).aggregation
-    if own != TOKEN_MEAN and settings.get(mode, own) != own:
-        ported.decisions.append(f"loss_agg_mode={settings.pop(mode)}: verl's {loss} takes {own} whatever it says")
+    usual = POLICY_LOSSES.get(loss, LossTraits()).aggregation
+    if usual != TOKEN_MEAN and settings.get(mode, usual) != usual:
+        ported.decisions.append(f"loss_agg_mode={settings.pop(mode)}: verl's {loss} takes {usual} whatever it says")
 
 
 def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
@@ -277,11 +277,11 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
             f"python -m verl.model_merger merge --backend fsdp --local_dir {path}/actor --target_dir FOLDER, then "
             f"{_A}model.path=FOLDER (with a reference of its own, the KL is then to these weights)"
         )
-    key, own = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))
-    folder = str(parsed_or_text(ported.settings.get(key, "null")) or own)
+    key, usual = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))
+    folder = str(parsed_or_text(ported.settings.get(key, "null")) or usual)
     named = key in ported.settings and "${" not in folder  # by other keys it is the default
-    if named or has_verl_checkpoints(Path(own)):
-        folder = folder if named else own
+    if named or has_verl_checkpoints(Path(usual)):
+        folder = folder if named else usual
         why = f"was {folder}, where verl's checkpoints lie: a run goes on from its own alone"
         ported.put(key, f"{folder.rstrip('/')}-rltrain", why)
 
@@ -290,9 +290,9 @@ def _drop_our_defaults(ported: Ported) -> None:
     """What the defaults say anyway. A batch switch stays: whether it was written decides how sizes are read."""
     defaults = Config()
     for key, text in list(ported.settings.items()):
-        known = all_keys().get(key)
+        schema_key = all_keys().get(key)
         if (
-            known
+            schema_key
             and not key.endswith(("use_dynamic_bsz", "loss_agg_mode"))
             and parsed_or_text(text) == get(defaults, key)
         ):
@@ -310,5 +310,5 @@ def _check(ported: Ported, unknown: str) -> None:
 
 
 def _is_text(key: str) -> bool:
-    known = all_keys().get(key)
-    return known is None or not known.type_name.startswith(("int", "float", "bool"))
+    schema_key = all_keys().get(key)
+    return schema_key is None or not schema_key.type_name.startswith(("int", "float", "bool"))

@@ -24,12 +24,12 @@ def ages() -> list[Age]:
         return []
     tables = sorted((ROOT / "bench/results").glob("*.md"))
     written = [(table, *_git("log", "-1", "--format=%h %cs", "--", str(table)).split()) for table in tables]
-    found = [
-        Age(table.name, each[1], int(_git("rev-list", "--count", f"{each[0]}..HEAD", "--", "rltrain")))
-        for table, *each in written
-        if each
+    result = [
+        Age(table.name, commit[1], int(_git("rev-list", "--count", f"{commit[0]}..HEAD", "--", "rltrain")))
+        for table, *commit in written
+        if commit
     ]
-    return sorted(found, key=lambda age: -age.commits)
+    return sorted(result, key=lambda age: -age.commits)
 
 
 def _git(*words: str) -> str:

@@ -40,15 +40,15 @@ class Floor:
             model.config.head_dim,
         )
         self.weights = {
-            name.removeprefix("model."): each.detach().clone().requires_grad_()
-            for name, each in model.named_parameters()
+            name.removeprefix("model."): parameter.detach().clone().requires_grad_()
+            for name, parameter in model.named_parameters()
         }
         frequencies = 1.0 / model.config.rope_parameters["rope_theta"] ** (torch.arange(0, self.size, 2) / self.size)
         self._angles = torch.outer(torch.arange(2048), frequencies).repeat(1, 2)
 
     def cast(self) -> dict[str, Tensor]:
         """Weights in the compute dtype, for one forward."""
-        return {name: each.to(self.dtype) for name, each in self.weights.items()}
+        return {name: weight.to(self.dtype) for name, weight in self.weights.items()}
 
     def hidden(self, weights: dict[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states [tokens, hidden]. attend(layer, q [t, heads, d], k, v [t, kv, d]) -> [t, heads, d]."""
@@ -56,15 +56,15 @@ class Floor:
         cos, sin = (f(self._angles[positions])[:, None].to(self.dtype) for f in (torch.cos, torch.sin))
         for layer in range(self.config.num_hidden_layers):
             w = {
-                name.partition(f"layers.{layer}.")[2]: each
-                for name, each in weights.items()
+                name.partition(f"layers.{layer}.")[2]: weight
+                for name, weight in weights.items()
                 if f"layers.{layer}." in name
             }
             h = self._norm(x, w["input_layernorm.weight"])
             q, k, v = (linear(h, w[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, self.size)) for name in "qkv")
             q, k = (
-                self._rotate(self._norm(each, w[f"self_attn.{name}_norm.weight"]), cos, sin)
-                for name, each in (("q", q), ("k", k))
+                self._rotate(self._norm(heads, w[f"self_attn.{name}_norm.weight"]), cos, sin)
+                for name, heads in (("q", q), ("k", k))
             )
             x = x + linear(attend(layer, q, k, v).flatten(-2), w["self_attn.o_proj.weight"])
             h = self._norm(x, w["post_attention_layernorm.weight"])
@@ -107,7 +107,7 @@ class Floor:
         positions = torch.arange(rows.shape[1]).repeat(len(rows))
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attention(*(each.unflatten(0, rows.shape) for each in (q, k, v))).flatten(0, 1)
+            return self._attention(*(part.unflatten(0, rows.shape) for part in (q, k, v))).flatten(0, 1)
 
         hidden = self.hidden(weights, rows.flatten(), positions, attend).unflatten(0, rows.shape)
         return hidden[:, -length - 1 : -1].unflatten(0, (groups, n))
@@ -122,8 +122,8 @@ class Floor:
         )
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads = [each[:count].unflatten(0, (groups, start)) for each in (q, k, v)]
-            tails = [each[count:].unflatten(0, (groups * n, length)) for each in (q, k, v)]
+            heads = [part[:count].unflatten(0, (groups, start)) for part in (q, k, v)]
+            tails = [part[count:].unflatten(0, (groups * n, length)) for part in (q, k, v)]
             keys, values = (
                 torch.cat([head.repeat_interleave(n, 0), tail], 1)
                 for head, tail in zip(heads[1:], tails[1:], strict=True)
@@ -134,8 +134,8 @@ class Floor:
 
         hidden = self.hidden(weights, tokens, positions, attend)
         last = hidden[:count].unflatten(0, (groups, start))[:, -1]
-        own = hidden[count:].unflatten(0, (groups, n, length))
-        return torch.cat([last[:, None, None].expand(-1, n, 1, -1), own[:, :, :-1]], 2)
+        answers = hidden[count:].unflatten(0, (groups, n, length))
+        return torch.cat([last[:, None, None].expand(-1, n, 1, -1), answers[:, :, :-1]], 2)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Floor:
         cache: dict[int, tuple[Tensor, ...]] = {}
 
         def first(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (each.unflatten(0, (groups, start)) for each in (q, k, v))
+            q, k, v = (part.unflatten(0, (groups, start)) for part in (q, k, v))
             keys = torch.empty(
                 rows, self.kv, self.size, length, dtype=self.dtype
             )  # transposed: decode is a matrix product

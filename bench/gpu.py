@@ -118,16 +118,16 @@ def run(options: argparse.Namespace, name: str, shape: str, steps: int, keys: Se
     keys = [*settings(options, shape, steps), f"custom_reward_function.path={folder}/reward.py",
             "custom_reward_function.name=compute_score", f"trainer.default_local_dir={folder}",
             "trainer.logger=console", "trainer.val_before_train=False", *keys]  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "rltrain.main_ppo", *keys], capture_output=True, text=True)
-    if done.returncode:
-        raise CannotRun(_last_words(done.stderr or done.stdout))
+    process = subprocess.run([sys.executable, "-m", "rltrain.main_ppo", *keys], capture_output=True, text=True)
+    if process.returncode:
+        raise CannotRun(_last_words(process.stderr or process.stdout))
     return [line for line in read_metrics(folder) if "timing_s/step" in line]
 
 
 def _last_words(text: str) -> str:
-    said = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in said if line.startswith("error")]
-    return " ".join((errors or said)[-2:]).replace("|", "/")[-600:] or "it said nothing"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error")]
+    return " ".join((errors or lines)[-2:]).replace("|", "/")[-600:] or "it said nothing"
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def kernels(options: argparse.Namespace) -> list[Row]:
     def head() -> None:
         token_log_probs(layer, states, inputs.labels, Scaling(), True).log_probs.sum().backward()
 
-    found = [Row("tokens of the micro-batch", f"{tokens:,} ({len(inputs.labels):,} of answers)")]
+    lines = [Row("tokens of the micro-batch", f"{tokens:,} ({len(inputs.labels):,} of answers)")]
     # A forward takes 4 FLOPs per pair, head and channel; gradients of queries, keys and values 2.5 times as much.
     for name, action, flops in (
         ("attention, one layer", attention, 3.5 * 4 * pairs * heads * size),
@@ -169,19 +169,19 @@ def kernels(options: argparse.Namespace) -> list[Row]:
         seconds = _seconds(device, action)
         peak = device.chip()
         share = f", {flops / seconds / peak.peak_flops:.1%} of peak" if peak else ""
-        found.append(Row(f"{name}: forward and backward", f"{1e3 * seconds:.2f} ms, {_tera(flops / seconds)}{share}"))
-    return found
+        lines.append(Row(f"{name}: forward and backward", f"{1e3 * seconds:.2f} ms, {_tera(flops / seconds)}{share}"))
+    return lines
 
 
 def _seconds(device: Device, action: Callable[[], None], repeats: int = 5) -> float:
-    taken = []
+    seconds = []
     for _ in range(repeats + 1):
         device.synchronize()
         started = time.perf_counter()
         action()
         device.synchronize()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[1:])
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
 
 
 def _tera(flops_per_s: float) -> str:
@@ -214,9 +214,9 @@ def _with_vllm(options: argparse.Namespace, *, eager: bool) -> list[Row]:
     _need_vllm()
     keys = ["actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.enforce_eager={eager}"]
     steps = run(options, "eager" if eager else "graphs", options.shape, 4, [*keys, "trainer.n_gpus_per_node=1"])
-    reserved = [f"{each['perf/max_memory_reserved_gb']:.2f}" for each in steps if "perf/max_memory_reserved_gb" in each]
-    held = Row("GiB reserved at most, after each sleep and wake", ", ".join(reserved) or "not on a CPU", "level")
-    return [*figures(steps), held]
+    reserved = [f"{line['perf/max_memory_reserved_gb']:.2f}" for line in steps if "perf/max_memory_reserved_gb" in line]
+    row = Row("GiB reserved at most, after each sleep and wake", ", ".join(reserved) or "not on a CPU", "level")
+    return [*figures(steps), row]
 
 
 def devices(options: argparse.Namespace) -> list[Row]:
@@ -243,9 +243,9 @@ def reshard(options: argparse.Namespace) -> list[Row]:
     hidden, layers, _, _, intermediate, vocabulary, _ = SHAPES[shape]
     parameters = layers * hidden * (3 * intermediate + 3 * hidden) + 2 * vocabulary * hidden
     # Weights in fp32, their gradients, and the engine's copy with some cache; the optimizer rests on the host.
-    needed, has = parameters * (8 / count + 2 + 1), device.total_memory_bytes()
-    if needed > has:
-        raise CannotRun(f"{count} devices of {has / 2**30:.0f} GiB are too few: each would need {needed / 2**30:.0f}")
+    needs, has = parameters * (8 / count + 2 + 1), device.total_memory_bytes()
+    if needs > has:
+        raise CannotRun(f"{count} devices of {has / 2**30:.0f} GiB are too few: each would need {needs / 2**30:.0f}")
     fsdp = "actor_rollout_ref.actor.fsdp_config"
     keys = [
         f"trainer.n_gpus_per_node={count}", "actor_rollout_ref.rollout.name=vllm",
@@ -254,7 +254,7 @@ def reshard(options: argparse.Namespace) -> list[Row]:
     ]  # fmt: skip
     steps = run(options, "reshard", shape, 3, keys)
     took, gib, rate = (
-        statistics.median(each[name] for each in steps[1:])
+        statistics.median(metrics[name] for metrics in steps[1:])
         for name in ("timing_s/reshard", "perf/weight_sync_gb", "perf/weight_sync_gb_per_s")
     )
     return [Row("devices", str(count)), Row(f"reshard, {gib:.2f} GiB", f"{took:.2f} s, {rate:.1f} GiB/s", "1 s (of 8)")]
@@ -270,7 +270,7 @@ def figures(steps: Sequence[Metrics]) -> list[Row]:
     counted = steps[1:] or steps
 
     def median(name: str) -> float:
-        return statistics.median(each.get(name, math.nan) for each in counted)
+        return statistics.median(metrics.get(name, math.nan) for metrics in counted)
 
     def percent(name: str) -> str:
         return "unknown" if math.isnan(share := median(name)) else f"{share:.1%}"
@@ -324,11 +324,11 @@ def attempt(name: str, options: argparse.Namespace, argv: Sequence[str]) -> tupl
     # The last --stages counts.
     command = [sys.executable, "-m", "bench.gpu", *argv, "--here", "--stages", name, "--json", str(out)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60 * options.minutes)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60 * options.minutes)
     except subprocess.TimeoutExpired:
         return [], f"not done after {options.minutes:g} minutes (--minutes)"
     if not out.exists():
-        return [], _last_words(done.stderr or done.stdout)
+        return [], _last_words(process.stderr or process.stdout)
     rows, reason = json.loads(out.read_text())[name]
     return [Row(*row) for row in rows], reason
 
@@ -373,13 +373,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
-    found: dict[str, tuple[list[Row], str]] = {}
+    stages: dict[str, tuple[list[Row], str]] = {}
     for name in options.stages:
-        found[name] = attempt(name, options, argv)
+        stages[name] = attempt(name, options, argv)
         if options.json:
-            options.json.write_text(json.dumps(found))
+            options.json.write_text(json.dumps(stages))
         else:
-            report(options, argv, found)
+            report(options, argv, stages)
 
 
 if __name__ == "__main__":

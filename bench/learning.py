@@ -81,8 +81,8 @@ def train(out: Path, keys: list[str], name: str, seed: int, steps: int) -> None:
     run = out / f"{name}_{seed}"
     if (run / "done").exists():
         return
-    own = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
-    call("-m", "rltrain.main_ppo", *COMMON, *keys, *ALGORITHMS[name], *own)
+    settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
+    call("-m", "rltrain.main_ppo", *COMMON, *keys, *ALGORITHMS[name], *settings)
     (run / "done").touch()
 
 
@@ -107,9 +107,9 @@ def plot(curves: dict[str, list[dict[int, float]]], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for name, mine in curves.items():
-        steps = list(mine[0])
-        values = [[curve[step] for curve in mine] for step in steps]
+    for name, of_seeds in curves.items():
+        steps = list(of_seeds[0])
+        values = [[curve[step] for curve in of_seeds] for step in steps]
         (line,) = axes.plot(steps, [sum(each) / len(each) for each in values], label=name)
         axes.fill_between(
             steps, [min(each) for each in values], [max(each) for each in values], color=line.get_color(), alpha=0.12
@@ -142,7 +142,7 @@ def main() -> None:
         for job in jobs:
             job.result()
     runs = {name: [out / f"{name}_{seed}" for seed in range(1, options.seeds + 1)] for name in names}
-    curves = {name: [curve(run) for run in mine] for name, mine in runs.items()}
+    curves = {name: [curve(run) for run in of_seeds] for name, of_seeds in runs.items()}
     lines = [
         "# Learning, CPU",
         "",

@@ -38,11 +38,11 @@ def train(out: Path, family: str, arm: str, seed: int, steps: int) -> None:
         return
     # Runs at the same time must not write the same file.
     shared = {"FAMILY": family, "BLANK": ARMS[arm], "OUT": str(run / "made"), "SEED": str(seed), "RUN": str(run)}
-    own = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={EVERY}"]
-    own += ["trainer.save_at_end=False", "trainer.logger=[]"]
+    settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={EVERY}"]
+    settings += ["trainer.save_at_end=False", "trainer.logger=[]"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | shared
     subprocess.run(
-        ["bash", "examples/vlm_cpu.sh", *own], cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL
+        ["bash", "examples/vlm_cpu.sh", *settings], cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL
     )
     (run / "done").touch()
 
@@ -55,7 +55,7 @@ def curve(run: Path) -> dict[int, float]:
 def row(out: Path, family: str, arm: str, seeds: int, shown: list[int]) -> str:
     runs = [folder(out, family, arm, seed) for seed in range(1, seeds + 1)]
     curves = [curve(run) for run in runs]
-    cells = [" ".join(f"{each[step]:.2f}" for each in curves) for step in shown]
+    cells = [" ".join(f"{curve_of_seed[step]:.2f}" for curve_of_seed in curves) for step in shown]
     seconds = [line["timing_s/step"] for run in runs for line in read_metrics(run) if "timing_s/step" in line]
     return f"| {family} | {arm} | {' | '.join(cells)} | {sum(seconds) / len(seconds):.2f} |"
 
@@ -78,7 +78,7 @@ def main() -> None:
         ]
         for job in jobs:
             job.result()
-    shown = sorted({*range(0, options.steps, SHOWN), options.steps})
+    steps = sorted({*range(0, options.steps, SHOWN), options.steps})
     seeds = ", ".join(map(str, range(1, options.seeds + 1)))
     command = f"python -m bench.learning_vision --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}"
     lines = [
@@ -91,10 +91,10 @@ def main() -> None:
         f"balanced, so an answer without an image is right once in six times ({CHANCE:.2f}).",
         "Seconds a step with other jobs on the same cores: an upper bound.",
         "",
-        f"| family | images | {' | '.join(f'step {step}' for step in shown)} | s/step |",
-        f"|{'---|' * (len(shown) + 3)}",
+        f"| family | images | {' | '.join(f'step {step}' for step in steps)} | s/step |",
+        f"|{'---|' * (len(steps) + 3)}",
     ]
-    lines += [row(out, family, arm, options.seeds, shown) for family in families for arm in ARMS]
+    lines += [row(out, family, arm, options.seeds, steps) for family in families for arm in ARMS]
     (ROOT / "bench/results/learning_vision_cpu.md").write_text("\n".join([*lines, ""]))
 
 

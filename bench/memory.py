@@ -60,8 +60,8 @@ def plain_log_probs(
     if reference is None:
         return TokenLogProbs(log_probs, entropy, None)
     with torch.no_grad():
-        theirs = torch.log_softmax(reference.logits(reference.hidden, scaling.temperature), -1)
-    return TokenLogProbs(log_probs, entropy, exact_kl(log_pi, theirs))
+        log_ref = torch.log_softmax(reference.logits(reference.hidden, scaling.temperature), -1)
+    return TokenLogProbs(log_probs, entropy, exact_kl(log_pi, log_ref))
 
 
 def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
@@ -96,12 +96,12 @@ def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
 def in_a_child(*arguments: object) -> float:
     """`measure` in a process of its own."""
     command = [sys.executable, "-m", "bench.memory", *map(str, arguments)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(process.stdout.splitlines()[-1]))
 
 
 def main() -> None:
-    found = []
+    rows = []
     for vocabulary in VOCABULARIES:
         for tokens in TOKENS:
             cells = []
@@ -112,10 +112,10 @@ def main() -> None:
                     else "-"
                 )
                 cells += [plain, f"{in_a_child('ours', work, vocabulary, tokens):,.0f}"]
-            found.append(
+            rows.append(
                 f"| {vocabulary:,} | {tokens:,} | {tokens * vocabulary * 4 / 2**20:,.0f} | {' | '.join(cells)} |"
             )
-            sys.stderr.write(found[-1] + "\n")
+            sys.stderr.write(rows[-1] + "\n")
     lines = [
         f"`python -m bench.memory`, {date.today()}, {platform.processor() or platform.machine()}, one thread, "
         f"torch {torch.__version__}",
@@ -126,7 +126,7 @@ def main() -> None:
         "| vocabulary | answer tokens | all logits once | log-prob, all at once | log-prob, ours | update, all at once "
         "| update, ours |",
         "|---|---|---|---|---|---|---|",
-        *found,
+        *rows,
     ]
     text = "\n".join(lines) + "\n"
     (Path(__file__).parent / "results" / "memory_cpu.md").write_text(text)

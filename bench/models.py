@@ -67,8 +67,8 @@ class Family:
     recomputes: bool = True
 
 
-def _rope(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}
+def _rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **fields}
 
 
 _LONGROPE = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "original_max_position_embeddings": 64}
@@ -224,14 +224,14 @@ def _cells(name: str, family: Family, vllm: bool) -> list[str]:
         return [f"not in transformers {version('transformers')}", *rest]
     config = CONFIG_MAPPING[family.kind](**family.fields)
     spec = ModelSpec("", gradient_checkpointing=family.recomputes, longest=family.longest)
-    said = _said(lambda: empty_packed(PolicyModel, spec, config))
-    said = said if said != _WORKS else _said(lambda: differences(PolicyModel, spec, config, decodes=False))
-    if said != _WORKS:
-        return [said, *rest]
+    verdict = _said(lambda: empty_packed(PolicyModel, spec, config))
+    verdict = verdict if verdict != _WORKS else _said(lambda: differences(PolicyModel, spec, config, decodes=False))
+    if verdict != _WORKS:
+        return [verdict, *rest]
     with tempfile.TemporaryDirectory() as folder:
         model = _save(config, Path(folder, "model"))
         return [
-            said,
+            verdict,
             _said(lambda: differences(PolicyModel, spec, config, decodes=True)),
             _by_vllm(name) if vllm and family.vllm else _NOT_RUN,
             _said(lambda: _export(model, Path(folder, "exported"))),
@@ -284,13 +284,13 @@ def _export(folder: Path, out: Path) -> None:
 
 def _adapters(folder: Path) -> str:
     """On all linear layers; where all-linear is refused because experts are none, on those that are."""
-    said = _said(lambda: _train_adapters(folder, "all-linear"))
-    if "does not reach the experts" not in said:
-        return said
+    verdict = _said(lambda: _train_adapters(folder, "all-linear"))
+    if "does not reach the experts" not in verdict:
+        return verdict
     layers = trunk(_plain(folder)).named_modules()
     targets = {name.rpartition(".")[2] for name, layer in layers if type(layer) is nn.Linear}
-    said = _said(lambda: _train_adapters(folder, sorted(targets)))
-    return said if said != _WORKS else "works, not on experts"
+    verdict = _said(lambda: _train_adapters(folder, sorted(targets)))
+    return verdict if verdict != _WORKS else "works, not on experts"
 
 
 def _train_adapters(folder: Path, targets: Any) -> None:
@@ -309,10 +309,10 @@ def _train_adapters(folder: Path, targets: Any) -> None:
         base = model_check.plain_scores(plain, samples)
         plain.load_state_dict(merged, strict=False)
         expected = model_check.plain_scores(plain, samples)
-        found = model_check.packed_scores(policy.eval(), samples)
+        scores = model_check.packed_scores(policy.eval(), samples)
     if model_check.distance(expected, base) < 0.01:
         raise Wrong("has no layer with adapters that changes anything")
-    if (off := model_check.distance(found, expected)) > _FAR:
+    if (off := model_check.distance(scores, expected)) > _FAR:
         raise Wrong(f"is off by {off:.2g}")
 
 
@@ -321,8 +321,8 @@ def _by_vllm(name: str) -> str:
     if not importlib.util.find_spec("vllm"):
         return _NOT_RUN
     command = [sys.executable, "-m", "bench.models", "--vllm", name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    return (done.stdout.strip().splitlines() or [f"fails: {done.stderr.strip().splitlines()[-1]}"])[-1]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    return (process.stdout.strip().splitlines() or [f"fails: {process.stderr.strip().splitlines()[-1]}"])[-1]
 
 
 def _say_vllm(name: str) -> None:
@@ -352,16 +352,16 @@ def _say_vllm(name: str) -> None:
                 sync.run(update, lambda: None)
                 engine.sleep()
                 with torch.no_grad():
-                    for one, other in zip(policy.model.parameters(), plain.parameters(), strict=True):
-                        local: Any = one
-                        other.mul_(1.1)
+                    for weight, plain_weight in zip(policy.model.parameters(), plain.parameters(), strict=True):
+                        local: Any = weight
+                        plain_weight.mul_(1.1)
                         local.to_local().mul_(1.1)
-            said = _WORKS
+            verdict = _WORKS
         except SyncError as error:
-            said = f"refused at the sync: {str(error).splitlines()[0]}"
+            verdict = f"refused at the sync: {str(error).splitlines()[0]}"
         except Exception as error:  # noqa: BLE001 - what an engine raises is what the table is to say
-            said = f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    sys.stdout.write(said + "\n")
+            verdict = f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    sys.stdout.write(verdict + "\n")
     sys.stdout.flush()
     os._exit(0)  # vLLM's own threads would go on for a while
 

@@ -52,9 +52,9 @@ def own_network() -> None:
 
 def loopback_bytes() -> int:
     """Bytes that the loopback interface has carried so far."""
-    found = re.search(r"^\s*lo:\s*(\d+)", Path("/proc/self/net/dev").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1])
+    match = re.search(r"^\s*lo:\s*(\d+)", Path("/proc/self/net/dev").read_text(), re.MULTILINE)
+    assert match
+    return int(match[1])
 
 
 def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[str, float, float, float]]:
@@ -71,7 +71,7 @@ def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[s
         device = get_device("cpu")
         group = WorkerGroup("hybrid", reserve(cfg, device), device, threads=1)
         group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS})
-        places, found = group.nodes, []
+        places, rows = group.nodes, []
         for way in ("whole", "parcels"):
             # With all ranks on one node nothing is cut, and layouts do not look at nodes.
             group.nodes = [0] * len(places) if way == "whole" else places
@@ -83,10 +83,10 @@ def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[s
                 trainer.step(step)
                 wire, counted = loopback_bytes() - before, group.bytes_between_nodes() - counted
                 steps.append((counted, wire, time.perf_counter() - started))
-            counted, wire, seconds = (statistics.median(each) for each in zip(*steps, strict=True))
-            found.append((way, counted / (samples * nodes), wire / (samples * nodes), seconds))
+            counted, wire, seconds = (statistics.median(values) for values in zip(*steps, strict=True))
+            rows.append((way, counted / (samples * nodes), wire / (samples * nodes), seconds))
         group.kill()
-        return found
+        return rows
     finally:
         stop_ray()
         cluster.shutdown()

@@ -45,20 +45,20 @@ def run(folder: Path, keys: Sequence[str], options: argparse.Namespace) -> Steps
 
 def means(steps: Steps) -> dict[str, float]:
     """Of one process: seconds of a step by phase, until its log-probs are there, and the shares."""
-    found = {phase: statistics.mean(step[f"timing_s/{phase}"] for step in steps) for phase in PHASES}
-    found[UNTIL] = sum(found[phase] for phase in PHASES[:3])
-    return found | {key: statistics.mean(step.get(key, 0.0) for step in steps) for key in SHARES}
+    numbers = {phase: statistics.mean(step[f"timing_s/{phase}"] for step in steps) for phase in PHASES}
+    numbers[UNTIL] = sum(numbers[phase] for phase in PHASES[:3])
+    return numbers | {key: statistics.mean(step.get(key, 0.0) for step in steps) for key in SHARES}
 
 
 def rows(rounds: Sequence[dict[str, Steps]]) -> list[str]:
     """Medians over rounds of each setting; then, round by round, on divided by off: median and range."""
-    measured = [{name: means(steps) for name, steps in each.items()} for each in rounds]
+    measured = [{name: means(steps) for name, steps in one_round.items()} for one_round in rounds]
     lines = []
     for name in SETTINGS:
-        middle = {key: statistics.median(each[name][key] for each in measured) for key in measured[0][name]}
+        middle = {key: statistics.median(one_round[name][key] for one_round in measured) for key in measured[0][name]}
         cells = [*(f"{middle[key]:.2f}" for key in TIMED), *(f"{middle[key]:.1%}" for key in SHARES)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    ratios = {key: [each[ON][key] / each[OFF][key] for each in measured] for key in TIMED}
+    ratios = {key: [one_round[ON][key] / one_round[OFF][key] for one_round in measured] for key in TIMED}
     spread = [f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in ratios.values()]
     return [*lines, f"| overlap : none, in pairs | {' | '.join([*spread, *['-'] * len(SHARES)])} |"]
 

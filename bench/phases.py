@@ -49,28 +49,28 @@ def floors(folder: Path, dtype: str, limit: int, repeats: int) -> dict[str, dict
     chats = [[{"role": "user", "content": text}] for text in prompts(PROMPTS)]
     ids = torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
     optimizer = torch.optim.AdamW(floor.weights.values(), lr=1e-6, weight_decay=0.01)
-    made: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def generate() -> None:
-        made["batch"] = Group(ids, floor.generate(ids, ANSWERS, limit)[0])
+        results["batch"] = Group(ids, floor.generate(ids, ANSWERS, limit)[0])
 
     @torch.no_grad()
     def score(shared: bool) -> None:
         parts = [
-            floor.log_probs(made["batch"][at : at + MICRO_GROUPS], shared) for at in range(0, PROMPTS, MICRO_GROUPS)
+            floor.log_probs(results["batch"][at : at + MICRO_GROUPS], shared) for at in range(0, PROMPTS, MICRO_GROUPS)
         ]
-        made["reference"] = torch.cat(parts)
+        results["reference"] = torch.cat(parts)
 
     def update(shared: bool) -> None:
-        floor.update(made["batch"], made["reference"], optimizer, shared, MICRO_GROUPS, MINI_BATCHES)
+        floor.update(results["batch"], results["reference"], optimizer, shared, MICRO_GROUPS, MINI_BATCHES)
 
-    found = {}
+    seconds_of = {}
     generating = seconds(generate, repeats)
     for name, shared in (("packed", False), ("prompt shared", True)):
         scoring = seconds(lambda shared=shared: score(shared), repeats)
         updating = seconds(lambda shared=shared: update(shared), repeats)
-        found[name] = dict(zip(PHASES, (generating, OLD_LOG_PROB_SHARE * scoring, scoring, updating), strict=True))
-    return found
+        seconds_of[name] = dict(zip(PHASES, (generating, OLD_LOG_PROB_SHARE * scoring, scoring, updating), strict=True))
+    return seconds_of
 
 
 def seconds(action: Callable[[], object], repeats: int) -> float:
@@ -101,7 +101,7 @@ def run_floors(folder: Path, options: argparse.Namespace, limit: int) -> dict[st
 
 def lengths_table(equal: dict[int, Steps], long_tail: Steps) -> list[str]:
     """Microseconds per computed token of each pass over answers of each equal length; long_tail's as ratios of them."""
-    mean = statistics.mean(one["response_length"] for one in long_tail)
+    mean = statistics.mean(step["response_length"] for step in long_tail)
     titles = [title for length in equal for title in (f"all of {length} tokens, us/token", "ratio")]
     lines = [
         f"| pass, lengths that vary | long tail, {mean:.0f} tokens on average, us/token | {' | '.join(titles)} |",
@@ -109,11 +109,11 @@ def lengths_table(equal: dict[int, Steps], long_tail: Steps) -> list[str]:
     ]
     for name in PASSES:
         share = OLD_LOG_PROB_SHARE if name == "old_log_prob" else 1.0
-        tail, *others = (
-            1e6 * statistics.median(one[name] / (share * one["tokens"]) for one in steps)
+        tail, *of_equal = (
+            1e6 * statistics.median(step[name] / (share * step["tokens"]) for step in steps)
             for steps in (long_tail, *equal.values())
         )
-        cells = [f"{each:.1f} | {tail / each:.2f}" for each in others]
+        cells = [f"{microseconds:.1f} | {tail / microseconds:.2f}" for microseconds in of_equal]
         lines.append(f"| {name} | {tail:.1f} | {' | '.join(cells)} |")
     return lines
 
@@ -143,20 +143,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     bare: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
         long_tail += run_ours(tail_folder, LIMITS["long_tail"], options)[1:]
-        mean = statistics.mean(one["response_length"] for one in long_tail)
+        mean = statistics.mean(step["response_length"] for step in long_tail)
         # The second length is fixed by the first round, so that later rounds add to it.
         for limit in equal or (options.limit, round(mean)):
             equal.setdefault(limit, []).extend(run_ours(folder, limit, options)[1:])
-        for name, found in run_floors(folder, options, options.limit).items():
-            bare.setdefault(name, []).append(found)
+        for name, floor in run_floors(folder, options, options.limit).items():
+            bare.setdefault(name, []).append(floor)
     rows = []
-    ours = equal[options.limit]
+    steps = equal[options.limit]
     for phase in PHASES:
-        mine = statistics.median(one[phase] for one in ours)
-        cells = [f"{mine:.3f}"]
-        for found in bare.values():
-            least = statistics.median(one[phase] for one in found)
-            cells += [f"{least:.3f}", f"{mine / least:.2f}"]
+        middle = statistics.median(step[phase] for step in steps)
+        cells = [f"{middle:.3f}"]
+        for floor in bare.values():
+            least = statistics.median(step[phase] for step in floor)
+            cells += [f"{least:.3f}", f"{middle / least:.2f}"]
         rows.append(f"| {phase} | {' | '.join(cells)} |")
     titles = [title for name in bare for title in (f"floor, {name}, s", "ours is times that")]
     write(

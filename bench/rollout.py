@@ -153,10 +153,10 @@ class Floor:
         self._model, self._eps = model.model, config.rms_norm_eps
         self._head = model.lm_head.weight
         self._qkv = [
-            torch.cat([each.self_attn.q_proj.weight, each.self_attn.k_proj.weight, each.self_attn.v_proj.weight])
-            for each in self._model.layers
+            torch.cat([layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight])
+            for layer in self._model.layers
         ]
-        self._up = [torch.cat([each.mlp.gate_proj.weight, each.mlp.up_proj.weight]) for each in self._model.layers]
+        self._up = [torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in self._model.layers]
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self._eps)
@@ -175,8 +175,8 @@ class Floor:
             query, key, value = states.unflatten(-1, (-1, self._size)).split(cut, 2)
             query = self._turned(self._norm(query, attention.q_norm.weight), cos, sin)
             key = self._turned(self._norm(key, attention.k_norm.weight), cos, sin)
-            found = attend(number, *(each.transpose(1, 2) for each in (query, key, value)))
-            hidden = hidden + F.linear(found, attention.o_proj.weight)
+            attended = attend(number, *(tensor.transpose(1, 2) for tensor in (query, key, value)))
+            hidden = hidden + F.linear(attended, attention.o_proj.weight)
             gate, up = F.linear(self._norm(hidden, layer.post_attention_layernorm.weight), self._up[number]).chunk(
                 2, -1
             )
@@ -196,8 +196,8 @@ class Floor:
 
         def prefill(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             prompt_cache.append((key.contiguous(), value.contiguous()))
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            return found.transpose(1, 2).flatten(2)
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return output.transpose(1, 2).flatten(2)
 
         def to_prompts(states: Tensor) -> Tensor:
             return states.unflatten(0, (prompts, samples)).transpose(1, 2).flatten(2, 3)
@@ -211,13 +211,13 @@ class Floor:
             query = (query * self._size**-0.5).reshape(rows, self._kv, group, self._size)
             blocks = cache[number][: block + 1]
             keys, values = prompt_cache[number]
-            scores = [to_rows(to_prompts(query) @ keys.mT), *(query @ each[0].mT for each in blocks)]
+            scores = [to_rows(to_prompts(query) @ keys.mT), *(query @ pair[0].mT for pair in blocks)]
             weights = torch.cat(scores, -1)[..., : width + step + 1].softmax(-1)
-            of_prompt, own = weights.split([width, step + 1], -1)
-            found = to_rows(to_prompts(of_prompt) @ values)
-            for some, each in zip(own.split(BLOCK, -1), blocks, strict=True):
-                found += some @ each[1][:, :, : some.shape[-1]]
-            return found.reshape(rows, 1, -1)
+            of_prompt, of_blocks = weights.split([width, step + 1], -1)
+            output = to_rows(to_prompts(of_prompt) @ values)
+            for share, pair in zip(of_blocks.split(BLOCK, -1), blocks, strict=True):
+                output += share @ pair[1][:, :, : share.shape[-1]]
+            return output.reshape(rows, 1, -1)
 
         hidden = self._layers(work.prompts, cos[:width], sin[:width], prefill).repeat_interleave(samples, 0)
         for step in range(steps):
@@ -273,14 +273,14 @@ def with_weights(engine, model: PreTrainedModel):
 
 def seconds(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Least processor time of each, in turns, after a short warm-up by the first repeat."""
-    found: dict[str, list[float]] = {name: [] for name in actions}
+    times_of: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats):
         for name, action in actions.items():
             started = time.process_time()
             action()
-            found[name].append(time.process_time() - started)
-            sys.stderr.write(f"{name}: {found[name][-1]:.2f} s\n")
-    return {name: min(times) for name, times in found.items()}
+            times_of[name].append(time.process_time() - started)
+            sys.stderr.write(f"{name}: {times_of[name][-1]:.2f} s\n")
+    return {name: min(times) for name, times in times_of.items()}
 
 
 def table(dtype: torch.dtype, repeats: int) -> list[str]:
@@ -310,13 +310,13 @@ def table(dtype: torch.dtype, repeats: int) -> list[str]:
         "| engine | " + " | ".join(f"{work.name}, s | tokens/s | times as fast" for work, _ in columns) + " |",
         "|---" * (1 + 3 * len(columns)) + "|",
     ]
-    for name in dict.fromkeys(name for _, found in columns for name in found):
+    for name in dict.fromkeys(name for _, least in columns for name in least):
         cells = []
-        for work, found in columns:
-            first = next(iter(found.values()))
+        for work, least in columns:
+            first = next(iter(least.values()))
             cells += (
-                [f"{found[name]:.2f}", f"{work.lengths.sum() / found[name]:.0f}", f"{first / found[name]:.2f}"]
-                if name in found
+                [f"{least[name]:.2f}", f"{work.lengths.sum() / least[name]:.0f}", f"{first / least[name]:.2f}"]
+                if name in least
                 else ["-"] * 3
             )
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -132,11 +132,11 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= _KEEPS_MEMORY  # the workers begin with it
     options.name = options.name or ("save_slow_disk_cpu.md" if options.mib_per_s else "save_cpu.md")
-    with tempfile.TemporaryDirectory() as made:
-        model = make_model(Path(made) / "model", options.hidden, options.layers)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = make_model(Path(scratch) / "model", options.hidden, options.layers)
         size = sum(parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()) * 4
-        with storage(Path(made), options.mib_per_s, size) as folder:
-            measure(options, Path(made), model, folder, size)
+        with storage(Path(scratch), options.mib_per_s, size) as folder:
+            measure(options, Path(scratch), model, folder, size)
 
 
 @contextmanager
@@ -157,28 +157,28 @@ def storage(made: Path, mib_per_s: int, size: int) -> Iterator[Path]:
 
 def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, size: int) -> None:
     """Make the rounds with the run in ``folder``, and write the table. size: about that of a checkpoint, in bytes."""
-    files = [write_arithmetic(made / f"{each}.parquet", range(24)) for each in ("train", "test")]
+    files = [write_arithmetic(made / f"{split}.parquet", range(24)) for split in ("train", "test")]
     changes = {"trainer__total_training_steps": 10_000, "trainer__max_actor_ckpt_to_keep": 1}
     args = small_run(model, (files[0], files[1]), folder / "run", **changes)
     with build(load_config([*args, "trainer.val_before_train=False"])) as trainer:
-        with other_writer(folder, size) as other:
+        with other_writer(folder, size) as writer:
             for way in WAYS * 3:  # the first of each have memory and files to make
-                turn(trainer, way, other, options.steps)
+                turn(trainer, way, writer, options.steps)
             rounds = []
-            for each in range(options.rounds):
-                ways = (WAYS if each % 4 == 0 else PAIR)[:: 1 if each % 2 else -1]
-                turns = [(way, turn(trainer, way, other, options.steps)) for way in (*ways, *ways[::-1])]
-                rounds.append({way: mean_of([taken for its, taken in turns if its == way]) for way in ways})
-        newest = max((folder / "run").glob("global_step_*"), key=lambda each: int(each.name.rpartition("_")[2]))
+            for number in range(options.rounds):
+                ways = (WAYS if number % 4 == 0 else PAIR)[:: 1 if number % 2 else -1]
+                turns = [(way, turn(trainer, way, writer, options.steps)) for way in (*ways, *ways[::-1])]
+                rounds.append({way: mean_of([seconds for its, seconds in turns if its == way]) for way in ways})
+        newest = max((folder / "run").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
         size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     made_beside = "the step" if options.steps == 1 else f"{options.steps} steps"
     titles = ["way", "save s", f"{made_beside} s", "both s", "still written afterwards s"]
     rows = []
     for way in WAYS:
-        taken = [each[way] for each in rounds if way in each]
-        cells = [statistics.median(each[name] for each in taken) for name in ("save", "steps", "both", "after")]
+        of_way = [one_round[way] for one_round in rounds if way in one_round]
+        cells = [statistics.median(seconds[name] for seconds in of_way) for name in ("save", "steps", "both", "after")]
         rows.append(f"| {way} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
-    waits = statistics.median(each["waits"]["save"] for each in rounds if "waits" in each)
+    waits = statistics.median(one_round["waits"]["save"] for one_round in rounds if "waits" in one_round)
     took = f"a save that is waited for writes {size / 2**20 / waits:.0f} MiB/s"
     disk = f"storage of {options.mib_per_s} MiB/s ({took})" if options.mib_per_s else "its own disk"
     write(
@@ -186,7 +186,7 @@ def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, 
         " ".join(
             [
                 "OMP_NUM_THREADS=1 python -m bench.save",
-                *(f"--{name.replace('_', '-')} {each}" for name, each in vars(options).items() if each),
+                *(f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if value),
             ]
         ),
         f"Medians of {options.rounds} rounds of two turns each, in every fourth of which all take part; a checkpoint "
@@ -196,30 +196,30 @@ def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, 
         f"Of the {waits:.2f} s that a save takes when the step waits, {cost(rounds, WAYS[2], waits)} is left in the "
         f"background; another process that writes as much costs {made_beside} {cost(rounds, WAYS[3], waits)}.\n\n"
         f"The rounds' differences in the background, s: "
-        f"{' '.join(f'{each:.2f}' for each in differences(rounds, WAYS[2]))}",
+        f"{' '.join(f'{seconds:.2f}' for seconds in differences(rounds, WAYS[2]))}",
     )
 
 
 def mean_of(turns: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.mean(each[name] for each in turns) for name in turns[0]}
+    return {name: statistics.mean(one_turn[name] for one_turn in turns) for name in turns[0]}
 
 
 def differences(rounds: list[dict[str, dict[str, float]]], way: str) -> list[float]:
     """Seconds by which ``way`` takes longer than no save, of each round that has it."""
-    return [each[way]["both"] - each[WAYS[0]]["both"] for each in rounds if way in each]
+    return [one_round[way]["both"] - one_round[WAYS[0]]["both"] for one_round in rounds if way in one_round]
 
 
 def cost(rounds: list[dict[str, dict[str, float]]], way: str, waits: float) -> str:
     """What ``way`` adds to the steps: the mean of its rounds' differences and that of their middle 60 %, each with its
     standard error (of the second by Tukey and McLaughlin, from the deviation of the winsorized differences)."""
-    more = sorted(differences(rounds, way))
-    cut = len(more) // 5
-    middle = more[cut : len(more) - cut]
-    winsorized = [min(max(each, middle[0]), middle[-1]) for each in more]
-    root = len(more) ** 0.5
+    seconds = sorted(differences(rounds, way))
+    cut = len(seconds) // 5
+    middle = seconds[cut : len(seconds) - cut]
+    winsorized = [min(max(second, middle[0]), middle[-1]) for second in seconds]
+    root = len(seconds) ** 0.5
     cells = [
-        (statistics.mean(more), statistics.stdev(more) / root),
-        (statistics.mean(middle), statistics.stdev(winsorized) / root * len(more) / len(middle)),
+        (statistics.mean(seconds), statistics.stdev(seconds) / root),
+        (statistics.mean(middle), statistics.stdev(winsorized) / root * len(seconds) / len(middle)),
     ]
     mean, trimmed = (
         f"{100 * it / waits:.1f} % (standard error {100 * err / waits:.1f}, {it:.3f} s)" for it, err in cells

@@ -103,13 +103,13 @@ def start_group(processes: int, ranks: int = 1) -> WorkerGroup:
 def measure(trainer: PPOTrainer) -> dict[str, float]:
     """Medians over a few steps after a warm one."""
     trainer.step(1)
-    found = []
+    steps = []
     for step in range(2, 2 + STEPS):
         started, busy = time.perf_counter(), time.process_time()
         metrics = trainer.step(step).metrics
-        found.append(metrics | {"wall": time.perf_counter() - started, "driver": time.process_time() - busy})
+        steps.append(metrics | {"wall": time.perf_counter() - started, "driver": time.process_time() - busy})
     names = ("wall", "driver", "timing_s/other", "perf/driver_bytes_per_sample")
-    return {name: statistics.median(each[name] for each in found) for name in names}
+    return {name: statistics.median(figures[name] for figures in steps) for name in names}
 
 
 def share_of_published(workers: int, samples: int, seconds: float) -> str:

@@ -63,16 +63,16 @@ def in_turns(first: Callable[[], None], second: Callable[[], None]) -> tuple[flo
     """CPU seconds of each: the least of the repeats, after a warm run."""
     times: list[list[float]] = [[], []]
     for _ in range(REPEATS + 1):
-        for action, mine in zip((first, second), times, strict=True):
+        for action, seconds in zip((first, second), times, strict=True):
             started = time.process_time()
             action()
-            mine.append(time.process_time() - started)
+            seconds.append(time.process_time() - started)
     return min(times[0][1:]), min(times[1][1:])
 
 
 def rows_of(name: str, policy: PolicyModel) -> list[str]:
     """Table rows of one model."""
-    found = []
+    rows = []
     for case in CASES:
         batch = group(*case)
 
@@ -87,14 +87,14 @@ def rows_of(name: str, policy: PolicyModel) -> list[str]:
             alone, shared = in_turns(lambda b=backward: work(False, b), lambda b=backward: work(True, b))
             prompt, num_answers, answer = case
             shape = f"{prompt} + {num_answers} x {answer}"
-            found.append(f"| {name} | {shape} | {label} | {alone:.2f} | {shared:.2f} | {alone / shared:.2f} |")
-    return found
+            rows.append(f"| {name} | {shape} | {label} | {alone:.2f} | {shared:.2f} | {alone / shared:.2f} |")
+    return rows
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = [row for name, sizes in MODELS.items() for row in rows_of(name, make_policy(*sizes))]
+    rows = [row for name, sizes in MODELS.items() for row in rows_of(name, make_policy(*sizes))]
     load = os.getloadavg()[0]
     lines = [
         f"`python -m bench.shared_prompt`, {date.today()}, {platform.processor() or platform.machine()}, "
@@ -104,7 +104,7 @@ def main() -> None:
         "",
         "| model | prompt + answers | work | packed, s | prompt shared, s | times as fast |",
         "|---|---|---|---|---|---|",
-        *found,
+        *rows,
     ]
     text = "\n".join(lines) + "\n"
     (Path(__file__).parent / "results" / "shared_prompt_cpu.md").write_text(text)

@@ -89,12 +89,12 @@ class Run:
 
     def processes(self) -> dict[str, list[int]]:
         """What it is -> pids, in the order of their numbers."""
-        found = below(self.process.pid) | {self.process.pid: " ".join(map(str, self.process.args))}
+        commands = below(self.process.pid) | {self.process.pid: " ".join(map(str, self.process.args))}
         named = {
-            name: sorted(pid for pid, words in found.items() if said in words and "rltrain.supervise" not in words)
-            for name, said in WHO.items()
+            name: sorted(pid for pid, words in commands.items() if word in words and "rltrain.supervise" not in words)
+            for name, word in WHO.items()
         }
-        named["scorer"] = [pid for each in named["reward worker"] for pid in sorted(below(each))]
+        named["scorer"] = [pid for parent in named["reward worker"] for pid in sorted(below(parent))]
         return named
 
 
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         hurt, faults = disturbed(folder, options)
         quiet = waiting.result()
     problems = differences(quiet.folder, hurt.folder, options.steps)
-    growth = {name: slope(seen) for name, seen in sorted(quiet.memory.items())}
+    growth = {name: slope(sizes) for name, sizes in sorted(quiet.memory.items())}
     problems += [f"{name} grows by {mb:.2f} MB in 100 steps" for name, mb in growth.items() if mb > _MEMORY_LIMIT_MB]
     problems += [
         f"step {fault['step']}: {fault['signal']} to {fault['to']}: {WITHOUT_A_WORD}"
@@ -124,16 +124,16 @@ def main(argv: list[str] | None = None) -> int:
     ]
     command = f"python -m bench.soak --steps {options.steps} --seed {options.seed}"
     lost = sum(fault["steps made again"] for fault in faults)
-    found = "; ".join(problems) or "weights, optimizer state, sampler, answers and metrics are equal"
-    what = (
+    verdict = "; ".join(problems) or "weights, optimizer state, sampler, answers and metrics are equal"
+    title = (
         f"{options.steps} steps of two workers with a critic; {len(faults)} faults, {lost} steps made again. Beside an "
-        f"undisturbed run: {found}."
+        f"undisturbed run: {verdict}."
     )
     rows = [f"| {' | '.join(str(value) for value in fault.values())} |" for fault in faults]
     notes = "Memory of the undisturbed run, MB in 100 steps (second half): " + ", ".join(
         f"{name} {mb:+.2f}" for name, mb in growth.items()
     )
-    write(options.out, command, what, list(faults[0]) if faults else ["none"], rows, notes + ".")
+    write(options.out, command, title, list(faults[0]) if faults else ["none"], rows, notes + ".")
     if problems:
         sys.stdout.write(f"\nkept: {folder}\n")
         return 1
@@ -168,11 +168,11 @@ def begin(folder: Path, name: str, command: list[str]) -> Run:
 def undisturbed(folder: Path, steps: int) -> Run:
     """The run that is left alone; its memory is sampled."""
     run = begin(folder, "quiet", words(folder, "quiet", steps))
-    seen = 0
+    last_step = 0
     while run.process.poll() is None:
         # At the last step processes end already.
-        if seen < (step := run.step()) < steps:
-            run.sample_memory(seen := step)
+        if last_step < (step := run.step()) < steps:
+            run.sample_memory(last_step := step)
         time.sleep(10 * _POLL_S)
     if run.process.returncode:
         raise SystemExit(f"the undisturbed run has failed, see {folder}/quiet.log")
@@ -193,24 +193,24 @@ def disturbed(folder: Path, options: argparse.Namespace) -> tuple[Run, list[dict
             continue
         # Any moment of a step, and of a save.
         time.sleep(draw.uniform(0, 0.5))
-        deck = deck or [each for each in draw.sample(FAULTS, len(FAULTS)) if each[0] not in options.spare]
-        who, number = deck.pop()
-        if not (pids := run.processes()[who]):
+        deck = deck or [fault for fault in draw.sample(FAULTS, len(FAULTS)) if fault[0] not in options.spare]
+        target, number = deck.pop()
+        if not (pids := run.processes()[target]):
             continue
         attempts = len(attempts_of(run))
-        begun, victim = time.monotonic(), draw.choice(pids)
-        print(f"step {step}: {number.name} to {who} {victim}", flush=True)
+        started, victim = time.monotonic(), draw.choice(pids)
+        print(f"step {step}: {number.name} to {target} {victim}", flush=True)
         os.kill(victim, number)
-        if (who, number) == ("driver", signal.SIGSTOP):
+        if (target, number) == ("driver", signal.SIGSTOP):
             time.sleep(_DRIVER_STOPPED_S)
             os.kill(victim, signal.SIGCONT)
-        harmless = who == "scorer" or (who, number) == ("driver", signal.SIGSTOP)
-        ended, lost = ("goes on", "") if harmless else wait_for_end(run, attempts, step + _GOES_ON)
-        resumed = step if ended == "goes on" else step_after(run)
+        harmless = target == "scorer" or (target, number) == ("driver", signal.SIGSTOP)
+        outcome, lost = ("goes on", "") if harmless else wait_for_end(run, attempts, step + _GOES_ON)
+        resumed = step if outcome == "goes on" else step_after(run)
         faults.append(
             {
-                "step": step, "signal": number.name, "to": who, "exit code": ended, "cause": lost,
-                "seconds until the next step": f"{time.monotonic() - begun:.0f}",
+                "step": step, "signal": number.name, "to": target, "exit code": outcome, "cause": lost,
+                "seconds until the next step": f"{time.monotonic() - started:.0f}",
                 "steps made again": max(0, step - resumed),
             }
         )  # fmt: skip
@@ -232,20 +232,20 @@ def wait_for_end(run: Run, before: int, step: int) -> tuple[str, str]:
         if run.step() >= step:
             return "goes on", ""
         time.sleep(_POLL_S)
-    if len(found := attempts_of(run)) <= before:
+    if len(attempts := attempts_of(run)) <= before:
         return "none", ""
-    cause = found[before]["cause"].replace("|", "/")
-    return str(found[before]["exit_code"]), cause if len(cause) < 160 else cause[:157] + "…"
+    cause = attempts[before]["cause"].replace("|", "/")
+    return str(attempts[before]["exit_code"]), cause if len(cause) < 160 else cause[:157] + "…"
 
 
 def step_after(run: Run) -> int:
     """The checkpoint from which the run goes on; returns once it has made a step."""
-    start = max((int(each.name.rpartition("_")[2]) for each in run.folder.glob("global_step_*")), default=0)
-    ended = time.time()
+    start = max((int(folder.name.rpartition("_")[2]) for folder in run.folder.glob("global_step_*")), default=0)
+    ended_at = time.time()
     while run.process.poll() is None:
         # The metrics of steps that are made again are there until the run has started.
         with suppress(OSError):
-            if (run.folder / "metrics.jsonl").stat().st_mtime > ended and run.step() > start:
+            if (run.folder / "metrics.jsonl").stat().st_mtime > ended_at and run.step() > start:
                 break
         time.sleep(_POLL_S)
     return start
@@ -253,30 +253,30 @@ def step_after(run: Run) -> int:
 
 def differences(quiet: Path, hurt: Path, steps: int) -> list[str]:
     """What is not equal, file by file and metric by metric."""
-    found = []
+    problems = []
     # Shards and exports; files that hold a time or a path cannot be equal.
     for pattern in (f"global_step_{steps}/**/*", "samples/*.parquet"):
-        ours, theirs = ({str(each.relative_to(top)) for each in top.glob(pattern)} for top in (quiet, hurt))
-        found += [f"{name} is in one run alone" for name in sorted(ours ^ theirs)]
+        ours, theirs = ({str(path.relative_to(top)) for path in top.glob(pattern)} for top in (quiet, hurt))
+        problems += [f"{name} is in one run alone" for name in sorted(ours ^ theirs)]
         for name in sorted(ours & theirs):
-            kept = name.endswith((".distcp", ".safetensors", ".npz", ".parquet"))
-            if kept and (quiet / name).read_bytes() != (hurt / name).read_bytes():
-                found.append(f"{name} differs")
+            is_binary = name.endswith((".distcp", ".safetensors", ".npz", ".parquet"))
+            if is_binary and (quiet / name).read_bytes() != (hurt / name).read_bytes():
+                problems.append(f"{name} differs")
     # With the metrics of the step it belongs to.
-    progress = [json.loads((each / f"global_step_{steps}" / "progress.json").read_text()) for each in (quiet, hurt)]
-    for each in progress:
-        each["metrics"] = unclocked(each.get("metrics") or {})
+    progress = [json.loads((run / f"global_step_{steps}" / "progress.json").read_text()) for run in (quiet, hurt)]
+    for record in progress:
+        record["metrics"] = unclocked(record.get("metrics") or {})
     if progress[0] != progress[1]:
-        found.append("progress.json differs")
-    lines = [{line["step"]: line for line in read_metrics(each)} for each in (quiet, hurt)]
+        problems.append("progress.json differs")
+    lines = [{line["step"]: line for line in read_metrics(run)} for run in (quiet, hurt)]
     if lines[0].keys() != lines[1].keys():
-        found.append("metrics.jsonl has not the same steps")
+        problems.append("metrics.jsonl has not the same steps")
     for step in sorted(lines[0].keys() & lines[1].keys()):
-        one, other = (unclocked(each[step]) for each in lines)
-        if one != other:
-            differ = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
-            found.append(f"step {step}: {', '.join(sorted(differ)[:5])}")
-    return found[:20]
+        first, second = (unclocked(of_run[step]) for of_run in lines)
+        if first != second:
+            differ = [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
+            problems.append(f"step {step}: {', '.join(sorted(differ)[:5])}")
+    return problems[:20]
 
 
 def unclocked(metrics: dict) -> dict:

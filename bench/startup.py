@@ -61,14 +61,14 @@ def measure(workers: int) -> dict[str, float]:
         placement = reserve(cfg, device)
         now()
         group = WorkerGroup("hybrid", placement, device, threads=1)
-        started = [each.who.remote() for each in group.workers]
-        pids = [who["pid"] for who in ray.get(started)]
+        started = [worker.who.remote() for worker in group.workers]
+        pids = [identity["pid"] for identity in ray.get(started)]
         now()
         group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": 1})
         now()
         seconds, driver = np.diff(times), np.diff(busy)
-        found = {"ray": seconds[0], "reserve": seconds[1], "start": seconds[2], "connect": seconds[3]}
-        return found | {
+        parts = {"ray": seconds[0], "reserve": seconds[1], "start": seconds[2], "connect": seconds[3]}
+        return parts | {
             "driver": driver[1:].sum(),
             "worker": sum(map(processor_s, pids)) / workers,
             "memory": sum(map(memory_mb, pids)) / workers,
@@ -79,8 +79,8 @@ def measure(workers: int) -> dict[str, float]:
 
 def own_s() -> float:
     """Processor seconds of this process, all threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,19 +89,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", default="startup_cpu.md")
     options = parser.parse_args(argv)
     names = ("ray", "reserve", "start", "connect", "driver", "worker", "memory")
-    found, rows = [], []
+    measured, rows = [], []
     for workers in options.workers:
-        found.append(measure(workers))
-        rows.append(f"| {workers} | " + " | ".join(f"{found[-1][name]:.2f}" for name in names) + " |")
+        measured.append(measure(workers))
+        rows.append(f"| {workers} | " + " | ".join(f"{measured[-1][name]:.2f}" for name in names) + " |")
         sys.stderr.write(rows[-1] + "\n")
     notes = ""
-    if len(found) > 1:
-        slope, base = np.polyfit(options.workers, [each["driver"] for each in found], 1)
+    if len(measured) > 1:
+        slope, base = np.polyfit(options.workers, [parts["driver"] for parts in measured], 1)
         notes = (
             f"Extrapolated, not measured: {LARGEST} workers take {base + slope * LARGEST:.1f} s of the driver's "
             f"processor, by a straight line through these rows ({1000 * slope:.0f} ms a worker). The meeting is not "
             f"extrapolated, and nothing above {max(options.workers)} workers was started: each takes "
-            f"{found[-1]['memory'] / 1000:.2f} GB, and all share {len(os.sched_getaffinity(0))} cores, so what the "
+            f"{measured[-1]['memory'] / 1000:.2f} GB, and all share {len(os.sched_getaffinity(0))} cores, so what the "
             "meeting itself costs cannot be told from waiting for a core. How long a large "
             "cluster takes to meet is not known."
         )

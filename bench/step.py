@@ -47,8 +47,8 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
 def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
     """The interpreter of TRL's environment, which is made first where it is not there."""
     python = folder / "bin" / "python"
-    done = folder / ("with_vllm" if with_vllm else "with_images" if with_images else "without_vllm")
-    if done.exists() or (folder / "with_vllm").exists():
+    marker = folder / ("with_vllm" if with_vllm else "with_images" if with_images else "without_vllm")
+    if marker.exists() or (folder / "with_vllm").exists():
         return python
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     install = [python, "-m", "pip", "install", "-q"]
@@ -66,7 +66,7 @@ def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
         subprocess.run(
             [python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True
         )
-    done.touch()
+    marker.touch()
     return python
 
 
@@ -77,14 +77,14 @@ def run_peer(python: Path, engine: str, folder: Path, limit: int, options: argpa
         "engine": engine, "micro_batch": MICRO_BATCH, "steps": options.steps + 1,
     }  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
+    process = subprocess.run(
         [python, ROOT / "bench" / "step_peer.py", json.dumps(task)], env=environment, capture_output=True, text=True
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        sys.exit(f"TRL ({engine}) failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found = json.loads(lines[0].removeprefix("RESULT "))
-    return [one | {"prompt_length": found["prompt_tokens"]} for one in found["steps"]]
+        sys.exit(f"TRL ({engine}) failed:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
+    result = json.loads(lines[0].removeprefix("RESULT "))
+    return [step | {"prompt_length": result["prompt_tokens"]} for step in result["steps"]]
 
 
 def run_ours(folder: Path, kind: str, limit: int, options: argparse.Namespace) -> Steps:
@@ -109,9 +109,9 @@ def run_ours(folder: Path, kind: str, limit: int, options: argparse.Namespace) -
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     (run / "metrics.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "-m", "rltrain.main_ppo", *keys]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"rltrain failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(f"rltrain failed:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
     lines = [line for line in read_metrics(run) if "timing_s/step" in line]
     wall = time.time() - started
     return [
@@ -128,20 +128,20 @@ def run_ours(folder: Path, kind: str, limit: int, options: argparse.Namespace) -
 
 def medians(steps: Steps) -> dict[str, float]:
     """Of each number over the steps; tokens_per_s: prompt and answer tokens over the step."""
-    found = {name: statistics.median(one.get(name, 0.0) for one in steps) for name in steps[0]}
-    tokens = [PROMPTS * ANSWERS * (one["prompt_length"] + one["response_length"]) / one["step"] for one in steps]
-    return found | {"tokens_per_s": statistics.median(tokens)}
+    middle = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[0]}
+    tokens = [PROMPTS * ANSWERS * (step["prompt_length"] + step["response_length"]) / step["step"] for step in steps]
+    return middle | {"tokens_per_s": statistics.median(tokens)}
 
 
 def rows_of(kind: str, measured: dict[str, Steps]) -> list[str]:
     """Table rows: seconds of each phase, and how many times as fast ours is (by tokens a second in the whole step)."""
-    found = {name: medians(steps) for name, steps in measured.items() if steps}
+    of_trainer = {name: medians(steps) for name, steps in measured.items() if steps}
     rows = []
-    for name, one in found.items():
-        cells = [f"{one[phase]:.2f}" for phase in PHASES]
-        ratio = found[OURS]["tokens_per_s"] / one["tokens_per_s"] if OURS in found else float("nan")
+    for name, middle in of_trainer.items():
+        cells = [f"{middle[phase]:.2f}" for phase in PHASES]
+        ratio = of_trainer[OURS]["tokens_per_s"] / middle["tokens_per_s"] if OURS in of_trainer else float("nan")
         rows.append(
-            f"| {kind} | {name} | {' | '.join(cells)} | {one['response_length']:.1f} | {one['tokens_per_s']:.0f} "
+            f"| {kind} | {name} | {' | '.join(cells)} | {middle['response_length']:.1f} | {middle['tokens_per_s']:.0f} "
             f"| {ratio:.2f} |"
         )
     return rows

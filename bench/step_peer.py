@@ -98,9 +98,9 @@ def main() -> None:  # noqa: C901 - one script
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step % 2 == 0:
                 step = time.perf_counter() - self.started
-                one = dict(seconds) | {"step": step, "to_here": time.perf_counter() - STARTED}
-                one["update_actor"] = step - one.pop("scored")
-                steps.append(one)
+                record = dict(seconds) | {"step": step, "to_here": time.perf_counter() - STARTED}
+                record["update_actor"] = step - record.pop("scored")
+                steps.append(record)
 
     class Timed(GRPOTrainer):
         def _get_per_token_logps_and_entropies(self, model, *arguments, **named):
@@ -124,9 +124,9 @@ def main() -> None:  # noqa: C901 - one script
     tokenize = trainer._tokenize_prompts
 
     def tokenize_and_count(*arguments, **named):
-        found = tokenize(*arguments, **named)
-        prompt_lengths.extend(map(len, found[0]))
-        return found
+        tokens = tokenize(*arguments, **named)
+        prompt_lengths.extend(map(len, tokens[0]))
+        return tokens
 
     trainer._tokenize_prompts = tokenize_and_count
     trainer.train()
@@ -135,8 +135,8 @@ def main() -> None:  # noqa: C901 - one script
     import trl
 
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
-    for one, length in zip(steps, lengths, strict=True):
-        one["response_length"] = length
+    for entry, length in zip(steps, lengths, strict=True):
+        entry["response_length"] = length
     sys.stdout.write(
         "\nRESULT " + json.dumps({"steps": steps, "prompt_tokens": prompt_tokens, "versions": versions}) + "\n"
     )

@@ -100,9 +100,9 @@ def make_batch(policy: PolicyModel, length: int, edge: int) -> Batch:
 def brought_along(batch: Batch) -> Batch:
     """The batch with a prompt and an image per answer."""
     (prompt, *_), (images, *_) = batch.dictionary("prompt").values, batch.dictionary("images").values
-    each = torch.arange(len(batch))
-    copies = DictionaryColumn([replace(images) for _ in each], each)
-    prompts = DictionaryColumn(Ragged.from_rows([prompt for _ in each]), each)
+    numbers = torch.arange(len(batch))
+    copies = DictionaryColumn([replace(images) for _ in numbers], numbers)
+    prompts = DictionaryColumn(Ragged.from_rows([prompt for _ in numbers]), numbers)
     return Batch({**dict(batch.items()), "prompt": prompts, "images": copies})
 
 
@@ -160,42 +160,42 @@ def in_turns(run: Callable[[str, str], Any], work: str) -> list[list[float]]:
             run(way, work)
             turn.append(time.process_time() - started)
         turns.append(turn)
-    return [list(each) for each in zip(*turns[1:], strict=True)]
+    return [list(times) for times in zip(*turns[1:], strict=True)]
 
 
 def peak_mib(action: Callable[[], Any]) -> float:
     """MiB of the tensors that ``action`` makes and that live at one time, at most."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         action()
-    events = sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
     return max(accumulate(changes)) / 2**20
 
 
 def rows_of(family: str, length: int) -> list[str]:
     """Table rows of one model and one length of answers."""
-    case, found = Case(family, length), []
+    case, rows = Case(family, length), []
     vision: Any = case.policy.model.config.vision_config
     patches = (EDGE // vision.patch_size) ** 2
     for work, title in WORKS.items():
         seconds = in_turns(case.run, work)
         # Ratios of neighbours in time: what disturbs a turn disturbs all of it.
         ratios = [
-            statistics.median(one / other for one, other in zip(each, seconds[-1], strict=True)) for each in seconds
+            statistics.median(one / other for one, other in zip(times, seconds[-1], strict=True)) for times in seconds
         ]
         mib = [peak_mib(partial(case.run, way, work)) for way in WAYS]
-        cells = [f"{min(each):.2f}" for each in seconds] + [f"{each:.2f}" for each in ratios[:-1]]
-        cells += [f"{each:,.0f}" for each in mib] + [f"{each / mib[-1]:.2f}" for each in mib[:-1]]
+        cells = [f"{min(value):.2f}" for value in seconds] + [f"{value:.2f}" for value in ratios[:-1]]
+        cells += [f"{value:,.0f}" for value in mib] + [f"{value / mib[-1]:.2f}" for value in mib[:-1]]
         shape = f"{patches:,} patches, {patches // _MERGE**2 + QUESTION} + {ANSWERS} x {length}"
-        found.append(f"| {family} | {shape} | {title} | {' | '.join(cells)} |")
-        sys.stderr.write(found[-1] + "\n")
-    return found
+        rows.append(f"| {family} | {shape} | {title} | {' | '.join(cells)} |")
+        sys.stderr.write(rows[-1] + "\n")
+    return rows
 
 
 def differences(case: Case) -> float:
     """The largest difference between the log-probs of the three ways."""
-    one, *others = (case.run(way, "log_prob") for way in WAYS)
-    return max(float((one - other).abs().max()) for other in others)
+    first, *others = (case.run(way, "log_prob") for way in WAYS)
+    return max(float((first - log_probs).abs().max()) for log_probs in others)
 
 
 def start() -> None:
@@ -210,10 +210,10 @@ def main() -> None:
     cases = {family: Case(family, LENGTHS[0]) for family in FAMILIES}
     apart = max(differences(case) for case in cases.values())
     sizes = {family: model_numbers(case.policy) for family, case in cases.items()}
-    share = {family: each["row_flops"] / 2 / each["matmul_parameters"] for family, each in sizes.items()}
-    models = [f"{name} {each['num_parameters'] / 1e6:.1f} M weights, {share[name]:.2f}" for name, each in sizes.items()]
+    share = {family: size["row_flops"] / 2 / size["matmul_parameters"] for family, size in sizes.items()}
+    models = [f"{name} {size['num_parameters'] / 1e6:.1f} M weights, {share[name]:.2f}" for name, size in sizes.items()]
     load = os.getloadavg()[0]
-    found = [row for family in FAMILIES for length in LENGTHS for row in rows_of(family, length)]
+    rows = [row for family in FAMILIES for length in LENGTHS for row in rows_of(family, length)]
     lines = [
         f"`python -m bench.vision`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} "
         f"cores (load {load:.0f} at the start{': others worked beside it' if load > 1 else ''}), one thread, "
@@ -232,7 +232,7 @@ def main() -> None:
         "| model | work on | pass | padded, s | packed, s | shared, s | times as fast as padded | as packed | "
         "padded, MiB | packed, MiB | shared, MiB | padded / shared | packed / shared |",
         "|---" * 13 + "|",
-        *found,
+        *rows,
     ]
     text = "\n".join(lines) + "\n"
     (Path(__file__).parent / "results" / "vision_cpu.md").write_text(text)

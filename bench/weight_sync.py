@@ -91,16 +91,16 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
     spec = ModelSpec(str(folder))
     policy = sharded_model(PolicyModel, spec, device)
     engine = HFRollout(EngineSettings(RolloutConfig(), spec, dtype, device, Replica(0, 1, 0, 1), [1], 64))
-    found = []
+    measured = []
     for _ in range(syncs):
         engine.sleep()
         dist.barrier()
         started = time.perf_counter()
         peak = peak_mib(lambda: sync(way, int(bucket_mib * MIB), policy, engine, dtype))
-        found.append((time.perf_counter() - started, peak))
+        measured.append((time.perf_counter() - started, peak))
     if rank == 0:
         engine_bytes = sum(p.numel() for p in policy.parameters()) * dtype.itemsize
-        torch.save((found, engine_bytes / MIB), folder / f"{way}.pt")
+        torch.save((measured, engine_bytes / MIB), folder / f"{way}.pt")
     dist.barrier()
 
 
@@ -123,10 +123,10 @@ def main() -> None:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(model_config()).save_pretrained(folder)
         for way, bucket in WAYS.items():
-            found, size = measure(
+            measured, size = measure(
                 folder, way, ranks=arguments.ranks, bucket_mib=bucket or 0, syncs=arguments.syncs, dtype=torch.bfloat16
             )
-            seconds, peaks = zip(*found[1:], strict=True)
+            seconds, peaks = zip(*measured[1:], strict=True)
             rows.append((way, bucket, statistics.median(seconds), size, [peak - size for peak in peaks]))
     naive = next(seconds for way, _, seconds, *_ in rows if way == "weight by weight")
     lines = [

@@ -118,7 +118,7 @@ def prompts(count: int, terms: int = 5) -> list[str]:
     """Sums of numbers, all of one length: about 7 tokens a term and 25 more."""
     draw = random.Random(0)
     sums = [" + ".join(str(draw.randint(1000, 9999)) for _ in range(terms)) for _ in range(count)]
-    return [f"Add these numbers: {each} = ?" for each in sums]
+    return [f"Add these numbers: {total} = ?" for total in sums]
 
 
 def write_prompts(file: Path, count: int, terms: int = 5, *, with_images: bool = False) -> None:

@@ -31,13 +31,13 @@ def changed_files(root: Path, base: str = "main") -> set[str]:
     """Committed since the branch left ``base``, staged, unstaged, untracked, deleted."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
-        if done.returncode:
+        process = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+        if process.returncode:
             raise SystemExit(
-                f"error: git {' '.join(words)}: {done.stderr.strip()}\n"
+                f"error: git {' '.join(words)}: {process.stderr.strip()}\n"
                 f"       --changed compares a checkout with its branch {base}. Try git fetch origin {base}:{base}."
             )
-        return done.stdout
+        return process.stdout
 
     since = git("merge-base", base, "HEAD").strip()
     changed = git("diff", "--name-only", "--no-renames", "-z", since)

@@ -32,8 +32,8 @@ def test_the_package_shows_its_entry_and_imports_nothing_heavy():
         "[getattr(rltrain, name) for name in names - {'Trainer', 'read_metrics'}]; "
         "assert not {'torch', 'ray', 'pandas'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = rltrain.trian
 
@@ -119,8 +119,8 @@ def test_an_object_is_loaded_by_another_process(tmp_path):
         f"assert RewardFunction(CustomReward({custom.path!r}, {custom.name!r}))('s', 'abcd', '1', {{}}) == 12.0; "
         "assert not {'ray', 'torch', 'tests', 'tests.test_api'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 def test_declarations_travel_with_an_estimator(tmp_path):

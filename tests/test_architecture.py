@@ -83,5 +83,5 @@ def test_an_added_device_is_one_row(extended):
     code = (
         "from rltrain.base.device import get_device; print(get_device('tpu').backend, get_device('tpu').ray_resource)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=extended, capture_output=True, text=True)
-    assert done.stdout.split() == ["cpu:gloo,tpu:tccl", "TPU"], done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=extended, capture_output=True, text=True)
+    assert process.stdout.split() == ["cpu:gloo,tpu:tccl", "TPU"], process.stderr

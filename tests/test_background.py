@@ -48,7 +48,7 @@ def test_a_signal_cuts_the_wait_short_and_not_the_work():
 
 def test_work_that_comes_further_is_not_taken_for_one_that_hangs():
     steps = [threading.Event() for _ in range(2)]
-    work = BackgroundJob("work", lambda: [heartbeat() or each.wait(10) for each in steps])
+    work = BackgroundJob("work", lambda: [heartbeat() or step.wait(10) for step in steps])
     began = work.beat
     steps[0].set()
     while work.beat == began:

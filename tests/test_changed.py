@@ -123,9 +123,11 @@ def test_nothing_chosen_ends_as_pytest_does_when_it_ran_nothing(checkout, tmp_pa
 def test_what_a_test_imports_when_it_runs_is_found_in_its_sources():
     """And little besides: the scorers import nothing of the trainer's."""
     code = "import json, sys, tests.rewards.test_labelled; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=changed.ROOT, capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", code], cwd=changed.ROOT, capture_output=True, text=True, check=True)
     sources = changed.Sources(changed.ROOT)
-    loaded = set().union(*(sources.files_of(name) for name in json.loads(done.stdout) if name.startswith("rltrain.")))
+    loaded = set().union(
+        *(sources.files_of(name) for name in json.loads(process.stdout) if name.startswith("rltrain."))
+    )
     reached = sources.reached("tests/rewards/test_labelled.py")
     assert loaded
     assert loaded <= reached

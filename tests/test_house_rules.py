@@ -103,7 +103,7 @@ def test_files_that_share_a_prefix_have_a_folder():
         assert not {word for word, number in words.items() if number > 2}, place
     # A folder that has moved leaves its __pycache__ behind in an older checkout.
     # py.typed is no room: a mark for type checkers.
-    assert len([each for each in PACKAGE.iterdir() if each.suffix == ".py" or any(each.glob("*.py"))]) <= 16
+    assert len([path for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))]) <= 16
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -175,7 +175,7 @@ def texts_without_an_encoding(source: str) -> list[int]:
     """The lines of calls that read or write text as the machine's locale has it."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call) or any(each.arg in ("encoding", None) for each in node.keywords):
+        if not isinstance(node, ast.Call) or any(keyword.arg in ("encoding", None) for keyword in node.keywords):
             continue
         owner, _, name = ast.unparse(node.func).rpartition(".")
         if name in ("read_text", "write_text"):  # the encoding may be the argument behind what is written
@@ -183,7 +183,10 @@ def texts_without_an_encoding(source: str) -> list[int]:
         elif name in _TEXT and (owner, name) != ("os", "open"):
             place, usual = _TEXT[name]
             place -= name == "open" and owner != ""  # a method of a path
-            given = [*node.args[place : place + 1], *(each.value for each in node.keywords if each.arg == "mode")]
+            given = [
+                *node.args[place : place + 1],
+                *(keyword.value for keyword in node.keywords if keyword.arg == "mode"),
+            ]
             mode = ast.literal_eval(given[0]) if given and isinstance(given[0], ast.Constant) else usual
             # Pillow's opens bytes; a mode that is not written out may be any.
             images = owner and name == "open" and given and not isinstance(given[0], ast.Constant)

@@ -52,8 +52,8 @@ def test_all_processes_are_in_the_closing_lines(tmp_path, monkeypatch):
     ]
     assert [process.wait() for process in processes] == [1, 1]
     files, reasons = left_out.joined(tmp_path / "records")
-    said = left_out.report(files, reasons)
-    assert said.endswith("\n2 passed, 4 failed, 5 skipped")
+    report = left_out.report(files, reasons)
+    assert report.endswith("\n2 passed, 4 failed, 5 skipped")
     for line in (
         "1  skipped, a whole file",
         "2  skipped, no such device",
@@ -61,7 +61,7 @@ def test_all_processes_are_in_the_closing_lines(tmp_path, monkeypatch):
         "2  not selected, long: make test-long",
         "2  not selected, injects a fault: make test-faults",
     ):
-        assert f"     {line}\n" in said
+        assert f"     {line}\n" in report
     assert "| `test_one.py` | 1 passed, 2 failed, 2 skipped |" in left_out.table(files)
 
 

@@ -83,8 +83,8 @@ def test_a_worker_has_a_log_with_its_crash(tmp_path):
         "logging.getLogger('rltrain.x').info('hello'); logging.getLogger('other').info('noise'); warnings.warn('odd');"
         "ctypes.string_at(0)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "logs")], capture_output=True, check=False)
-    assert done.returncode < 0
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path / "logs")], capture_output=True, check=False)
+    assert process.returncode < 0
     text = (tmp_path / "logs" / "rank_00017.log").read_text()
     assert "rank 17: pid" in text
     assert "hello" in text
@@ -165,5 +165,5 @@ def test_a_sign_that_a_moved_stream_lacks_is_an_escape(tmp_path):
         file.write("before\n")
         file.flush()
         command, variables = [sys.executable, "-c", code], os.environ | {"PYTHONIOENCODING": "ascii"}
-        done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, env=variables)
-    assert (done.returncode, done.stderr) == (0, "\\u2717\n")
+        process = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, env=variables)
+    assert (process.returncode, process.stderr) == (0, "\\u2717\n")

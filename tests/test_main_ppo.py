@@ -79,19 +79,19 @@ def test_a_dry_run_counts_the_rows_that_a_run_would_take(tmp_path, capsys):
 
 
 def test_help_into_a_closed_pipe_is_no_traceback():
-    done = subprocess.run(
+    process = subprocess.run(
         f"{sys.executable} -m rltrain.main_ppo --help | true",
         shell=True,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stderr == ""
+    assert process.stderr == ""
 
 
 def test_the_exit_code_is_kept_where_nothing_can_be_written():
-    done = subprocess.run(f"{sys.executable} -m rltrain.main_ppo --no-flag >/dev/full 2>&1", shell=True, check=False)
-    assert done.returncode == 2
+    process = subprocess.run(f"{sys.executable} -m rltrain.main_ppo --no-flag >/dev/full 2>&1", shell=True, check=False)
+    assert process.returncode == 2
 
 
 def test_a_thread_of_a_callback_does_not_keep_a_finished_run():
@@ -112,8 +112,8 @@ def help_text(section):  # stands for a run, which imports packages
 rltrain.config.help.help_text, sys.argv, sys.modules["a_package"] = help_text, ["main_ppo", "--help"], Module()
 runpy.run_module("rltrain.main_ppo", run_name="__main__")
 """
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "helped\na package ends\n"), done.stderr
+    process = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stdout) == (0, "helped\na package ends\n"), process.stderr
 
 
 def test_version_help_and_printed_config(capsys):

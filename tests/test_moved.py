@@ -51,9 +51,9 @@ def begun(name, told):
 
 
 def test_python_finds_a_command_by_an_old_name():
-    done = subprocess.run([sys.executable, "-m", TYPED[0], "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage:")
+    process = subprocess.run([sys.executable, "-m", TYPED[0], "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("usage:")
 
 
 @pytest.mark.parametrize("name", TYPED)

@@ -41,8 +41,8 @@ def test_a_fresh_process_finds_what_was_pickled_by_name(tmp_path):
     )
     data = pickle.dumps(load_plugin("key", f"{folder}/mine-1.py:Mine")())
     script = f"import pickle, sys; print(pickle.loads({data!r})(), 'torch' in sys.modules, 'ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "7 False False\n", done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert process.stdout == "7 False False\n", process.stderr
 
 
 def test_a_file_runs_once_until_it_is_changed(tmp_path):
@@ -107,8 +107,8 @@ def test_an_object_travels_with_the_code_of_its_module(place, tmp_path, monkeypa
     name = plugin.save_object("reward", mine_alone.shifted, tmp_path / "objects")
     script = f"from rltrain.base.plugin import load_plugin; print(load_plugin('reward', {name!r})(40))"
     root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
-    assert done.stdout == "42\n", done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
+    assert process.stdout == "42\n", process.stderr
 
 
 def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):

@@ -149,9 +149,9 @@ def test_the_same_end_at_the_same_step_stops_with_its_code(supervise, tmp_path):
 @pytest.mark.parametrize("code", [75, 255])
 def test_a_command_that_says_nothing_is_no_endless_loop(code):
     words = ["--wait-s", "0", "--max-restarts", "5", "--", "bash", "-c", f"exit {code}"]
-    found = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
-    assert found.returncode == code
-    assert "ended 3 times before its first step by the same cause" in found.stderr.splitlines()[-1]
+    process = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
+    assert process.returncode == code
+    assert "ended 3 times before its first step by the same cause" in process.stderr.splitlines()[-1]
     in_run, on_another_node = (Attempt(1, "", 0, code, step, "") for step in (7, None))
     assert in_run.same_as(in_run)
     assert not on_another_node.same_as(on_another_node)
@@ -287,7 +287,7 @@ def test_what_cannot_be_killed_does_not_hold_it_up(tmp_path, asked):
     ],
 )
 def test_a_line_that_is_mistyped_is_told_and_exits_2(words, said):
-    found = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
-    assert found.returncode == 2
-    assert said in found.stderr
-    assert "Traceback" not in found.stderr
+    process = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
+    assert process.returncode == 2
+    assert said in process.stderr
+    assert "Traceback" not in process.stderr

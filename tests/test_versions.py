@@ -173,9 +173,9 @@ def test_nodes_of_other_code_or_versions_are_told_apart(monkeypatch):
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + b" " * (file.name in ("ppo.py", "errors.py")))
     monkeypatch.setattr(versions, "version", lambda name: "1.2.3")
-    said = versions.differences(here, versions.fingerprint())
-    assert f"torch 1.2.3, here {here['torch']}" in said
-    assert said.endswith("other code: rltrain/base/errors.py, rltrain/trainer/ppo.py")
+    differences = versions.differences(here, versions.fingerprint())
+    assert f"torch 1.2.3, here {here['torch']}" in differences
+    assert differences.endswith("other code: rltrain/base/errors.py, rltrain/trainer/ppo.py")
     assert versions.differences({}, dict.fromkeys(("a.py", "b.py", "c.py", "d.py"), "1")) == (
         "other code: a.py, b.py, c.py and 1 more"
     )

@@ -33,7 +33,7 @@ def run(tmp_path):
 
 
 def shown(capsys, *arguments) -> str:
-    assert main([str(each) for each in arguments]) == 0
+    assert main([str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
 
 

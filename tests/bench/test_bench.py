@@ -40,9 +40,9 @@ def test_the_floor_computes_what_transformers_does(folder):
     assert torch.allclose(sampled, expected, atol=1e-5)
     gradients = []
     for shared in (False, True):
-        found = floor.log_probs(Group(prompts, answers), shared)
-        assert torch.allclose(found, expected, atol=1e-5)
-        gradients.append(torch.autograd.grad(found.square().sum(), list(floor.weights.values())))
+        log_probs = floor.log_probs(Group(prompts, answers), shared)
+        assert torch.allclose(log_probs, expected, atol=1e-5)
+        gradients.append(torch.autograd.grad(log_probs.square().sum(), list(floor.weights.values())))
     assert all(torch.allclose(one, other, atol=1e-3) for one, other in zip(*gradients, strict=True))
 
 

@@ -556,9 +556,9 @@ def test_help_needs_neither_torch_nor_ray_nor_omegaconf():
         "heavy = {'torch', 'ray', 'transformers', 'omegaconf'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "actor_rollout_ref.rollout" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "actor_rollout_ref.rollout" in process.stdout
 
 
 def test_path_and_name_of_a_class_are_one_key():

@@ -143,7 +143,9 @@ def test_a_recorded_launch_ends_as_recorded(launch, walk):
 def share(kind: str, version: str | None = None) -> tuple[int, int, int]:
     """Launches of a kind: those that run, those that a decision refuses, and all."""
     ends = [
-        each.outcome.partition(":")[0] for each in LAUNCHES if each.kind == kind and version in (None, each.version)
+        launch.outcome.partition(":")[0]
+        for launch in LAUNCHES
+        if launch.kind == kind and version in (None, launch.version)
     ]
     return ends.count("runs"), ends.count("refused"), len(ends)
 
@@ -151,7 +153,7 @@ def share(kind: str, version: str | None = None) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("kind", "least"), [("text", 60), ("images", 15)])
 def test_every_launch_runs_that_no_decision_refuses(kind, least):
     """``pytest -s`` prints the shares."""
-    for version in [*sorted({each.version for each in LAUNCHES if each.kind == kind}), None]:
+    for version in [*sorted({launch.version for launch in LAUNCHES if launch.kind == kind}), None]:
         run, decided, total = share(kind, version)
         print(f"{kind}, {version or 'all'}: {run} of {total} run = {run / total:.0%}, a decision refuses {decided}")
     assert total >= least

@@ -32,7 +32,7 @@ EIGHT = ("trainer.n_gpus_per_node=8", "trainer.overlap=True")
 def test_neighbours_that_hold_all_are_counted(keys, ranks):
     loaded = load_config([*EIGHT, *keys])
     assert ranks_with_all_weights(loaded.config) == ranks
-    assert any("trainer.overlap" in each for each in broken_rules(loaded)) == (ranks == 8)
+    assert any("trainer.overlap" in problem for problem in broken_rules(loaded)) == (ranks == 8)
 
 
 @pytest.mark.parametrize(
@@ -52,5 +52,5 @@ def test_the_sizes_that_keep_devices_waiting_are_named(keys, deciding):
 
 def test_one_engine_has_nothing_to_begin_early():
     loaded = load_config([*EIGHT, f"{ENGINE}=8"])
-    assert not [each for each in broken_rules(loaded) if "trainer.overlap" in each]
+    assert not [problem for problem in broken_rules(loaded) if "trainer.overlap" in problem]
     assert any("trainer.overlap" in line and "one engine" in line for line in without_effect(loaded))

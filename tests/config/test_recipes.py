@@ -166,10 +166,10 @@ def typed(tmp_path, made):
         }  # fmt: skip
         given = [f"trainer.n_gpus_per_node={row.per_node}", f"trainer.device_memory_gb={ROOM[row.chip]}"]
         given += [f"trainer.default_local_dir={tmp_path / 'run'}", *more]
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", FOLDER / row.script, *given], capture_output=True, text=True, check=True, env=environment
         )
-        option, module, *arguments = done.stdout.splitlines()
+        option, module, *arguments = process.stdout.splitlines()
         assert (option, module) == ("-m", "rltrain.main_ppo")
         return arguments
 

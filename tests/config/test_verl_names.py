@@ -163,8 +163,8 @@ def test_every_row_of_the_tables_is_reached():
             key, wanted = concrete(condition.key), "something" if condition.operator != "=" else condition.values[0]
             if switch := table is SECTIONS and SECTIONS[row][0]:
                 key = key.removesuffix("x") + switch
-            said = verdict(key, wanted)
-            assert (said and said.row, said and said.applies) == (row, True)
+            ruling = verdict(key, wanted)
+            assert (ruling and ruling.row, ruling and ruling.applies) == (row, True)
 
 
 ANOTHER_EXPERIMENT = [
@@ -264,9 +264,9 @@ def test_a_section_that_is_left_out_has_its_defaults():
     ],
 )
 def test_a_sentence_names_the_section_of_the_same_model(key, place):
-    said = verdict(key, True)
-    assert said
-    assert place in said.why
+    ruling = verdict(key, True)
+    assert ruling
+    assert place in ruling.why
 
 
 def test_switches_may_be_typed_as_0_and_1():

@@ -52,7 +52,7 @@ class Api:
         if node is None:
             return None
         decorators = [ast.unparse(each) for each in node.decorator_list] if isinstance(node, Function) else []
-        if any("property" in each for each in decorators):
+        if any("property" in decorator for decorator in decorators):
             return ["attribute"]
         own = [] if "staticmethod" in decorators or not isinstance(node, Function) else ["self"]
         return parameters(node)[len(own) :]
@@ -157,7 +157,7 @@ class Api:
             return None
         # "Tensor query, int head_num, *, Tensor? pse=None": a type, a name and perhaps a default.
         # Python calls the tensor that C++ calls self: input.
-        names = [each if each == "*" else re.sub(r"^\S+ (\w+=?).*", r"\1", each) for each in schema[1].split(", ")]
+        names = [word if word == "*" else re.sub(r"^\S+ (\w+=?).*", r"\1", word) for word in schema[1].split(", ")]
         return ["input" if each == "self" else each for each in names]
 
 

@@ -132,7 +132,7 @@ class Scan:
         if isinstance(node, ast.IfExp):
             return self._is(node.body, names) or self._is(node.orelse, names)
         if isinstance(node, ast.BoolOp):
-            return any(self._is(each, names) for each in node.values)
+            return any(self._is(value, names) for value in node.values)
         return False
 
     def _uses(self, node: ast.AST, names: set[str]) -> Iterator[Use]:
@@ -153,8 +153,8 @@ class Scan:
                 yield Use(node.func.attr, node.lineno, given, keywords)
         elif isinstance(node.func, ast.Name) and node.func.id in self._imported:
             name, arguments = self._around
-            for each in node.keywords:
-                if each.arg is None and arguments.kwarg and ast.unparse(each.value) == arguments.kwarg.arg:
+            for keyword in node.keywords:
+                if keyword.arg is None and arguments.kwarg and ast.unparse(keyword.value) == arguments.kwarg.arg:
                     own = {one.arg for one in [*arguments.args, *arguments.kwonlyargs]}
                     self._hands_on[name] = self._imported[node.func.id], own
             yield Use(self._imported[node.func.id], node.lineno, given, keywords)

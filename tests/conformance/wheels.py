@@ -89,9 +89,9 @@ def _archive(name: str, version: str) -> ZipFile:
             raise Unreachable(f"{name} {version}: {error}") from error
     folder = CACHE / "whole"
     command = [sys.executable, "-m", "pip", "download", "--quiet", *_FOR, "--dest", str(folder), f"{name}=={version}"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    if found.returncode:
-        raise Unreachable(f"{name} {version}: {found.stderr.strip().splitlines()[-1]}")
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise Unreachable(f"{name} {version}: {process.stderr.strip().splitlines()[-1]}")
     return ZipFile(next(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl")))
 
 
@@ -107,7 +107,11 @@ def _ranges(name: str, version: str) -> Any:
     session = command.get_default_session(options)
     target = make_target_python(options)
     finder = command._build_package_finder(options, session, target_python=target, ignore_requires_python=True)
-    found = [each for each in finder.find_all_candidates(name) if str(each.version) == version and each.link.is_wheel]
+    found = [
+        candidate
+        for candidate in finder.find_all_candidates(name)
+        if str(candidate.version) == version and candidate.link.is_wheel
+    ]
     if not found:
         raise Unreachable(f"the package index has no wheel of {name} {version} for this machine")
     return LazyZipOverHTTP(found[0].link.url, session)

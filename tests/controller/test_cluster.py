@@ -194,4 +194,4 @@ def test_a_row_alone_goes_to_the_node_that_reads_it(monkeypatch):
 )  # fmt: skip
 def test_what_ray_says_is_one_line_and_no_traceback(caplog, said, told):
     subject.first_sentence({"lines": [said]})
-    assert [each.getMessage() for each in caplog.records] == [told]
+    assert [record.getMessage() for record in caplog.records] == [told]

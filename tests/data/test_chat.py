@@ -208,8 +208,8 @@ def test_a_prompt_store_is_read_without_torch_or_transformers(rows, encoder, tmp
         "import pickle, sys; store = pickle.load(open(sys.argv[1], 'rb')); print(len(store), store.prompt(0)[0]);"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "store.pickle"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "4 1\n"), done.stderr
+    process = subprocess.run([sys.executable, "-c", code, tmp_path / "store.pickle"], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (0, "4 1\n"), process.stderr
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def problem(path):
 
 
 def lines(rows, encoding="utf-8"):
-    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in rows).encode(encoding)
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(encoding)
 
 
 def by_column(rows):

@@ -224,7 +224,7 @@ def test_a_model_that_sees_is_never_trained_blind(folders, tmp_path, write, good
     # In a column that nobody named, or in none.
     images = inside(png(60, 60)) if column == "image" else None
     prompts = [[{"role": "user", "content": content}], [{"role": "user", "content": content}]]
-    path = write(tmp_path / "r.parquet", [good_row(prompt=each, **{column: images}) for each in prompts])
+    path = write(tmp_path / "r.parquet", [good_row(prompt=prompt, **{column: images}) for prompt in prompts])
     with pytest.raises(
         DataError, match=rf"(?s)'{path}' row 0: the prompt has 1 .* 0 images. .*data.image_key.* row 1: "
     ):
@@ -272,7 +272,7 @@ def test_paths_are_relative_to_the_folder_of_the_file(folders, make, tmp_path, m
     encoder = ChatEncoder(folders["qwen2_5_vl"])
     expected = encoder.encode_prompt([{"role": "user", "content": SLOT}], [png(60, 60)])
     for number, entries in enumerate(forms):
-        rows = read_rows(make([(SLOT, each) for each in entries], "pic", f"{number}"), image_key="pic")
+        rows = read_rows(make([(SLOT, entry) for entry in entries], "pic", f"{number}"), image_key="pic")
         store = encode_prompts(rows, encoder, 500)
         for i in range(len(entries)):
             assert np.array_equal(store.encoded(i).images.pixel_values, expected.images.pixel_values)
@@ -316,7 +316,7 @@ def test_a_store_reads_the_rows_that_were_kept(folders, make, monkeypatch):
     rows = found.select(store.row_index)
     assert store.num_dropped > 0
     for i in range(len(store)):
-        images = [each["bytes"] for each in rows.images(i)]
+        images = [image["bytes"] for image in rows.images(i)]
         expected = encoder.encode_prompt(rows[i].prompt, images)
         assert store.encoded(i).tokens.tolist() == expected.tokens.tolist()
         if images:

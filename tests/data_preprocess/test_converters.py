@@ -251,8 +251,8 @@ def test_converters_run_as_files_from_the_repository_root(tmp_path, script, opti
     write_jsonl(tmp_path / "train.jsonl", GSM8K)
     options = [str(tmp_path) if option == "INPUT" else option for option in options]
     command = [sys.executable, f"data_preprocess/{script}.py", *options, "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     assert load(tmp_path / "out", "train")
 
 

@@ -22,19 +22,19 @@ def test_the_example_script_runs_as_it_stands(tiny_model, arithmetic_files, tmp_
     ]
     words = [str(each) for each in (tiny_model, *arithmetic_files, tmp_path / "run")]
     script = [sys.executable, str(ROOT / "examples" / "from_python.py")]
-    done = subprocess.run([*script, *words, *further], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    process = subprocess.run([*script, *words, *further], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr[-3000:]
+    lines = process.stdout.splitlines()
     assert any(line.startswith("after one step: ") and line.endswith("1 step made") for line in lines)
     (rewards,) = [line for line in lines if line.startswith("mean rewards: ")]
     assert len(rewards.split()) == 4, "two steps, of which fit made one"
-    assert "16 answers of the last step were kept" in done.stdout
-    assert "the model before training: {'val-core/rltrain/arithmetic/acc/mean@1'" in done.stdout
+    assert "16 answers of the last step were kept" in process.stdout
+    assert "the model before training: {'val-core/rltrain/arithmetic/acc/mean@1'" in process.stdout
     assert {file.name.split("-")[0] for file in (tmp_path / "run" / "objects").iterdir()} == {"last_number", "centered"}
 
 
 def everything(folder):
-    return {each.relative_to(folder): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.usefixtures("joined")

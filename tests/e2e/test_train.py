@@ -411,9 +411,9 @@ def test_a_reward_that_always_fails_stops_with_its_traceback(tiny_model, arithme
     scorer = tmp_path / "reward.py"
     scorer.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
     assert main(small_run(tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer)) == 2
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("ZeroDivisionError") == 1
-    assert "loading" not in said.out  # of models, which take long
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("ZeroDivisionError") == 1
+    assert "loading" not in output.out  # of models, which take long
 
 
 def test_grpo_learns_what_is_rewarded(tiny_model, arithmetic_files, tmp_path):

@@ -45,9 +45,9 @@ def wait_for_line(process: subprocess.Popen, words: str) -> str:
 
 def error_of(output: str) -> str:
     """What stands behind "error:" at the beginning of a line."""
-    found = re.search("^error:", output, re.MULTILINE)
-    assert found, output
-    return output[found.start() :]
+    match = re.search("^error:", output, re.MULTILINE)
+    assert match, output
+    return output[match.start() :]
 
 
 def below(driver: int) -> dict[int, str]:
@@ -69,10 +69,10 @@ def below(driver: int) -> dict[int, str]:
 def _stands_in(pid: str) -> int:
     """Who started this process, if another one has forked it (`nursery`); else 0."""
     try:
-        found = re.search(rf"\b{STAND_IN}=(\d+)".encode(), Path(f"/proc/{pid}/environ").read_bytes())
+        match = re.search(rf"\b{STAND_IN}=(\d+)".encode(), Path(f"/proc/{pid}/environ").read_bytes())
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
 def pids(driver: int, words: str) -> list[int]:

@@ -51,9 +51,9 @@ def test_a_folder_that_cannot_be_written_is_told(tiny_model, arithmetic_files, t
         pytest.skip(reason)
     words = small_run(tiny_model, arithmetic_files, tmp_path)[:-1]
     command = ["unshare", "--mount", sys.executable, "-c", SCRIPT, str(tmp_path), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    said = done.stderr
-    assert done.returncode == 0, said
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = process.stderr
+    assert process.returncode == 0, said
     assert said.count("code 74") == 3, said
     assert "Traceback" not in said
     assert "Exception ignored" not in said

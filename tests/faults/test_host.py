@@ -160,7 +160,7 @@ def test_a_driver_without_memory_calls_nothing_damaged(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "big.parquet")
     (tmp_path / "samples" / "train_000001.parquet").symlink_to(tmp_path / "big.parquet")
     (tmp_path / ".metadata").write_bytes(bytes(64 << 20))
-    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
-    said = re.findall(r"(?m)^error: the host has no memory left: .*\ncode 75$", done.stderr)
-    assert len(said) == 4, done.stderr
-    assert "Traceback" not in done.stderr
+    process = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
+    said = re.findall(r"(?m)^error: the host has no memory left: .*\ncode 75$", process.stderr)
+    assert len(said) == 4, process.stderr
+    assert "Traceback" not in process.stderr

@@ -76,7 +76,7 @@ def lose_power(run: Path, said: list[list[str]], random: Random) -> None:
         if of_run and os.stat(run).st_ino not in later and random.random() < 0.5:
             os.rename(target[0], source)
     old = run / "global_step_1"
-    for entry in sorted(each for folder in run.iterdir() if folder.is_dir() for each in folder.rglob("*")):
+    for entry in sorted(path for folder in run.iterdir() if folder.is_dir() for path in folder.rglob("*")):
         if old in entry.parents or not entry.exists():
             continue
         _, names = synced.get(entry.parent.stat().st_ino, (0, []))

@@ -61,7 +61,7 @@ def test_steps_do_not_wait_for_the_disk(start, command, disk, tmp_path, how):
     told = "metrics.jsonl cannot be written (the storage does not answer): training goes on" in said
     assert told or how == "slow"
     steps = read_metrics(run)
-    assert [each["step"] for each in steps] == list(range(1, len(steps) + 1))
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     assert steps[9]["timing_s/save_checkpoint"] < took / 5
     assert find_damage(run / f"global_step_{len(steps)}") is None
     assert gone(tmp_path)

@@ -22,7 +22,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
 
 
 def saved(folder) -> list[int]:
-    return sorted(int(each.name.rpartition("_")[2]) for each in folder.glob("global_step_*"))
+    return sorted(int(path.name.rpartition("_")[2]) for path in folder.glob("global_step_*"))
 
 
 @pytest.mark.fault("SIGUSR1 saves and goes on; a step longer than trainer.stop_notice_s is left, the one before saved")

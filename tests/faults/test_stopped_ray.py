@@ -46,10 +46,10 @@ with lifeline.ended_after_us(local=True), lifeline.watching(Deadlines(), local=T
 def run(end: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[int]]:
     """How it ends, and the pids of its raylet and GCS."""
     words, env = [sys.executable, "-c", PROGRAM + end], {**os.environ, **environment}
-    found = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
-    pids = re.search(r"pids: (\d+) (\d+)", found.stdout)
-    assert pids, found.stderr
-    return found, [int(pids[1]), int(pids[2])]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
+    pids = re.search(r"pids: (\d+) (\d+)", process.stdout)
+    assert pids, process.stderr
+    return process, [int(pids[1]), int(pids[2])]
 
 
 @pytest.mark.fault("A run that has made its steps ends with its own exit code, though its raylet is stopped")

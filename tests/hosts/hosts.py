@@ -36,10 +36,10 @@ def forbidden() -> str:
     """Why hosts cannot be made here; empty where they can."""
     try:
         command = [*_UNSHARE, "ip", "link", "add", "docker0", "type", "bridge"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        process = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         return f"hosts on one machine need unshare, nsenter and ip: {error}"
-    return f"this kernel gives no namespaces to this user: {done.stderr.strip()}" if done.returncode else ""
+    return f"this kernel gives no namespaces to this user: {process.stderr.strip()}" if process.returncode else ""
 
 
 def wait_until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
@@ -125,8 +125,8 @@ class Space:
 
     def ip(self, *arguments: str) -> None:
         """Run `ip` in the network alone, with the machine's process numbers."""
-        done = subprocess.run([self.enter[0], self.enter[1], "ip", *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+        process = subprocess.run([self.enter[0], self.enter[1], "ip", *arguments], capture_output=True, text=True)
+        assert process.returncode == 0, f"ip {' '.join(arguments)}: {process.stderr}"
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -100,11 +100,11 @@ def test_a_command_for_one_node_does_what_its_page_says(hosts, line):
         assert typed(hosts[0], "python -m rltrain.port run_verl.sh -o run.sh").wait() == 0
     job = typed(hosts[0], line)
     assert job.wait(120) == code, job.output
-    for each in words:
-        assert each in job.output
+    for word in words:
+        assert word in job.output
     if line.endswith("--dry-run"):
         problems = re.findall(r"^  (\S.*)", job.output[job.output.index("a run would refuse") :], re.MULTILINE)
-        assert [each for each in problems if not any(lack in each for lack in LACKS)] == []
+        assert [problem for problem in problems if not any(lack in problem for lack in LACKS)] == []
 
 
 @pytest.mark.long

@@ -68,7 +68,7 @@ def test_a_run_outlives_each_of_its_hosts(network, tiny_model, arithmetic_files,
     second = line(hosts[1])
     assert (first.wait(START_S), second.wait(START_S)) == (0, 0), first.output + second.output
     attempts = [json.loads(each) for each in (run.folder / "attempts.jsonl").read_text().splitlines()]
-    assert [each["exit_code"] for each in attempts] == [75, 0]
+    assert [attempt["exit_code"] for attempt in attempts] == [75, 0]
     assert re.search(r"the node host2 \(192.0.2.2\) has left", attempts[0]["cause"])
     for host in hosts:
         wait_until(lambda host=host: not of_run(host), f"workers and scorers of {host.name} end", 20)

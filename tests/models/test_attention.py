@@ -109,8 +109,8 @@ def test_prefixes_of_any_length_after_a_call_without_gradients(prefix):
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_halves_are_rounded_only_before_and_after_attention(plan):
-    halves = [each.detach().bfloat16().requires_grad_() for each in tensors(plan)]
-    whole = [each.detach().float().requires_grad_() for each in halves]
+    halves = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors(plan)]
+    whole = [half.detach().float().requires_grad_() for half in halves]
     found, expected = attend(*halves, plan), attend(*whole, plan)
     assert torch.equal(found, expected.bfloat16())
     weights = torch.randn_like(found)
@@ -121,7 +121,7 @@ def test_halves_are_rounded_only_before_and_after_attention(plan):
 
 def test_new_lengths_prepare_no_kernels_on_a_cpu(capfd):
     plan = AttentionPlan((Segment(0, 61), Segment(61, 178, (0, 61)), Segment(178, 215)))
-    inputs = [each.detach().bfloat16().requires_grad_() for each in tensors(plan, size=64)]
+    inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors(plan, size=64)]
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
         attend(*inputs, plan).float().sum().backward()
     assert "create" not in capfd.readouterr().out
@@ -130,8 +130,8 @@ def test_new_lengths_prepare_no_kernels_on_a_cpu(capfd):
 @pytest.mark.parametrize("few", [0, 1024])
 def test_long_segments_in_halves_are_the_same_attention(few, monkeypatch):
     monkeypatch.setattr(attention, "_FEW_KEYS", few)
-    halves = [each.detach().bfloat16() for each in tensors(PLAN)]
-    expected = with_a_full_mask(*(each.double() for each in halves), PLAN, Kind())
+    halves = [tensor.detach().bfloat16() for tensor in tensors(PLAN)]
+    expected = with_a_full_mask(*(half.double() for half in halves), PLAN, Kind())
     assert torch.allclose(attend(*halves, PLAN).double(), expected, atol=0.02)
 
 
@@ -239,9 +239,9 @@ def test_varlen_attention_of_torch_takes_our_arguments():
         ("forward", flash_forward, 9), ("backward", flash_backward, 14)
     ):  # fmt: skip
         arguments = getattr(torch.ops.aten, f"_flash_attention_{name}").default._schema.arguments
-        by_name = {each.name for each in arguments if each.kwarg_only}
+        by_name = {argument.name for argument in arguments if argument.kwarg_only}
         asked = inspect.signature(double).parameters.values()
-        assert sum(not each.kwarg_only for each in arguments) - (name == "forward") == given
+        assert sum(not argument.kwarg_only for argument in arguments) - (name == "forward") == given
         assert sum(each.kind != each.KEYWORD_ONLY for each in asked) == given
         assert {each.name for each in asked if each.kind == each.KEYWORD_ONLY} - {"return_debug_mask"} <= by_name
 

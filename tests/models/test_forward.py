@@ -229,4 +229,4 @@ def test_one_plan_serves_all_layers_of_a_pass(tiny_model, monkeypatch):
     monkeypatch.setattr(attention, "attend", lambda *each: plans.append(each[3]) or attend(*each))
     policy(inputs, 1.0)
     assert len(plans) > 1
-    assert all(each is inputs.plan for each in plans), "what is made once would be made per layer"
+    assert all(plan is inputs.plan for plan in plans), "what is made once would be made per layer"

@@ -201,8 +201,8 @@ def test_a_start_refuses_it_before_ray(more, changed, arithmetic_files, tmp_path
     monkeypatch.setattr("rltrain.run.build.start_ray", lambda cfg: pytest.fail("Ray was started"))
     folder = changed(before("module."))
     assert main([*small_run(folder, arithmetic_files, tmp_path / "run"), *more]) == 2
-    told = capsys.readouterr()
-    assert f"{KEY}{folder}: all 24 weights of Qwen3ForCausalLM are missing" in told.out + told.err
+    output = capsys.readouterr()
+    assert f"{KEY}{folder}: all 24 weights of Qwen3ForCausalLM are missing" in output.out + output.err
 
 
 def test_what_transformers_would_make_up_is_refused_when_it_reads(changed):

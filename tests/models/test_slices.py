@@ -66,10 +66,13 @@ def made(config: PreTrainedConfig, folder: Path, kind=None):
     torch.manual_seed(0)
     model = kind.from_config(config)
     with torch.no_grad():
-        for tensor in [*model.parameters(), *(each for each in model.buffers() if each.dim() == 1 and not each.any())]:
+        for tensor in [
+            *model.parameters(),
+            *(buffer for buffer in model.buffers() if buffer.dim() == 1 and not buffer.any()),
+        ]:
             tensor.copy_(torch.randn_like(tensor))
     # Two files at least, with an index.
-    model.save_pretrained(folder, max_shard_size=sum(each.nbytes for each in model.parameters()) // 2)
+    model.save_pretrained(folder, max_shard_size=sum(parameter.nbytes for parameter in model.parameters()) // 2)
     return kind
 
 
@@ -158,8 +161,10 @@ def peak_bytes() -> int:
 def check_memory(folder: Path, world: int) -> None:
     before = peak_bytes()
     model = sharded_model(PolicyModel, ModelSpec(str(folder)), get_device("cpu"))
-    own = sum(each.to_local().nbytes for each in model.parameters())
-    assert own == pytest.approx(4 * sum(math.prod(each.shape) for each in model.parameters()) / world, rel=0.01)
+    own = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    assert own == pytest.approx(
+        4 * sum(math.prod(parameter.shape) for parameter in model.parameters()) / world, rel=0.01
+    )
     # The shard, and the rows of the files that it was copied from: half of it, as those are bf16.
     assert peak_bytes() - before < 1.6 * own + (64 << 20), (peak_bytes() - before, own)
 

@@ -53,7 +53,7 @@ def folder(request, folders) -> str:
 
 def learn(policy, folder: str, step: float = 0.02) -> torch.optim.AdamW:
     """An optimizer step that every trained weight feels."""
-    optimizer = torch.optim.AdamW([each for each in policy.parameters() if each.requires_grad], lr=step)
+    optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad], lr=step)
     for _ in range(2):  # the first moves of LoRA only B
         loss_of(*policy(pack(make_batch(folder), CPU), TEMPERATURE, True)[:2]).backward()
         optimizer.step()
@@ -66,7 +66,7 @@ def whole(policy) -> dict[str, torch.Tensor]:
 
 
 def tower_names(policy) -> set[str]:
-    inside = {id(each) for part in tower(policy.model) for each in part.parameters()}
+    inside = {id(parameter) for part in tower(policy.model) for parameter in part.parameters()}
     return {name for name, each in policy.named_parameters() if id(each) in inside}
 
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_brings_back_every_weight_and_moment(family, mode, folders,
     optimizer = learn(policy, folder)
     save_training_state(policy, optimizer, str(tmp_path))
     again = make(folder, **MODES[mode])
-    fresh = torch.optim.AdamW([each for each in again.parameters() if each.requires_grad], lr=0.02)
+    fresh = torch.optim.AdamW([parameter for parameter in again.parameters() if parameter.requires_grad], lr=0.02)
     load_training_state(again, fresh, str(tmp_path))
     for one, other in ((policy, optimizer), (again, fresh)):
         loss_of(*one.train()(pack(make_batch(folder), CPU), TEMPERATURE, True)[:2]).backward()
@@ -225,7 +225,7 @@ def saved(folders, tmp_path):
 
 
 def new(policy) -> torch.optim.AdamW:
-    return torch.optim.AdamW([each for each in policy.parameters() if each.requires_grad])
+    return torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
 
 
 @pytest.mark.parametrize("mode", ["rests", "frozen"])

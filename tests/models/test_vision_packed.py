@@ -162,7 +162,7 @@ def test_an_image_is_encoded_once_a_prompt(folder, share):
     )
     policy(pack(batch, CPU, share=share), TEMPERATURE)
     images = [images for images in batch.dictionary("images").values if images is not None]
-    assert rows == [sum(len(each.pixel_values) for each in images)]
+    assert rows == [sum(len(image.pixel_values) for image in images)]
 
 
 @pytest.mark.usefixtures("process_group")
@@ -182,8 +182,8 @@ def test_texts_alone_are_read_as_by_a_model_that_sees_nothing(folder):
     found, expected = (model(pack(texts, CPU), TEMPERATURE).log_probs for model in (seeing, blind))
     assert distance(found, expected) < 1e-6
     found.sum().backward()
-    tower_gradients = [each.grad for part in tower(seeing.model) for each in part.parameters()]
-    assert all(each is not None and not each.full_tensor().any() for each in tower_gradients)
+    tower_gradients = [parameter.grad for part in tower(seeing.model) for parameter in part.parameters()]
+    assert all(gradient is not None and not gradient.full_tensor().any() for gradient in tower_gradients)
 
 
 def test_a_blank_image_counts_for_nothing_in_half_precision(folders):
@@ -207,7 +207,7 @@ def test_a_frozen_tower_is_used_and_gets_no_gradient(folder, changes):
     assert distance(log_probs, expected[0]) < 1e-5
     loss_of(log_probs, entropy).backward()
     loss_of(*expected).backward()
-    assert all(each.grad is None for part in tower(policy.model) for each in part.parameters())
+    assert all(parameter.grad is None for part in tower(policy.model) for parameter in part.parameters())
     found = gradients(policy)
     if "lora" in changes:
         assert len(found) == 2 * 2 * 7

@@ -96,7 +96,7 @@ def test_log_probs_and_gradients_equal_transformers(folder):
 
 def test_the_tower_rests_and_costs_a_text_nothing(folder):
     policy = make(folder)
-    resting = [each for part in tower(policy.model) for each in part.parameters()]
+    resting = [parameter for part in tower(policy.model) for parameter in part.parameters()]
     numbers = model_numbers(policy)
     size = sum(each.numel() for each in resting)
     assert not any(each.requires_grad for each in resting)
@@ -177,16 +177,16 @@ def test_the_embedded_engine_answers_as_transformers(folder):
     never = set(placeholder_ids(model.config))
     drawn = []
     for sampling in (Sampling(12, greedy=True, ignore_eos=True), Sampling(24, ignore_eos=True), Sampling(9, top_k=5)):
-        found = generate(engine, sampling, prompts, 4)
+        answers = generate(engine, sampling, prompts, 4)
         rows = [
             torch.cat([torch.from_numpy(prompts[number // 4]), answer])
-            for number, answer in enumerate(found.tokens.rows())
+            for number, answer in enumerate(answers.tokens.rows())
         ]
         lengths = [len(prompts[number // 4]) for number in range(len(rows))]
         with torch.no_grad():
             expected = by_transformers(model, batch_of_rows(rows, lengths))
-        assert distance(found.log_probs.values, expected) < 1e-4
-        drawn += found.tokens.values.tolist()
+        assert distance(answers.log_probs.values, expected) < 1e-4
+        drawn += answers.tokens.values.tolist()
     assert not set(drawn) & never
     engine._never = None
     assert set(generate(engine, Sampling(24, ignore_eos=True), prompts, 4).tokens.values.tolist()) & never

@@ -33,7 +33,7 @@ def main(*names: str) -> None:
             policy = _policy(name, device)
             log_probs = policy(pack(make_groups(), torch.device(device)), 0.7)[0]
             (log_probs * torch.linspace(-1, 1, len(log_probs), device=device)).sum().backward()
-            gradients = [each.grad.cpu() for each in policy.parameters() if each.grad is not None]
+            gradients = [parameter.grad.cpu() for parameter in policy.parameters() if parameter.grad is not None]
             found.append(([log_probs.cpu()], gradients))
         for one, other in zip(*found, strict=True):
             assert distance(one, other) < 1e-5, name

@@ -44,11 +44,11 @@ def run(code: str, *arguments: object, count: int = 2, cap: int | None = None, t
         module, function = code.split(":")
         code = f"import sys, torch_npu\nfrom {module} import {function}\n{function}(*sys.argv[1:])"
     command = [*_PYTHON, "-c", code, *map(str, arguments)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment(count, cap), cwd=ROOT, capture_output=True, text=True, timeout=timeout
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-6000:]
-    return done.stdout
+    assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"[-6000:]
+    return process.stdout
 
 
 @functools.cache

@@ -34,8 +34,8 @@ def command(arguments: list[str]) -> list[str]:
 
 
 def finished(arguments: list[str], variables: dict[str, str]) -> None:
-    done = subprocess.run(command(arguments), env=variables, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-6000:]
+    process = subprocess.run(command(arguments), env=variables, capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"[-6000:]
 
 
 def weights(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:

@@ -130,7 +130,7 @@ def offloads(folder: str) -> None:
     addresses = [each.to_local().data_ptr() for each in moved]
     with waits() as found:
         worker.residency.enter("ref")
-        assert {each.to_local().device.type for each in worker.reference.parameters()} == {"npu"}
+        assert {parameter.to_local().device.type for parameter in worker.reference.parameters()} == {"npu"}
     assert found == [], "weights come back while the host goes on"
     copies = count_copies_to_host(worker.residency, "gen")
     assert copies == 0, "a frozen model is not copied out again"
@@ -152,13 +152,15 @@ def padded_shards_rest_too() -> None:
     model = fully_shard(torch.nn.Linear(4, 5).to("npu"), mesh=init_device_mesh("npu", (3,)))
     residency = Residency(get_device("npu"))
     residency.add_model(model, "ref", offload=True)
-    gathered = [each._sharded_param_data for each in model._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    gathered = [parameter._sharded_param_data for parameter in model._get_fsdp_state()._fsdp_param_group.fsdp_params]
     before = [each.cpu().clone() for each in [*(weight.to_local() for weight in model.parameters()), *gathered]]
     for _ in range(2):
         residency.enter("gen")
         residency.enter("ref")
         model._get_fsdp_state()._fsdp_param_group.lazy_init()
-        gathered = [each._sharded_param_data for each in model._get_fsdp_state()._fsdp_param_group.fsdp_params]
+        gathered = [
+            parameter._sharded_param_data for parameter in model._get_fsdp_state()._fsdp_param_group.fsdp_params
+        ]
         after = [each.cpu() for each in [*(weight.to_local() for weight in model.parameters()), *gathered]]
         assert all(map(torch.equal, after, before))
     dist.destroy_process_group()

@@ -56,8 +56,8 @@ def ported(tmp_path, text, *arguments, name="run.sh"):
         "SLURM_NNODES": "2",
         "JOB_ID": "7",
     }
-    done = subprocess.run(["bash", str(new)], env=environment, capture_output=True, text=True, check=True)
-    launches = [part.splitlines() for part in done.stdout.split("----\n")[1:]]
+    process = subprocess.run(["bash", str(new)], env=environment, capture_output=True, text=True, check=True)
+    launches = [part.splitlines() for part in process.stdout.split("----\n")[1:]]
     return code, launches, new.read_text()
 
 
@@ -193,7 +193,7 @@ def test_defaults_of_verl_that_a_script_relies_on_are_written(tmp_path):
 
 def test_old_spellings_of_several_keys_become_one(tmp_path):
     old = "rollout_rs=geometric rollout_rs_threshold=1.001 rollout_rs_threshold_lower=0.99"
-    lines = " ".join(f"algorithm.rollout_correction.{one}" for one in old.split())
+    lines = " ".join(f"algorithm.rollout_correction.{word}" for word in old.split())
     code, [settings], _ = ported(tmp_path, GRPO.replace('"$@"', lines))
     assert code == 0
     assert {each for each in settings if "rollout_rs" in each} == {

@@ -166,12 +166,12 @@ def test_the_limit_of_threads_is_above_what_the_user_runs():
     try:
         script = "from rltrain.slots import jail; import resource\njail._limit(5, 4096)\n"
         script += "print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     finally:
         for other in others:
             other.kill()
             other.wait()
-    assert int(done.stdout) > 70 + 64
+    assert int(process.stdout) > 70 + 64
 
 
 def alive(pid):

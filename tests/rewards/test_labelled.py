@@ -45,13 +45,13 @@ def test_every_label_is_met(name):
     wrong = []
     for row in labelled:
         given = find_scorer(SOURCES[name])(row["answer"], row["truth"], {"category": row.get("category")})
-        said = verdict(row, given)
-        said |= {"strict": said["score"], "flexible": None}
+        ruling = verdict(row, given)
+        ruling |= {"strict": ruling["score"], "flexible": None}
         if name == "gsm8k":
-            said["flexible"] = float(gsm8k.extract_answer(row["answer"], "flexible") == row["truth"].replace(",", ""))
+            ruling["flexible"] = float(gsm8k.extract_answer(row["answer"], "flexible") == row["truth"].replace(",", ""))
         labels = {key: row[key] for key in row.keys() - {"answer", "truth", "category", "why", "recipe"}}
-        if any(said[key] != pytest.approx(label, abs=1e-4) for key, label in labels.items()):
-            wrong.append((row, {key: said[key] for key in labels}))
+        if any(ruling[key] != pytest.approx(label, abs=1e-4) for key, label in labels.items()):
+            wrong.append((row, {key: ruling[key] for key in labels}))
     assert not wrong, "\n".join(map(str, wrong))
 
 

@@ -68,8 +68,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     with multiprocessing.get_context("spawn").Pool(1) as pool: return pool.map(same, [1])[0]
 print(save_object("reward", compute_score, Path({str(tmp_path)!r})))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    path, _, name = done.stdout.strip().rpartition(":")
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    path, _, name = process.stdout.strip().rpartition(":")
     with ScoringSlot(CustomReward(path, name), timeout_s=60) as slot:
         score = slot.score(*CALL)
     assert score.status == "crashed"

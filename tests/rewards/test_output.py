@@ -119,8 +119,8 @@ def test_the_log_is_bounded_and_survives_a_full_disk(tmp_path, monkeypatch):
     log = RewardLog(file)
     for number in range(100):
         log.printed("worker 0", f"line {number}\nsecond")
-    assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 2000
-    assert {each.name for each in tmp_path.iterdir()} == {"reward.log", "reward.1.log"}
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2000
+    assert {path.name for path in tmp_path.iterdir()} == {"reward.log", "reward.1.log"}
     assert file.read_text().splitlines()[-2].endswith(" worker 0: line 99")
     RewardLog(tmp_path / "no such folder/reward.log").printed("worker 0", "lost")
 

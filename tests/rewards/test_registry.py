@@ -14,9 +14,9 @@ def mine(solution_str, ground_truth, extra_info):
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.split()
 
 
 def test_a_new_scorer_is_one_new_file(tmp_path):

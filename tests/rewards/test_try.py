@@ -82,7 +82,7 @@ def test_answers_of_a_file_are_tried_on_their_rows(attempt, tmp_path, name):
     rows = ["0", "1", "2"] if name.endswith("txt") else ["0", "4", "4"]
     for row, text, score in zip(rows, texts, ("1", "0", "1"), strict=True):
         cells = [[cell.strip() for cell in line.split("│")] for line in lines_of(written, text)]
-        assert [row, text, score] in [[each[1], each[3], each[5]] for each in cells]
+        assert [row, text, score] in [[cell[1], cell[3], cell[5]] for cell in cells]
 
 
 def test_what_cannot_be_tried_is_one_line_and_exit_code_2(attempt, tmp_path):

@@ -70,10 +70,10 @@ def test_an_environment_is_for_the_cpu_beside_accelerators(other, tmp_path):
     for file in (python, tmp_path / "nvidia-smi"):
         file.chmod(0o755)
     line = f"set -eu; source {ROOT}/scripts/setup_env.sh; VENV={tmp_path}/venv; setup_env lora {other and repr(other)}"
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", line], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     torch, package, _, compiled = (tmp_path / "calls").read_text().splitlines()
     assert compiled.startswith("-m compileall")  # on all cores, which pip does on one
     assert torch.endswith("install --quiet --disable-pip-version-check --no-compile torch==2.13.0+cpu")

@@ -64,8 +64,8 @@ def test_the_commands_of_the_example_are_accepted(script, tmp_path, capsys):
     example = tmp_path / "examples" / "vlm_cpu.sh"
     example.write_text((ROOT / "examples" / "vlm_cpu.sh").read_text())
     command = ["env", "FAMILY=qwen3_vl", "BLANK=1", f"OUT={tmp_path}/out", "bash", str(example), "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
     convert, make, train = (lines.split("\n") for lines in (tmp_path / "commands").read_text().split("--end--\n")[:3])
     assert convert[:2] == ["-m", "rltrain.data_preprocess.rectangles"]
     assert rectangles.main(convert[2:-1]) == 0

@@ -226,7 +226,7 @@ def test_a_writer_that_lags_keeps_the_newest_and_never_blocks(monkeypatch):
             remote = staticmethod(lambda job: job.step)
 
     class Ray:
-        wait = staticmethod(lambda calls, num_returns, timeout: ([each for each in calls if each in done], []))
+        wait = staticmethod(lambda calls, num_returns, timeout: ([call for call in calls if call in done], []))
         get = staticmethod(lambda call: Written("train", call))
         kill = staticmethod(lambda actor: None)
 

@@ -29,7 +29,7 @@ def apart(lengths) -> Workload:
 
 def groups_of(prompt, answers, pair_cost=0.0) -> Workload:
     """answers[group][i]: lengths of the answers to prompts of one length."""
-    counts = [len(each) for each in answers]
+    counts = [len(answer) for answer in answers]
     flat = np.concatenate(answers)
     return Workload.of_groups(np.full(len(flat), prompt), flat, np.repeat(np.arange(len(counts)), counts), pair_cost)
 
@@ -80,7 +80,7 @@ def test_the_tower_takes_what_the_driver_counts(groups, prompt, num_ranks, max_t
     """Also where some answers are too long to share their prompt's tokens, and share its images all the same."""
     rows, answers = [each for each, _ in groups], [each for _, each in groups]
     work = groups_of(prompt, answers, 0.01)
-    owners = np.repeat(np.arange(len(groups)), [len(each) for each in answers])
+    owners = np.repeat(np.arange(len(groups)), [len(answer) for answer in answers])
     work = with_images(work, owners, rows)
     ranks = spread(np.arange(len(owners)), work, num_ranks, PassBudget(max_tokens, None, None, max_rows))
     flat = [micro for rank in ranks for micro in rank]
@@ -94,7 +94,7 @@ def test_the_tower_takes_what_the_driver_counts(groups, prompt, num_ranks, max_t
         response = Ragged.from_rows([torch.zeros(int(work.answers[i]), dtype=torch.int32) for i in micro])
         batch = Batch({
             "prompt": DictionaryColumn(prompts, index),
-            "images": DictionaryColumn([images_of(each) for each in rows], index),
+            "images": DictionaryColumn([images_of(row) for row in rows], index),
             "response": response,
             "response_mask": response.like(torch.ones(len(response.values), dtype=torch.bool)),
         })  # fmt: skip

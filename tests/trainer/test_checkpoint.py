@@ -560,7 +560,7 @@ def test_what_workers_distrust_is_passed_over_and_replaced(folder, caplog):
 
     def ask(function, shares):
         asked.extend(shares)
-        return SimpleNamespace(collect=lambda: [function(each) for each in shares])
+        return SimpleNamespace(collect=lambda: [function(share) for share in shares])
 
     group.ask = ask
     find = partial(find_start, cfg, folder, None)

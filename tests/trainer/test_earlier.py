@@ -29,14 +29,14 @@ LEFT = ("run.lock", "attempts.jsonl", "train.log", "reward.log", "logs/rank_0000
 
 
 def contents(folder):
-    return {str(each.relative_to(folder)): each.read_text() for each in folder.rglob("*") if each.is_file()}
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
 def run(tmp_path):
     """A run folder after three steps, each file with its own name in it."""
     folder = tmp_path / "run"
-    for name in (*OF_A_RUN, *(f"samples/{each}.parquet" for each in SAMPLES), *LEFT):
+    for name in (*OF_A_RUN, *(f"samples/{sample}.parquet" for sample in SAMPLES), *LEFT):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     lines = "".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2, 3))
@@ -111,7 +111,7 @@ def test_answers_in_verls_format_are_moved_aside(tmp_path, step, train, val):
 def test_an_empty_folder_stays_so(tmp_path):
     for step in (0, 2):
         set_aside(TrainerConfig(), tmp_path, step)
-    assert [each.name for each in tmp_path.iterdir() if each.stat().st_size] == []
+    assert [path.name for path in tmp_path.iterdir() if path.stat().st_size] == []
     assert read_metrics(tmp_path) == []
 
 

@@ -123,7 +123,7 @@ def test_the_settings_that_are_named_make_it_fit(planned):
     found = forecast(cfg, plan, size, ("gen",))
     assert too_large(found, size) == ["gen"]
     said = way_out(cfg, plan, size, found)
-    ways = [each.split(" (")[0].split() for each in said.partition("fit: ")[2].split("; ")]
+    ways = [word.split(" (")[0].split() for word in said.partition("fit: ")[2].split("; ")]
     assert ["actor_rollout_ref.ref.fsdp_config.param_offload=True"] in ways, said
     for settings in ways:
         changes = {key.replace(".", "__"): value for key, value in (each.split("=") for each in settings)}

@@ -18,38 +18,38 @@ def plan(*overrides: str, num_prompts: int | None = None):
 
 
 def test_the_arithmetic_of_a_64_device_run():
-    found = plan(
+    counts = plan(
         "data.train_batch_size=128", f"{A}actor.ppo_mini_batch_size=32", f"{A}rollout.n=16",
         f"{A}actor.ulysses_sequence_parallel_size=4",
         f"{A}rollout.tensor_model_parallel_size=2", f"{A}actor.ppo_max_token_len_per_gpu=30000", "trainer.nnodes=8",
         "trainer.n_gpus_per_node=8", "trainer.total_epochs=3", num_prompts=1000,
     )  # fmt: skip
-    assert found.num_devices == 64
-    assert found.data_parallel_size == 16
-    assert found.samples_per_step == 2048
-    assert found.optimizer_steps_per_step == 4
-    assert found.samples_per_mini_batch == 512
-    assert found.num_mini_batches == 4
-    assert found.num_engine_replicas == 32
-    assert (found.most_samples_per_rank, found.samples_per_replica) == (128, 64)
-    assert {found.budgets[name] for name in ("update_actor", "old_log_prob", "ref")} == {PassBudget(120_000, None)}
-    assert (found.steps_per_epoch, found.total_steps) == (7, 21)
+    assert counts.num_devices == 64
+    assert counts.data_parallel_size == 16
+    assert counts.samples_per_step == 2048
+    assert counts.optimizer_steps_per_step == 4
+    assert counts.samples_per_mini_batch == 512
+    assert counts.num_mini_batches == 4
+    assert counts.num_engine_replicas == 32
+    assert (counts.most_samples_per_rank, counts.samples_per_replica) == (128, 64)
+    assert {counts.budgets[name] for name in ("update_actor", "old_log_prob", "ref")} == {PassBudget(120_000, None)}
+    assert (counts.steps_per_epoch, counts.total_steps) == (7, 21)
 
 
 def test_the_arithmetic_of_a_384_device_run():
-    found = plan(
+    counts = plan(
         "data.train_batch_size=512", f"{A}actor.ppo_mini_batch_size=128", f"{A}rollout.n=16",
         f"{A}actor.ulysses_sequence_parallel_size=8", f"{A}actor.fsdp_config.fsdp_size=16",
         f"{A}rollout.tensor_model_parallel_size=4", f"{A}actor.ppo_max_token_len_per_gpu=5000", "trainer.nnodes=24",
         "trainer.n_gpus_per_node=16", "trainer.total_epochs=1", num_prompts=17000,
     )  # fmt: skip
-    assert (found.num_devices, found.devices_per_copy, found.data_parallel_size) == (384, 16, 48)
-    assert (found.samples_per_step, found.optimizer_steps_per_step, found.samples_per_mini_batch) == (8192, 4, 2048)
+    assert (counts.num_devices, counts.devices_per_copy, counts.data_parallel_size) == (384, 16, 48)
+    assert (counts.samples_per_step, counts.optimizer_steps_per_step, counts.samples_per_mini_batch) == (8192, 4, 2048)
     # 8192 / 48 and 512 / 96 are no whole numbers.
-    assert (found.num_engine_replicas, found.most_samples_per_rank, found.samples_per_replica) == (96, 171, 96)
-    assert found.budgets["update_actor"] == PassBudget(40_000, None)
-    assert found.num_reward_workers <= 64
-    assert found.steps_per_epoch == 33
+    assert (counts.num_engine_replicas, counts.most_samples_per_rank, counts.samples_per_replica) == (96, 171, 96)
+    assert counts.budgets["update_actor"] == PassBudget(40_000, None)
+    assert counts.num_reward_workers <= 64
+    assert counts.steps_per_epoch == 33
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,16 @@ def test_what_spans_nodes_spans_whole_ones(key, what):
 
 
 def test_models_may_differ_in_sequence_parallel_size():
-    found = plan(
+    counts = plan(
         f"{A}actor.ulysses_sequence_parallel_size=4", f"{A}ref.ulysses_sequence_parallel_size=2",
         "algorithm.adv_estimator=gae", "critic.ulysses_sequence_parallel_size=8",
         f"{A}actor.ppo_max_token_len_per_gpu=1000", "trainer.n_gpus_per_node=8",
         f"{A}ref.log_prob_use_dynamic_bsz=False", f"{A}ref.log_prob_micro_batch_size_per_gpu=3",
     )  # fmt: skip
-    assert (found.data_parallel_size, found.ref_data_parallel_size, found.critic_data_parallel_size) == (2, 4, 1)
-    assert found.budgets["update_actor"] == found.budgets["old_log_prob"] == PassBudget(4000, None)
-    assert found.budgets["values"] == found.budgets["update_critic"] == PassBudget(8000, None)
-    assert found.budgets["ref"] == PassBudget(None, 3)
+    assert (counts.data_parallel_size, counts.ref_data_parallel_size, counts.critic_data_parallel_size) == (2, 4, 1)
+    assert counts.budgets["update_actor"] == counts.budgets["old_log_prob"] == PassBudget(4000, None)
+    assert counts.budgets["values"] == counts.budgets["update_critic"] == PassBudget(8000, None)
+    assert counts.budgets["ref"] == PassBudget(None, 3)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_models_may_differ_in_sequence_parallel_size():
 )  # fmt: skip
 def test_the_earlier_of_steps_and_epochs_ends_a_run(keys, num_prompts, steps, said):
     config = load_config([*EIGHT, *keys]).config
-    found = make_plan(config, num_prompts)
-    assert found.total_steps == steps
-    assert said in describe(found, config)
+    counts = make_plan(config, num_prompts)
+    assert counts.total_steps == steps
+    assert said in describe(counts, config)
 
 
 def test_the_schedule_has_the_steps_that_were_asked_for():
@@ -300,14 +300,14 @@ def test_the_plan_says_what_images_take(keys, budget, at_once):
 
 
 def test_micro_batches_by_count():
-    found = plan(
+    counts = plan(
         f"{A}actor.use_dynamic_bsz=False", f"{A}actor.ppo_micro_batch_size_per_gpu=4",
         f"{A}ref.log_prob_micro_batch_size_per_gpu=5",
         "trainer.n_gpus_per_node=4",
     )  # fmt: skip
-    assert found.budgets["update_actor"] == PassBudget(None, 4)
-    assert found.budgets["old_log_prob"] == PassBudget(None, 4)
-    assert found.budgets["ref"] == PassBudget(None, 5)
+    assert counts.budgets["update_actor"] == PassBudget(None, 4)
+    assert counts.budgets["old_log_prob"] == PassBudget(None, 4)
+    assert counts.budgets["ref"] == PassBudget(None, 5)
 
 
 def test_a_pass_without_a_size_takes_that_of_the_update():
@@ -330,8 +330,8 @@ def test_nothing_is_rounded_in_silence(overrides):
 
 
 def test_engines_get_whole_prompts_as_evenly_as_possible():
-    found = plan(*EIGHT, f"{A}rollout.n=3", "trainer.n_gpus_per_node=5")
-    assert (found.samples_per_step, found.most_samples_per_rank, found.samples_per_replica) == (24, 5, 6)
+    counts = plan(*EIGHT, f"{A}rollout.n=3", "trainer.n_gpus_per_node=5")
+    assert (counts.samples_per_step, counts.most_samples_per_rank, counts.samples_per_replica) == (24, 5, 6)
 
 
 def test_epochs_over_the_same_batch_multiply_the_optimizer_steps():
@@ -369,9 +369,9 @@ def test_the_description_says_what_is_left_out_and_when_it_saves():
 @pytest.mark.parametrize(("ratio", "started"), [(1.0, 10), (1.1, 11), (1.25, 13), (2.0, 20)])
 def test_over_sampling_starts_more_prompts_than_a_step_needs(ratio, started):
     keys = ["data.train_batch_size=10", f"{A}actor.ppo_mini_batch_size=10", f"{A}rollout.oversample_ratio={ratio}"]
-    found = plan(*keys, f"{A}rollout.tail=oversample", f"{A}rollout.n=4", "trainer.n_gpus_per_node=1")
-    assert (found.prompts_started, found.prompts_per_round, found.samples_per_step) == (started, 10, 40)
-    assert found.samples_per_replica == 4 * started
+    counts = plan(*keys, f"{A}rollout.tail=oversample", f"{A}rollout.n=4", "trainer.n_gpus_per_node=1")
+    assert (counts.prompts_started, counts.prompts_per_round, counts.samples_per_step) == (started, 10, 40)
+    assert counts.samples_per_replica == 4 * started
     assert plan(*keys).prompts_started == 10
     config = load_config([*keys, f"{A}rollout.tail=oversample"]).config
     assert f"{started} prompts are started; the step ends when 10 are answered" in describe(make_plan(config), config)
@@ -393,9 +393,9 @@ def test_answers_are_scored_on_the_cores_that_are_left(monkeypatch, cores, keys,
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr("rltrain.trainer.plan.cpu_quota", lambda: float("inf"))
     config = load_config(keys).config
-    found = make_plan(config)
-    assert found.num_reward_workers == workers
-    assert f"  {workers} process" in describe(found, config)
+    counts = make_plan(config)
+    assert counts.num_reward_workers == workers
+    assert f"  {workers} process" in describe(counts, config)
 
 
 def test_defaults_that_are_not_verls():

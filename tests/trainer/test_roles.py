@@ -17,7 +17,7 @@ class FakeGroup:
     nodes = (0, 0, 1, 1)
 
     def submit(self, calls, ranks=None):
-        self.asked = [each for each in calls for _ in range(self.world // len(calls))]
+        self.asked = [call for call in calls for _ in range(self.world // len(calls))]
         return self
 
     def collect(self):

@@ -249,8 +249,8 @@ def test_a_run_ends_although_a_tracker_hangs_at_exit(tmp_path):
         "main_ppo._main = lambda *_: 75\n"
         "sys.exit(main_ppo.main([]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
-    assert done.returncode == 75
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
+    assert process.returncode == 75
 
 
 def test_volcengine_is_called_as_its_documentation_says(tmp_path, monkeypatch):
@@ -370,12 +370,12 @@ def real(tmp_path, monkeypatch):
             monkeypatch.setenv(key, value)
         said = ""
         for first_step in ("0", "2"):
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-W", "ignore", "-c", RUN, name, str(tmp_path), first_step],
                 cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
             )  # fmt: skip
-            said += done.stdout + done.stderr
-            assert done.returncode == 0, said
+            said += process.stdout + process.stderr
+            assert process.returncode == 0, said
         assert not re.search(r"tracker '\w+'( failed|: not finished)", said), said
         file = tmp_path / "tracking.json"
         return said, json.loads(file.read_text())[name] if file.exists() else None
@@ -393,7 +393,7 @@ def test_tensorboard_has_numbers_tables_config_and_summary(real, tmp_path):
     def text(tag):
         return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
-    assert [round(each.value, 6) for each in events.Scalars("critic/score/mean")] == [0.1, 0.2, 0.3, 0.4]
+    assert [round(scalar.value, 6) for scalar in events.Scalars("critic/score/mean")] == [0.1, 0.2, 0.3, 0.4]
     assert "1+1=?" in text("samples/train")
     assert "a.b | 1" in text("config")
     assert "summary/best/critic/score/mean | 0.4" in text("summary")
@@ -485,9 +485,9 @@ def test_trackio_on_this_machine(real, tmp_path):
         "import json, trackio; run, = trackio.Api().runs('project');"
         "print(json.dumps(trackio.sqlite_storage.SQLiteStorage.get_logs('project', 'run'), default=str))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    lines = json.loads(done.stdout.splitlines()[-1])
+    lines = json.loads(process.stdout.splitlines()[-1])
     assert [line["critic/score/mean"] for line in lines if "critic/score/mean" in line] == [0.1, 0.2, 0.3, 0.4]
     assert any("samples/train" in line for line in lines)

@@ -88,8 +88,8 @@ def test_a_step_brings_pixels_of_its_prompts_once(make):
     samples, metrics = trainer.actor.generate(task)
     (part,) = samples.parts_with("images")
     pixels = [store.encoded(row).images for row in task.rows.tolist()]
-    assert [each and len(each) for each in part.ref.dictionary("images").values] == [None, 1, 2, None]
-    nbytes = sum(each.nbytes for each in pixels if each)
+    assert [value and len(value) for value in part.ref.dictionary("images").values] == [None, 1, 2, None]
+    nbytes = sum(array.nbytes for array in pixels if array)
     assert metrics["perf/image_gb"] == nbytes / 2**30
     assert nbytes < len(pickle.dumps(part.ref)) < 1.2 * nbytes
     assert samples.request(np.arange(16), ["rollout_log_probs"]).parts[0].columns == ("rollout_log_probs",)
@@ -119,7 +119,7 @@ def test_pictures_in_validation_alone_train_no_tower(make, tmp_path):
     trainer.step(1)
     trained = {id(each) for group in trainer.worker.actor.updater.optimizer.param_groups for each in group["params"]}
     parts = tower(trainer.worker.actor.policy.model)
-    assert not trained & {id(each) for part in parts for each in part.parameters()}
+    assert not trained & {id(parameter) for part in parts for parameter in part.parameters()}
     assert all(torch.equal(weights(part), then) for part, then in zip(parts, before, strict=True))
     assert not trainer.worker.critic.model.sees
     assert trainer.worker.actor.policy.sees
@@ -133,7 +133,7 @@ def test_the_driver_knows_what_images_cost(make, family):
     assert images.share == 2 / 3
     assert [images.most_images, images.most_rows] == [2, store.image_rows.max()]
     pixels = [store.encoded(i).images for i in range(len(store))]
-    assert images.mean_bytes == pytest.approx(sum(each.nbytes for each in pixels if each) / len(store))
+    assert images.mean_bytes == pytest.approx(sum(array.nbytes for array in pixels if array) / len(store))
     samples = trainer.actor.generate(trainer.experience_task())[0]
     forward, update = (trainer._workload(samples, updates=updates) for updates in (False, True))
     rows = store.image_rows[samples["row"]]

@@ -255,10 +255,10 @@ class Engine:
     @as_recorded
     def shutdown(self) -> None:
         self.loop.close()
-        for each in self.processes:
-            each.ended = True
-            each.process.kill()
-            each.process.join()
+        for process in self.processes:
+            process.ended = True
+            process.process.kill()
+            process.process.join()
 
     @as_recorded
     def flush_cache(self):

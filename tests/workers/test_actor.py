@@ -124,8 +124,8 @@ def test_the_gradient_is_the_same_for_any_cut(worker):
             worker._loss(micro, task.mini_batches[0], task).loss.backward()
         norms.append(torch.cat([p.grad.full_tensor().flatten() for p in worker.policy.parameters()]))
         worker.policy.zero_grad()
-    for other in norms[1:]:
-        assert distance(other, norms[0]) < 1e-5
+    for norm in norms[1:]:
+        assert distance(norm, norms[0]) < 1e-5
 
 
 def test_samples_are_repeatable_and_texts_belong_to_them(worker):

@@ -164,10 +164,10 @@ def log_probs_of(model, prompt, answer, temperature=1.0):
 
 def greedy(model, prompt, length=12):
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    found = model.generate(
+    generated = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
     )
-    return found[0, len(prompt) :].tolist()
+    return generated[0, len(prompt) :].tolist()
 
 
 def answers(generation) -> list[list[int]]:
@@ -175,8 +175,8 @@ def answers(generation) -> list[list[int]]:
 
 
 def test_greedy_answers_are_those_of_transformers(ready, plain):
-    found = generate(ready, Sampling(12, greedy=True), PROMPTS, 1)
-    assert answers(found) == [greedy(plain, prompt) for prompt in PROMPTS]
+    generated = generate(ready, Sampling(12, greedy=True), PROMPTS, 1)
+    assert answers(generated) == [greedy(plain, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -184,16 +184,16 @@ def test_greedy_answers_are_those_of_transformers(ready, plain):
     [Sampling(12), Sampling(12, temperature=0.6), Sampling(12, temperature=1.7, top_k=4), Sampling(12, top_p=0.7)],
 )
 def test_log_probs_are_the_trainers_before_top_k_and_top_p(ready, plain, sampling):
-    found = generate(ready, sampling, PROMPTS, 3)
-    rows = zip(answers(found), found.log_probs.rows(), itertools.count())
+    generated = generate(ready, sampling, PROMPTS, 3)
+    rows = zip(answers(generated), generated.log_probs.rows(), itertools.count())
     for answer, log_probs, number in rows:
         expected = log_probs_of(plain, PROMPTS[number // 3], answer, sampling.temperature)
         assert distance(log_probs, expected) < 1e-5
 
 
 def distribution(engine, sampling, prompt, count=400):
-    found = generate(engine, sampling, [prompt] * (count // 8), 8)
-    return np.bincount([answer[0] for answer in answers(found)], minlength=20) / count
+    generated = generate(engine, sampling, [prompt] * (count // 8), 8)
+    return np.bincount([answer[0] for answer in answers(generated)], minlength=20) / count
 
 
 def test_every_sampling_key_has_its_effect(ready, plain):
@@ -212,14 +212,14 @@ def test_every_sampling_key_has_its_effect(ready, plain):
 
 
 def test_finish_reasons(ready):
-    found = generate(ready, Sampling(10), PROMPTS, 8)
-    assert not found.aborted.any()
-    for answer, truncated in zip(answers(found), found.truncated.tolist(), strict=True):
+    generated = generate(ready, Sampling(10), PROMPTS, 8)
+    assert not generated.aborted.any()
+    for answer, truncated in zip(answers(generated), generated.truncated.tolist(), strict=True):
         assert EOS not in answer[:-1]
         assert truncated == (answer[-1] != EOS)
         assert not truncated or len(answer) == 10
-    assert 0 < int(found.truncated.sum()) < len(found.truncated)
-    assert bool((found.seconds > 0).all())
+    assert 0 < int(generated.truncated.sum()) < len(generated.truncated)
+    assert bool((generated.seconds > 0).all())
 
 
 def test_samples_differ_and_repeat_however_they_are_spread(seeded, ready):
@@ -230,8 +230,8 @@ def test_samples_differ_and_repeat_however_they_are_spread(seeded, ready):
     # As two replicas would be served: other neighbours, another order.
     jobs = jobs_of(PROMPTS, 4)
     for share in ([3, 1], [2, 0]):
-        found = answers(serve(ready, queue_of([jobs[place] for place in share]), Sampling(16)))
-        assert found == [together[4 * place + number] for place in share for number in range(4)]
+        generated = answers(serve(ready, queue_of([jobs[place] for place in share]), Sampling(16)))
+        assert generated == [together[4 * place + number] for place in share for number in range(4)]
 
 
 def test_sampled_answers_are_those_of_the_embedded_engine(ready, plain, tiny_model, request):
@@ -261,9 +261,9 @@ def test_drafts_are_accepted_where_they_are_right(ready, request):
     engine, steps = ready._llm.llm_engine, []
     step = engine.step
     engine.step = lambda: steps.append(1) or step()
-    found = generate(ready, Sampling(60, greedy=True, ignore_eos=True), [PROMPTS[0]], 1)
+    generated = generate(ready, Sampling(60, greedy=True, ignore_eos=True), [PROMPTS[0]], 1)
     del engine.step  # the method of its class again
-    assert len(answers(found)[0]) == 60 > len(steps) + 5
+    assert len(answers(generated)[0]) == 60 > len(steps) + 5
 
 
 def test_a_job_is_handed_out_as_soon_as_it_has_ended(ready):
@@ -276,16 +276,16 @@ def test_a_job_is_handed_out_as_soon_as_it_has_ended(ready):
 
 
 def test_ids_are_within_the_vocabulary(ready):
-    found = generate(ready, Sampling(30, temperature=2.0), PROMPTS, 8)
-    assert 0 <= int(found.tokens.values.min()) <= int(found.tokens.values.max()) < 20
+    generated = generate(ready, Sampling(30, temperature=2.0), PROMPTS, 8)
+    assert 0 <= int(generated.tokens.values.min()) <= int(generated.tokens.values.max()) < 20
 
 
 def test_no_prompts_and_the_longest_prompt(ready, plain):
     nothing = serve(ready, queue_of([]), Sampling(8))
     assert len(nothing.tokens.lengths) == len(nothing.truncated) == len(nothing.seconds) == 0
     longest = np.array([2 + number % 17 for number in range(LONGEST - 8)], dtype=np.int32)
-    found = generate(ready, Sampling(8, greedy=True), [longest], 1)
-    assert answers(found) == [greedy(plain, longest, 8)]
+    generated = generate(ready, Sampling(8, greedy=True), [longest], 1)
+    assert answers(generated) == [greedy(plain, longest, 8)]
 
 
 def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
@@ -398,9 +398,9 @@ def test_new_weights_count_from_the_next_token_on(ready, other):
     before = answers(generate(ready, Sampling(8, greedy=True), [prompt], 1))
     ready.sleep()
     load(ready, weights_of(other))
-    found = generate(ready, Sampling(8, greedy=True), [prompt], 1)
-    assert answers(found) == [greedy(other, prompt, 8)] != before
-    assert distance(found.log_probs.values, log_probs_of(other, prompt, answers(found)[0])) < 1e-5
+    generated = generate(ready, Sampling(8, greedy=True), [prompt], 1)
+    assert answers(generated) == [greedy(other, prompt, 8)] != before
+    assert distance(generated.log_probs.values, log_probs_of(other, prompt, answers(generated)[0])) < 1e-5
 
 
 def test_a_cached_prefix_never_outlives_its_weights(ready, plain, other, request):
@@ -414,6 +414,6 @@ def test_a_cached_prefix_never_outlives_its_weights(ready, plain, other, request
         ready.load_weights(weights_of(other))
         if reset:
             ready.wake_cache()
-        found = generate(ready, Sampling(8, greedy=True), [prompt], 1)
-        gap = (found.log_probs.values - log_probs_of(other, prompt, answers(found)[0])).abs().mean()
+        generated = generate(ready, Sampling(8, greedy=True), [prompt], 1)
+        gap = (generated.log_probs.values - log_probs_of(other, prompt, answers(generated)[0])).abs().mean()
         assert (gap < 1e-5) if reset else (gap > 1e-3)

@@ -156,8 +156,8 @@ def test_answers_are_those_of_the_embedded_engine_however_spread(ready):
     # As two replicas would serve them: other neighbours, another order; half the answers to a prompt in each of two.
     jobs = jobs_of(asked, 4)
     halves = [replace(jobs[0], samples=np.arange(k, k + 2), seeds=jobs[0].seeds[k : k + 2]) for k in (0, 2)]
-    found = answers(serve(engine, queue_of([jobs[2], *halves]), Sampling(12)))
-    assert found == [*together[8:], *together[:4]]
+    generated = answers(serve(engine, queue_of([jobs[2], *halves]), Sampling(12)))
+    assert generated == [*together[8:], *together[:4]]
 
 
 def test_answers_go_on_where_they_were_left(ready):
@@ -190,9 +190,9 @@ def test_a_prompt_with_images_is_scored_as_by_the_trainer(ready):
     engine, policy, asked = ready
     for each in asked:
         expected = by_trainer(policy, [each], [[7, 16, 18, 8]])
-        found = engine.log_probs(longer(each, [7, 16, 18, 8]))
-        assert len(found) == len(each.tokens) + 3
-        assert distance(found[-4:], expected) < 1e-5
+        log_probs = engine.log_probs(longer(each, [7, 16, 18, 8]))
+        assert len(log_probs) == len(each.tokens) + 3
+        assert distance(log_probs[-4:], expected) < 1e-5
 
 
 def test_new_weights_count_from_the_next_token_on(ready):

@@ -88,8 +88,8 @@ def trainer_log_probs(model, prompt, answer, temperature=1.0):
 
 
 def test_greedy_equals_transformers_while_rows_leave_and_enter(plain):
-    found = generate(make_engine(plain, max_num_seqs=2, block=4, max_model_len=28), 1, Sampling(30, greedy=True))
-    for prompt, answer in zip(PROMPTS, answers(found), strict=True):
+    generated = generate(make_engine(plain, max_num_seqs=2, block=4, max_model_len=28), 1, Sampling(30, greedy=True))
+    for prompt, answer in zip(PROMPTS, answers(generated), strict=True):
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
         expected = plain.generate(ids, attention_mask=torch.ones_like(ids), max_length=28, do_sample=False)
         assert answer == expected[0, len(prompt) :].tolist()
@@ -101,9 +101,9 @@ def test_greedy_equals_transformers_while_rows_leave_and_enter(plain):
 def test_greedy_takes_the_likeliest_token_of_every_family(family, block):
     plain = plain_model(family)
     limits = {"max_num_seqs": 2, "block": block, "max_model_len": 60, "max_num_batched_tokens": 8}
-    found = generate(make_engine(plain, **limits), 1, Sampling(40, greedy=True, ignore_eos=True))
-    assert found.tokens.lengths.tolist() == [40, 40, 40, 40, 40, 37]
-    for prompt, answer in zip(PROMPTS, found.tokens.rows(), strict=True):
+    generated = generate(make_engine(plain, **limits), 1, Sampling(40, greedy=True, ignore_eos=True))
+    assert generated.tokens.lengths.tolist() == [40, 40, 40, 40, 40, 37]
+    for prompt, answer in zip(PROMPTS, generated.tokens.rows(), strict=True):
         whole = torch.cat([torch.from_numpy(prompt), answer]).long()[None]
         logits = plain(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
         assert answer.tolist() == logits.argmax(-1).tolist()
@@ -113,8 +113,8 @@ def test_greedy_takes_the_likeliest_token_of_every_family(family, block):
 def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
     plain = plain_model(family)
     engine = make_engine(plain, max_num_seqs=7, block=8, max_num_batched_tokens=6)
-    found = generate(engine, 3, Sampling(40, temperature=0.7, top_p=0.9))
-    for number, (answer, log_probs) in enumerate(zip(found.tokens.rows(), found.log_probs.rows(), strict=True)):
+    generated = generate(engine, 3, Sampling(40, temperature=0.7, top_p=0.9))
+    for number, (answer, log_probs) in enumerate(zip(generated.tokens.rows(), generated.log_probs.rows(), strict=True)):
         assert distance(log_probs, trainer_log_probs(plain, PROMPTS[number // 3], answer, 0.7)) < 2e-5
 
 
@@ -133,9 +133,9 @@ def test_an_answer_depends_on_its_seed_alone(family, limits):
     """Not on how many are generated at once, when it entered, how prompts were cut, or how the cache is laid out."""
     plain = plain_model(family)
     expected = generate(make_engine(plain), 4, Sampling(40))
-    found = generate(make_engine(plain, **limits), 4, Sampling(40))
-    assert found.tokens == expected.tokens
-    assert distance(found.log_probs.values, expected.log_probs.values) < 2e-5
+    generated = generate(make_engine(plain, **limits), 4, Sampling(40))
+    assert generated.tokens == expected.tokens
+    assert distance(generated.log_probs.values, expected.log_probs.values) < 2e-5
 
 
 def test_an_answer_depends_on_neither_order_nor_neighbours(plain):
@@ -164,10 +164,10 @@ def test_samples_of_a_prompt_and_of_another_step_differ(plain):
 
 
 def test_finish_reasons_and_lengths(plain):
-    found = generate(make_engine(plain), 8, Sampling(10))
-    assert len(set(found.truncated.tolist())) == 2
-    assert not found.aborted.any()
-    for answer, truncated in zip(answers(found), found.truncated.tolist(), strict=True):
+    generated = generate(make_engine(plain), 8, Sampling(10))
+    assert len(set(generated.truncated.tolist())) == 2
+    assert not generated.aborted.any()
+    for answer, truncated in zip(answers(generated), generated.truncated.tolist(), strict=True):
         assert EOS not in answer[:-1]
         assert truncated == (answer[-1] != EOS)
         assert not truncated or len(answer) == 10
@@ -183,9 +183,9 @@ def test_ignore_eos_and_a_limit_of_one_token(plain):
 
 def test_prompt_and_answer_together_stay_within_max_model_len(plain):
     engine = make_engine(plain, max_model_len=24)
-    found = generate(engine, 1, LONG)
-    assert found.tokens.lengths.tolist() == [24 - len(prompt) for prompt in PROMPTS]
-    assert found.truncated.all()
+    generated = generate(engine, 1, LONG)
+    assert generated.tokens.lengths.tolist() == [24 - len(prompt) for prompt in PROMPTS]
+    assert generated.truncated.all()
     with pytest.raises(DataError, match=r"prompt of 23 tokens leaves no room .*max_model_len=23"):
         generate(make_engine(plain, max_model_len=23), 1, LONG)
 
@@ -272,11 +272,13 @@ def test_no_work_gives_no_answers(plain):
 def test_bf16_is_repeatable_and_close_to_the_trainer():
     plain = plain_model(dtype=torch.bfloat16)
     engine = make_engine(plain, dtype=torch.bfloat16)
-    found = generate(engine, 3, Sampling(70, ignore_eos=True))
-    assert generate(engine, 3, Sampling(70, ignore_eos=True)).tokens == found.tokens
+    generated = generate(engine, 3, Sampling(70, ignore_eos=True))
+    assert generate(engine, 3, Sampling(70, ignore_eos=True)).tokens == generated.tokens
     gaps = [
         log_probs - trainer_log_probs(plain, PROMPTS[number // 3], answer)
-        for number, (answer, log_probs) in enumerate(zip(found.tokens.rows(), found.log_probs.rows(), strict=True))
+        for number, (answer, log_probs) in enumerate(
+            zip(generated.tokens.rows(), generated.log_probs.rows(), strict=True)
+        )
     ]
     assert torch.cat(gaps).abs().mean() < 0.05
 
@@ -310,9 +312,9 @@ def test_fewer_answers_run_at_once_where_memory_is_short(plain, monkeypatch):
     monkeypatch.setattr("rltrain.base.device.Device.free_memory_bytes", lambda self: int(one * 14.5 * ROOM))
     engine = make_engine(plain, gpu_memory_utilization=0.5)
     sizes = count_tokens(engine)
-    found = generate(engine, 4, Sampling(20))
+    generated = generate(engine, 4, Sampling(20))
     assert max(rows for rows, _ in sizes) == 7
-    assert found.tokens == generate(make_engine(plain), 4, Sampling(20)).tokens
+    assert generated.tokens == generate(make_engine(plain), 4, Sampling(20)).tokens
     with pytest.raises(ConfigError, match=r"holds 7 answers of up to 128 tokens .* 8 answers .*max_num_seqs=7,"):
         generate(engine, 8, Sampling(20))
 
@@ -326,7 +328,7 @@ def test_memory_is_planned_for_the_states_of_a_row(family):
     taken = sum(each.nbytes for state in cache._states._rows.values() for each in state)
     assert taken == 12 * bytes_per_row(plain.config, torch.float32)
     (layer,) = cache._layers.values()  # the other one keeps no keys
-    assert bytes_per_token(plain.config, torch.float32) == sum(each[0, :, 0].nbytes for each in layer.prompts)
+    assert bytes_per_token(plain.config, torch.float32) == sum(tensor[0, :, 0].nbytes for tensor in layer.prompts)
 
 
 def test_an_engine_without_weights_refuses(plain):

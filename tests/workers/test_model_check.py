@@ -58,9 +58,9 @@ def config_of(family, **changes):
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_family_that_is_computed_rightly_passes(case):
     family, changes = RIGHT[case]
-    found = differences(PolicyModel, SPEC, config_of(family, **changes), decodes=True)
-    assert max(found.evaluation, found.training, found.decoding) < 1e-5
-    assert found.gradient < 1e-4
+    differs = differences(PolicyModel, SPEC, config_of(family, **changes), decodes=True)
+    assert max(differs.evaluation, differs.training, differs.decoding) < 1e-5
+    assert differs.gradient < 1e-4
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -156,7 +156,7 @@ def test_a_small_copy_has_every_kind_of_layer_and_few_weights():
     large, gemma = config_of("qwen2", **LARGE), config_of("gemma3_text")
     before = copy.deepcopy(large.to_dict())
     model = random_model(small_copy(large), decoder_only=False, trust_remote_code=False)
-    assert sum(each.numel() for each in model.parameters()) < 1e6
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1e6
     assert large.to_dict() == before
     small = small_copy(gemma)
     assert set(small.layer_types) == set(gemma.layer_types)

@@ -102,8 +102,8 @@ def test_vllm_answers_with_the_experts_of_every_sync(engine, model):
     for update in range(3):
         bring(engine, model)
         assert gap(engine, model) < 1e-4
-        found = generate(engine, Sampling(16, ignore_eos=True), [TEXT[:4]], 4, step=update)
-        for answer, said in zip(found.tokens.rows(), found.log_probs.rows(), strict=True):
+        answers = generate(engine, Sampling(16, ignore_eos=True), [TEXT[:4]], 4, step=update)
+        for answer, said in zip(answers.tokens.rows(), answers.log_probs.rows(), strict=True):
             expected = log_probs(model, [*TEXT[:4].tolist(), *answer.tolist()])[3:]
             assert float((said - expected).abs().max()) < 1e-4
         with torch.no_grad():

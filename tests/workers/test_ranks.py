@@ -160,7 +160,7 @@ def found(tmp_path_factory):
 def test_the_number_of_processes_changes_no_loss_or_gradient(found, case):
     (metrics, gradients), (other_metrics, other_gradients) = found[1, 1, case[-1]], found[case]
     assert len(gradients) == (3 if case[-1] in ACTOR_ALONE else 6)
-    assert all(float(each.abs().max()) > 1e-4 for each in gradients)
+    assert all(float(gradient.abs().max()) > 1e-4 for gradient in gradients)
     assert metrics == pytest.approx(other_metrics, abs=1e-5, rel=1e-4)
     for one, other in zip(gradients, other_gradients, strict=True):
         assert distance(other, one) < 2e-5

@@ -89,7 +89,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *unused: Tensor) -> Any:
-        given = [each if each is None else each.detach().requires_grad_() for each in ctx.saved_tensors[:4]]
+        given = [tensor if tensor is None else tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:4]]
         with torch.enable_grad():
             output = _by_definition(*given, ctx.spans, ctx.how)
         found = iter(torch.autograd.grad(output, [each for each in given if each is not None], gradient))

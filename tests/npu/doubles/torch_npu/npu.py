@@ -191,7 +191,7 @@ class device:
 def _install() -> None:
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     there = int(os.environ["RLTRAIN_STANDIN_NPUS"])
-    standin.set_count(there if visible is None else len([each for each in visible.split(",") if each.strip()]))
+    standin.set_count(there if visible is None else len([word for word in visible.split(",") if word.strip()]))
     for index in range(device_count()):
         if cap := os.environ.get("RLTRAIN_STANDIN_BYTES"):
             standin.set_cap(index, int(cap))

@@ -91,18 +91,18 @@ def test_a_configuration_has_four_forms(tmp_path):
         tmp_path / "run.yaml",
         rltrain.load_config(["data.train_batch_size=8"]),
     ]
-    found = [api.read(form) for form in forms]
-    assert {each.config.data.train_batch_size for each in found} == {8}
-    assert {each.explicit for each in found} == {frozenset({"data.train_batch_size"})}
+    configurations = [api.read(form) for form in forms]
+    assert {loaded.config.data.train_batch_size for loaded in configurations} == {8}
+    assert {loaded.explicit for loaded in configurations} == {frozenset({"data.train_batch_size"})}
     with pytest.raises(ConfigError, match=r"Did you mean data\.train_batch_size"):
         api.read({"data": {"train_batch_sice": 8}})
 
 
 def test_code_by_name_sets_its_keys(tmp_path):
     loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
-    found = api.with_code(loaded, reward="a.py:score", advantage="b.py:mine", policy_loss=None, sampler="c.py:S").config
-    assert (found.custom_reward_function.path, found.custom_reward_function.name) == ("a.py", "score")
-    assert (found.algorithm.adv_estimator, found.data.sampler.name) == ("b.py:mine", "c.py:S")
+    cfg = api.with_code(loaded, reward="a.py:score", advantage="b.py:mine", policy_loss=None, sampler="c.py:S").config
+    assert (cfg.custom_reward_function.path, cfg.custom_reward_function.name) == ("a.py", "score")
+    assert (cfg.algorithm.adv_estimator, cfg.data.sampler.name) == ("b.py:mine", "c.py:S")
     assert loaded.config.custom_reward_function.path is None, "what was loaded stays as it is"
 
 
@@ -131,9 +131,9 @@ def test_declarations_travel_with_an_estimator(tmp_path):
         return TokenAdvantages(inputs.rewards, inputs.rewards)
 
     loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
-    found = api.with_code(loaded, advantage=mine).config.algorithm
-    assert found.estimator.values
-    assert found.estimator.per_token
+    algorithm = api.with_code(loaded, advantage=mine).config.algorithm
+    assert algorithm.estimator.values
+    assert algorithm.estimator.per_token
 
 
 def test_an_object_that_cannot_travel_is_refused_with_advice(tmp_path):
@@ -152,8 +152,8 @@ def test_callbacks_stay_the_callers_own_objects():
             self.steps.append(step)
 
     mine, steps = Mine(), []
-    found = Callbacks([], [mine, lambda step, metrics: steps.append(step)])
-    found.on_step(Answered(3, {}, SimpleNamespace(numbers={}), 1))
+    callbacks = Callbacks([], [mine, lambda step, metrics: steps.append(step)])
+    callbacks.on_step(Answered(3, {}, SimpleNamespace(numbers={}), 1))
     assert (mine.steps, steps) == ([3], [3])
     with pytest.raises(ConfigError, match="it has none of the methods on_step"):
         Callbacks([], [object()])

@@ -24,11 +24,11 @@ def members(groups, i):
 
 
 def grpo(scores, groups, by_std=True):
-    found = []
+    advantages = []
     for i, score in enumerate(scores):
-        mine = [scores[j] for j in members(groups, i)]
-        found.append((score - mean(mine)) / (std(mine) + 1e-6) if by_std else score - mean(mine))
-    return found
+        group = [scores[j] for j in members(groups, i)]
+        advantages.append((score - mean(group)) / (std(group) + 1e-6) if by_std else score - mean(group))
+    return advantages
 
 
 def rloo(scores, groups):
@@ -36,22 +36,22 @@ def rloo(scores, groups):
 
 
 def opo(scores, groups, lengths):
-    found = []
+    advantages = []
     for i, score in enumerate(scores):
-        mine = members(groups, i)
-        tokens = sum(lengths[j] for j in mine)
-        baseline = sum(lengths[j] * scores[j] for j in mine) / max(tokens, 1)
-        found.append(0.0 if len({scores[j] for j in mine}) == 1 else score - baseline)
-    return found
+        group = members(groups, i)
+        tokens = sum(lengths[j] for j in group)
+        baseline = sum(lengths[j] * scores[j] for j in group) / max(tokens, 1)
+        advantages.append(0.0 if len({scores[j] for j in group}) == 1 else score - baseline)
+    return advantages
 
 
 def grpo_passk(scores, groups, by_std=True):
-    found = []
+    advantages = []
     for i, score in enumerate(scores):
-        mine = sorted([scores[j] for j in members(groups, i)], reverse=True)
-        lead = mine[0] - mine[1] if score == mine[0] else 0.0
-        found.append(lead / (std(mine) + 1e-6) if by_std else lead)
-    return found
+        group = sorted([scores[j] for j in members(groups, i)], reverse=True)
+        lead = group[0] - group[1] if score == group[0] else 0.0
+        advantages.append(lead / (std(group) + 1e-6) if by_std else lead)
+    return advantages
 
 
 def gpg(scores, groups):
@@ -96,7 +96,7 @@ def gdpo(terms, weights, groups, lengths):
 
 
 def gae(rewards, values, gamma, lam):
-    found = []
+    rows = []
     for row, v in zip(rewards, values, strict=True):
         advantages, following, value = [], 0.0, 0.0
         for t in reversed(range(len(row))):
@@ -104,8 +104,8 @@ def gae(rewards, values, gamma, lam):
             following = delta + gamma * lam * following
             value = v[t]
             advantages.insert(0, following)
-        found.append(advantages)
-    return found
+        rows.append(advantages)
+    return rows
 
 
 def returns(rewards, gamma):
@@ -223,21 +223,21 @@ def value_loss(values, old, returned, width):
 
 
 def importance(log_ratios, kind, low, high):
-    found = []
+    weights_of_rows = []
     for row in log_ratios:
         weights = []
-        for each in row:
-            w = math.exp(clip(each if kind == "token" else sum(row), -20, 20))
+        for log_ratio in row:
+            w = math.exp(clip(log_ratio if kind == "token" else sum(row), -20, 20))
             weights.append(min(w, high) if low is None else (w if low <= w <= high else 0.0))
-        found.append(weights)
-    return found
+        weights_of_rows.append(weights)
+    return weights_of_rows
 
 
 def accepted(log_ratios, rules):
     """rules: (over, measure, low, high)."""
     measures = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
     reductions = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}
-    found = []
+    masks = []
     for row in log_ratios:
         keep = [1.0] * len(row)
         for over, measure, low, high in rules:
@@ -245,8 +245,8 @@ def accepted(log_ratios, rules):
             if over != "token" and values:
                 values = [reductions[over](values)] * len(row)
             keep = [k * (low <= value <= high) for k, value in zip(keep, values, strict=True)]
-        found.append(keep)
-    return found
+        masks.append(keep)
+    return masks
 
 
 def overlong(length, limit, buffer, factor):

@@ -76,9 +76,9 @@ def test_the_order_of_samples_does_not_matter(name, batch, random):
     order = list(range(len(batch[0])))
     random.shuffle(order)
     shuffled = [[column[i] for i in order] for column in (*batch[:3], *batch[3])]
-    found = estimate(name, *shuffled[:3], shuffled[3:])
+    advantages = estimate(name, *shuffled[:3], shuffled[3:])
     # Whitening may divide by as little as 1e-4, which also magnifies what rounding leaves of a difference.
-    assert found == pytest.approx([estimate(name, *batch)[i] for i in order], abs=1e-9, rel=1e-6)
+    assert advantages == pytest.approx([estimate(name, *batch)[i] for i in order], abs=1e-9, rel=1e-6)
 
 
 # By verl's formulas: a mean of 0, a deviation of 1 (grpo), no baseline (rloo, opo); gpg: times 4 answers / 3 that earn.
@@ -92,9 +92,9 @@ def test_the_order_of_samples_does_not_matter(name, batch, random):
 )
 def test_an_answer_alone_has_its_score_for_an_advantage(name, factor):
     scores = [1.0, 0.0, -2.0, 0.5]
-    found = estimate(name, scores, [0, 3, 1, 2], [1, 2, 1, 2], (scores, [0.0] * 4))
-    assert found == pytest.approx([factor * score for score in scores], abs=1e-5)
-    assert found[1] == 0.0
+    advantages = estimate(name, scores, [0, 3, 1, 2], [1, 2, 1, 2], (scores, [0.0] * 4))
+    assert advantages == pytest.approx([factor * score for score in scores], abs=1e-5)
+    assert advantages[1] == 0.0
 
 
 def test_an_answer_alone_takes_nothing_from_the_groups_beside_it():
@@ -143,8 +143,8 @@ def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
 def test_gpg_counts_no_answer_that_earns_its_rounding():
     scores, groups = torch.tensor([1.0, 0.0, 1e-10, -1e-10], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     rounding = torch.full((4,), 1e-9, dtype=torch.float64)
-    found = ESTIMATORS["gpg"](OutcomeInputs(scores, groups, torch.ones(4), rounding=rounding), TERMS)
-    assert found.tolist() == [2.0, -2.0, 0.0, 0.0]
+    advantages = ESTIMATORS["gpg"](OutcomeInputs(scores, groups, torch.ones(4), rounding=rounding), TERMS)
+    assert advantages.tolist() == [2.0, -2.0, 0.0, 0.0]
 
 
 def test_a_batch_that_differs_by_its_rounding_alone_is_whitened_to_nothing():
@@ -206,43 +206,43 @@ def flat(rows):
 @given(token_rows(), st.floats(0, 1), st.floats(0, 1))
 def test_gae_equals_its_loop(rows, gamma, lam):
     rewards, values = rows
-    found = ESTIMATORS["gae"](TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig(gamma=gamma, lam=lam))
+    estimated = ESTIMATORS["gae"](TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig(gamma=gamma, lam=lam))
     expected = slow.gae(rewards, values, gamma, lam)
-    assert found.advantages.values.tolist() == flat(expected)
-    assert found.returns.values.tolist() == flat(
+    assert estimated.advantages.values.tolist() == flat(expected)
+    assert estimated.returns.values.tolist() == flat(
         [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(expected, values, strict=True)]
     )
 
 
 @given(token_rows(), st.floats(0, 1))
 def test_reinforce_plus_plus_equals_its_loop(rows, gamma):
-    found = ESTIMATORS["reinforce_plus_plus"](TokenInputs(ragged(rows[0])), AlgorithmConfig(gamma=gamma))
-    assert found.advantages.values.tolist() == flat(slow.returns(rows[0], gamma))
+    estimated = ESTIMATORS["reinforce_plus_plus"](TokenInputs(ragged(rows[0])), AlgorithmConfig(gamma=gamma))
+    assert estimated.advantages.values.tolist() == flat(slow.returns(rows[0], gamma))
 
 
 @given(token_rows(), st.randoms(use_true_random=False))
 def test_remax_equals_its_loop(rows, random):
     baselines = [random.uniform(-1, 1) for _ in rows[0]]
     inputs = TokenInputs(ragged(rows[0]), baselines=torch.tensor(baselines, dtype=torch.float64))
-    found = ESTIMATORS["remax"](inputs, AlgorithmConfig(gamma=0.5))
+    estimated = ESTIMATORS["remax"](inputs, AlgorithmConfig(gamma=0.5))
     expected = [[g - b for g in row] for row, b in zip(slow.returns(rows[0], 1.0), baselines, strict=True)]
-    assert found.advantages.values.tolist() == flat(expected)
+    assert estimated.advantages.values.tolist() == flat(expected)
 
 
 def test_gae_by_hand():
     # delta = [1 - 2, 1/2 * 0 + 4 - 1] with gamma 1/2: delta_0 = 0 + 1/2 * 1 - 2 = -3/2, delta_1 = 4 - 1 = 3.
-    found = ESTIMATORS["gae"](
+    estimated = ESTIMATORS["gae"](
         TokenInputs(ragged([[0.0, 4.0]]), ragged([[2.0, 1.0]])), AlgorithmConfig(gamma=0.5, lam=0.5)
     )
-    assert found.advantages.values.tolist() == [-1.5 + 0.25 * 3, 3.0]
-    assert found.returns.values.tolist() == [-1.5 + 0.25 * 3 + 2, 4.0]
+    assert estimated.advantages.values.tolist() == [-1.5 + 0.25 * 3, 3.0]
+    assert estimated.returns.values.tolist() == [-1.5 + 0.25 * 3 + 2, 4.0]
 
 
 def test_with_lambda_one_gae_is_return_minus_value():
     rewards, values = [[0.0, 0.0, 1.0]], [[0.3, 0.2, 0.9]]
-    found = ESTIMATORS["gae"](TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig())
-    assert found.advantages.values.tolist() == pytest.approx([0.7, 0.8, 0.1])
-    assert found.returns.values.tolist() == pytest.approx([1.0, 1.0, 1.0])
+    estimated = ESTIMATORS["gae"](TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig())
+    assert estimated.advantages.values.tolist() == pytest.approx([0.7, 0.8, 0.1])
+    assert estimated.returns.values.tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 
 @given(token_rows())

@@ -64,16 +64,16 @@ def test_aggregation_by_hand():
         "seq-mean-token-mean": 3.0,
         "seq-mean-token-sum-norm": 0.5,
     }
-    found = {
+    aggregated = {
         mode: float(aggregate(losses, token_weights(mode, mask, Denominators(4, 2, 10)))) for mode in AGGREGATION_MODES
     }
-    assert found == pytest.approx(expected)
+    assert aggregated == pytest.approx(expected)
 
 
 def test_weights_entropy_and_kl_enter_with_their_signs():
     cfg = ActorConfig(entropy_coeff=0.1, kl_loss_coef=0.5, use_kl_loss=True)
     inputs = PolicyLossInputs(torch.zeros(2), torch.zeros(2), torch.ones(2), ones([2]))
-    found = actor_loss(
+    share = actor_loss(
         inputs,
         Denominators(2, 1, 4),
         cfg,
@@ -83,21 +83,21 @@ def test_weights_entropy_and_kl_enter_with_their_signs():
         entropy=torch.full((2,), 3.0),
         kl=torch.full((2,), 1.0),
     )
-    assert float(found.shares["pg_loss"]) == pytest.approx(-2.0)
-    assert float(found.loss) == pytest.approx(-2.0 - 0.1 * 3.0 + 0.5 * 1.0)
+    assert float(share.shares["pg_loss"]) == pytest.approx(-2.0)
+    assert float(share.loss) == pytest.approx(-2.0 - 0.1 * 3.0 + 0.5 * 1.0)
 
 
 @given(st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=8), st.floats(0.01, 2))
 def test_the_value_loss_equals_its_loop(tokens, width):
     values, old, returned = zip(*tokens, strict=True)
-    found, _ = value_loss(*(torch.tensor(each, dtype=torch.float64) for each in (values, old, returned)), width)
-    assert found.tolist() == pytest.approx(slow.value_loss(values, old, returned, width), abs=1e-9)
+    losses, _ = value_loss(*(torch.tensor(column, dtype=torch.float64) for column in (values, old, returned)), width)
+    assert losses.tolist() == pytest.approx(slow.value_loss(values, old, returned, width), abs=1e-9)
 
 
 def test_the_value_loss_by_hand():
     # V = 2, V_old = 0, clip 1/2: the clipped value 1/2 is further from the return 3 than V itself.
-    found, statistics = value_loss(torch.tensor([2.0, 2.0]), torch.tensor([0.0, 1.9]), torch.tensor([3.0, 3.0]), 0.5)
-    assert found.tolist() == [2.5**2 / 2, 0.5]
+    losses, statistics = value_loss(torch.tensor([2.0, 2.0]), torch.tensor([0.0, 1.9]), torch.tensor([3.0, 3.0]), 0.5)
+    assert losses.tolist() == [2.5**2 / 2, 0.5]
     assert statistics["vf_clipfrac"].tolist() == [1.0, 0.0]
 
 

@@ -53,8 +53,8 @@ def test_rejection_equals_its_loop(name, rows):
 
 def test_several_rules_must_all_hold():
     cfg = RolloutCorrectionConfig(rollout_rs="token_k1, seq_mean_k2", rollout_rs_threshold="2, 0.1")
-    found = accepted(ragged([[0.1, 0.9], [0.1, 0.2], [1.0]]), cfg.rejection_rules())
-    assert found.values.tolist() == [0, 0, 1, 1, 0]  # mean k2 of the first answer is 0.205
+    mask = accepted(ragged([[0.1, 0.9], [0.1, 0.2], [1.0]]), cfg.rejection_rules())
+    assert mask.values.tolist() == [0, 0, 1, 1, 0]  # mean k2 of the first answer is 0.205
     assert [rule.low for rule in cfg.rejection_rules()] == [-math.log(2), -math.inf]
 
 
@@ -117,8 +117,8 @@ def test_the_correction_by_hand():
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 20))
 def test_the_overlong_penalty_equals_its_loop(lengths, buffer):
-    found = overlong_penalty(np.array(lengths), 20, OverlongBufferConfig(len=buffer, penalty_factor=0.5))
-    assert found.tolist() == pytest.approx([slow.overlong(length, 20, buffer, 0.5) for length in lengths])
+    penalties = overlong_penalty(np.array(lengths), 20, OverlongBufferConfig(len=buffer, penalty_factor=0.5))
+    assert penalties.tolist() == pytest.approx([slow.overlong(length, 20, buffer, 0.5) for length in lengths])
 
 
 def test_the_gap_leaves_out_tokens_of_earlier_policies():

@@ -22,8 +22,8 @@ def test_the_names_in_the_config_are_the_implemented_ones():
 @pytest.mark.parametrize("kind", KINDS)
 @given(deltas=st.lists(st.floats(-40, 40), min_size=1, max_size=8))
 def test_an_estimate_equals_its_formula(kind, deltas):
-    found = kl_per_token(torch.tensor(deltas, dtype=torch.float64), torch.zeros(len(deltas), dtype=torch.float64), kind)
-    assert found.tolist() == pytest.approx([slow.kl_value(kind, delta) for delta in deltas], abs=1e-9, rel=1e-9)
+    kl = kl_per_token(torch.tensor(deltas, dtype=torch.float64), torch.zeros(len(deltas), dtype=torch.float64), kind)
+    assert kl.tolist() == pytest.approx([slow.kl_value(kind, delta) for delta in deltas], abs=1e-9, rel=1e-9)
 
 
 @pytest.mark.parametrize(

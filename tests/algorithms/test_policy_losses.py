@@ -46,9 +46,9 @@ def rows(draw):
 
 
 def inputs_of(columns, requires_grad=False) -> PolicyLossInputs:
-    new, old, advantages, mask, selected = ([x for row in each for x in row] for each in zip(*columns, strict=True))
+    new, old, advantages, mask, selected = ([x for row in column for x in row] for column in zip(*columns, strict=True))
     lengths = torch.tensor([len(row[0]) for row in columns])
-    tensors = [torch.tensor(each, dtype=torch.float64) for each in (new, old, advantages)]
+    tensors = [torch.tensor(column, dtype=torch.float64) for column in (new, old, advantages)]
     return PolicyLossInputs(
         tensors[0].requires_grad_(requires_grad),
         *tensors[1:],
@@ -70,10 +70,10 @@ def test_every_loss_is_declared_and_has_a_formula():
 @pytest.mark.parametrize("name", LOSSES)
 @given(columns=rows())
 def test_a_loss_equals_its_loop(name, columns):
-    found = POLICY_LOSSES[name].function(inputs_of(columns), CFG)
+    policy_loss = POLICY_LOSSES[name].function(inputs_of(columns), CFG)
     expected = [loss for row in columns for loss in LOSSES[name](*row)]
-    assert found.token_losses.tolist() == pytest.approx(expected, abs=1e-9, rel=1e-9)
-    assert all(each.shape == found.token_losses.shape for each in found.statistics.values())
+    assert policy_loss.token_losses.tolist() == pytest.approx(expected, abs=1e-9, rel=1e-9)
+    assert all(statistic.shape == policy_loss.token_losses.shape for statistic in policy_loss.statistics.values())
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - STOPPED))
@@ -131,8 +131,8 @@ def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
 )
 def test_losses_by_hand(name, ratio, advantage, loss):
     """The old probability is 0.4."""
-    found = POLICY_LOSSES[name].function(one(math.log(0.4 * ratio), math.log(0.4), advantage), CFG)
-    assert float(found.token_losses) == pytest.approx(loss)
+    policy_loss = POLICY_LOSSES[name].function(one(math.log(0.4 * ratio), math.log(0.4), advantage), CFG)
+    assert float(policy_loss.token_losses) == pytest.approx(loss)
 
 
 def test_the_selected_tokens_of_clip_cov_and_kl_cov_by_hand():
@@ -167,7 +167,7 @@ def test_a_silent_loss_has_no_gradient_without_advantage(name, columns):
 
 
 def test_the_losses_that_select_tokens_promise_nothing():
-    assert {name for name, each in declarations.POLICY_LOSSES.items() if not each.silent_at_zero} == {
+    assert {name for name, traits in declarations.POLICY_LOSSES.items() if not traits.silent_at_zero} == {
         "clip_cov",
         "kl_cov",
     }
@@ -185,8 +185,8 @@ def test_any_cut_and_order_give_the_same_loss(name, columns, cut, random):
 
     def loss(rows):
         function = POLICY_LOSSES[name].function
-        found = actor_loss(inputs_of(rows), denominators, CFG, function, "seq-mean-token-mean") if rows else None
-        return float(found.loss) if found else 0.0
+        share = actor_loss(inputs_of(rows), denominators, CFG, function, "seq-mean-token-mean") if rows else None
+        return float(share.loss) if share else 0.0
 
     whole = loss(columns)
     assert loss(columns[:cut]) + loss(columns[cut:]) == pytest.approx(whole, abs=1e-9)
@@ -198,8 +198,8 @@ def test_any_cut_and_order_give_the_same_loss(name, columns, cut, random):
 
 def test_an_infinite_loss_of_a_masked_token_counts_for_nothing():
     columns = [([-1.0, math.inf], [-1.0, -1.0], [1.0, 1.0], [1.0, 0.0], [False, False])]
-    found = actor_loss(inputs_of(columns), Denominators(1, 1, 8), CFG, POLICY_LOSSES["gpg"].function, "token-mean")
-    assert float(found.loss) == 1.0
+    share = actor_loss(inputs_of(columns), Denominators(1, 1, 8), CFG, POLICY_LOSSES["gpg"].function, "token-mean")
+    assert float(share.loss) == 1.0
 
 
 # -- selections -------------------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def test_the_share_of_clipped_tokens_by_hand(name, ratio, advantage, clipped):
 
 
 def test_the_dual_clip_is_counted_where_it_holds_and_only_there():
-    held = [float(vanilla.statistics["pg_clipfrac_lower"]) for vanilla in (
+    fractions = [float(vanilla.statistics["pg_clipfrac_lower"]) for vanilla in (
         POLICY_LOSSES["vanilla"].function(one(math.log(0.1 * ratio), math.log(0.1), advantage), CFG)
         for ratio, advantage in ((9.0, -1.0), (2.0, -1.0), (9.0, 1.0))
     )]  # fmt: skip
-    assert held == [1.0, 0.0, 0.0]
+    assert fractions == [1.0, 0.0, 0.0]

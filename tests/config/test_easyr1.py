@@ -132,11 +132,11 @@ def test_a_launch_of_easyr1_is_ported_with_its_file(tmp_path, file, capsys):
     )
     code = port([str(script), "-o", str(tmp_path / "new.sh")])
     text = (tmp_path / "new.sh").read_text()
-    told = capsys.readouterr().err
-    assert code == 0, told
-    assert "of EasyR1's" in told
+    output = capsys.readouterr().err
+    assert code == 0, output
+    assert "of EasyR1's" in output
     of_actor = [
-        f"{A}{each}" for each in ("kl_loss_coef=0.01", "policy_loss.loss_mode=gspo", "loss_agg_mode=token-mean")
+        f"{A}{setting}" for setting in ("kl_loss_coef=0.01", "policy_loss.loss_mode=gspo", "loss_agg_mode=token-mean")
     ]
     for line in (*of_actor, f"{R}n=6", "actor_rollout_ref.model.path=/models/m", "trainer.n_gpus_per_node=4"):
         assert line in text

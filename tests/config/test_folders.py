@@ -20,11 +20,11 @@ def problems(folder, *words):
 
 def test_one_folder_for_the_answers_of_both_is_refused_however_it_is_written(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    for other in ("a", "a/", "b/../a", "link"):
-        (found,) = problems(tmp_path, f"{TRAIN}={tmp_path}/a", f"{VAL}={tmp_path}/{other}")
-        assert found.startswith(f"{TRAIN}={tmp_path}/a and {VAL}={tmp_path}/{other} are one folder")
-        assert found.endswith(f"such as {VAL}={tmp_path}/{other.rstrip('/')}/val.")
-        fix = found.rpartition("such as ")[2].rstrip(".")
+    for spelling in ("a", "a/", "b/../a", "link"):
+        (problem,) = problems(tmp_path, f"{TRAIN}={tmp_path}/a", f"{VAL}={tmp_path}/{spelling}")
+        assert problem.startswith(f"{TRAIN}={tmp_path}/a and {VAL}={tmp_path}/{spelling} are one folder")
+        assert problem.endswith(f"such as {VAL}={tmp_path}/{spelling.rstrip('/')}/val.")
+        fix = problem.rpartition("such as ")[2].rstrip(".")
         assert problems(tmp_path, f"{TRAIN}={tmp_path}/a", fix) == []
 
 
@@ -37,9 +37,9 @@ def test_a_folder_that_nothing_is_written_to_clashes_with_none(tmp_path):
 @pytest.mark.parametrize("key", [TRAIN, VAL])
 @pytest.mark.parametrize("name", ["", "/samples", "/global_step_10", "/global_step_10/actor", "/earlier_1", "/logs"])
 def test_a_folder_of_the_run_itself_is_refused(tmp_path, key, name):
-    (found,) = problems(tmp_path, f"{key}={tmp_path}/run{name}")
-    assert found.startswith(f"{key}={tmp_path}/run{name} is a folder that the run itself writes into")
-    assert problems(tmp_path, found.rpartition("such as ")[2].rstrip(".")) == []
+    (problem,) = problems(tmp_path, f"{key}={tmp_path}/run{name}")
+    assert problem.startswith(f"{key}={tmp_path}/run{name} is a folder that the run itself writes into")
+    assert problems(tmp_path, problem.rpartition("such as ")[2].rstrip(".")) == []
 
 
 @pytest.mark.parametrize("name", ["run/answers", "run/val", ".", "run2", "run/samples_of_mine"])

@@ -43,13 +43,13 @@ class Launch:
 
 
 def recorded() -> list[Launch]:
-    found = []
+    launches = []
     for file in sorted(FOLDER.glob("*.txt")):
         for block in file.read_text().strip().split("\n\n"):
             name, about, outcome, *words = block.splitlines()
             version, kind = about[2:].split(", ")
-            found.append(Launch(name[2:], version, kind, outcome[2:], tuple(words)))
-    return found
+            launches.append(Launch(name[2:], version, kind, outcome[2:], tuple(words)))
+    return launches
 
 
 LAUNCHES = recorded()
@@ -91,8 +91,8 @@ def seeing(tmp_path_factory):
         return path
 
     def make(launch: Launch) -> dict[str, Path]:
-        given = dict(word.partition("=")[::2] for word in launch.words)
-        name = given["actor_rollout_ref.model.path"]
+        settings = dict(word.partition("=")[::2] for word in launch.words)
+        name = settings["actor_rollout_ref.model.path"]
         return dict.fromkeys(("data.train_files", "data.val_files"), data) | dict.fromkeys(
             MODELS, model(next(kind for part, kind in KINDS.items() if part in name))
         )
@@ -115,9 +115,9 @@ def walk(stand_ins, seeing, monkeypatch, capsys):
     monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))
 
     def run(launch: Launch) -> str | None:
-        given = [word.lstrip("+").partition("=") for word in launch.words]
-        ours = stand_ins | (seeing(launch) if launch.kind == "images" else {})
-        instead = [f"{key}={ours[key]}" for key, _, value in given if key in ours and value != "null"]
+        settings = [word.lstrip("+").partition("=") for word in launch.words]
+        replaced = stand_ins | (seeing(launch) if launch.kind == "images" else {})
+        instead = [f"{key}={replaced[key]}" for key, _, value in settings if key in replaced and value != "null"]
         # A script that names no number was written for verl's default.
         devices = [] if any("n_gpus_per_node=" in word for word in launch.words) else ["trainer.n_gpus_per_node=8"]
         code = main([*launch.words, *instead, *devices, "--dry-run"])

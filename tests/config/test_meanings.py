@@ -109,8 +109,8 @@ def test_a_reward_model_alone_decides_unless_rules_have_a_weight():
 
 
 def test_scoring_keys_beside_a_reward_model_have_no_effect():
-    found = without_effect(loaded(*JUDGE, "reward.timeout_s=3"))
-    assert found == [
+    lines = without_effect(loaded(*JUDGE, "reward.timeout_s=3"))
+    assert lines == [
         "reward.timeout_s: no effect: the reward model alone decides unless reward_model.rule_weight is set"
     ]
     assert without_effect(loaded(*JUDGE, "reward.timeout_s=3", "reward_model.rule_weight=1")) == []
@@ -133,9 +133,9 @@ def test_what_asks_for_a_scorer_names_the_rule_weight():
 @pytest.mark.parametrize("key", ["reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"])
 def test_the_limit_of_dapo_s_penalty_is_read(key):
     overlong = ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=True"]
-    found = loaded(*overlong, "reward_model.overlong_buffer.len=10", f"{key}=100")
-    assert found.config.reward_model.overlong_buffer.max_resp_len == 100
-    assert without_effect(found) == []
+    settings = loaded(*overlong, "reward_model.overlong_buffer.len=10", f"{key}=100")
+    assert settings.config.reward_model.overlong_buffer.max_resp_len == 100
+    assert without_effect(settings) == []
     text = refusal(*overlong, "reward_model.overlong_buffer.len=101", f"{key}=100")
     assert f"at most {key}=100" in text
 

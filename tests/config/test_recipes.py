@@ -164,10 +164,10 @@ def typed(tmp_path, made):
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "NNODES": str(row.nodes), "MODEL": str(made / model),
             "DATA": str(made / data), "VAL": str(made / data.replace("virl39k", "geometry3k") / "test.parquet"),
         }  # fmt: skip
-        given = [f"trainer.n_gpus_per_node={row.per_node}", f"trainer.device_memory_gb={ROOM[row.chip]}"]
-        given += [f"trainer.default_local_dir={tmp_path / 'run'}", *more]
+        words = [f"trainer.n_gpus_per_node={row.per_node}", f"trainer.device_memory_gb={ROOM[row.chip]}"]
+        words += [f"trainer.default_local_dir={tmp_path / 'run'}", *more]
         process = subprocess.run(
-            ["bash", FOLDER / row.script, *given], capture_output=True, text=True, check=True, env=environment
+            ["bash", FOLDER / row.script, *words], capture_output=True, text=True, check=True, env=environment
         )
         option, module, *arguments = process.stdout.splitlines()
         assert (option, module) == ("-m", "rltrain.main_ppo")

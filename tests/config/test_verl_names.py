@@ -45,11 +45,11 @@ OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s", "trainer.s
 @pytest.mark.parametrize("key", [key for key in all_keys() if key not in OWN_NULL | set(NO_NULL)])
 def test_null_is_the_default_of_every_key(key):
     default, declared = get(load_config([]).config, key), all_keys()[key].default
-    said = [f"{declared}, the default"] if declared and not str(declared).startswith("${") else []
+    endings = [f"{declared}, the default"] if declared and not str(declared).startswith("${") else []
     for word, how in ((f"{key}=null", "is"), (f"{key}=", "is empty, so it is"), (f"~{key}", "")):
         loaded = load_config([word])
         assert get(loaded.config, key) == default
-        assert list(loaded.warnings) == [f"{word} {how} {each}" for each in said if how]
+        assert list(loaded.warnings) == [f"{word} {how} {ending}" for ending in endings if how]
         assert key not in loaded.explicit
 
 
@@ -119,19 +119,19 @@ def test_rows_lead_to_keys_that_exist():
 
 def test_sentences_of_rows_name_keys_that_exist():
     named = re.compile(r"(?:--help )?(?<![\w{}.])(?:[a-z]\w*\.)+\w+(?==|\b)")
-    ours = [*all_keys(), *sections(), *ALIASES, *NO_EFFECT, *REFUSED]
+    key_names = [*all_keys(), *sections(), *ALIASES, *NO_EFFECT, *REFUSED]
     for why in {*NO_EFFECT.values(), *REFUSED.values(), *(why for _, why in SECTIONS.values())}:
         for name in named.findall(re.sub(r"\w+\.jsonl?\b", "", why)):
             key = name.removeprefix("--help ")
-            assert any(f".{known}".endswith(f".{key}") for known in ours), (key, why)
+            assert any(f".{key_name}".endswith(f".{key}") for key_name in key_names), (key, why)
 
 
 def test_only_arguments_and_options_of_other_tools_may_have_any_name():
     assert {row for row in NO_EFFECT if "*" in row.removeprefix("*.")} == FREE
     for row in NO_EFFECT:
         section = concrete(parse(row).key).rpartition(".")[0]
-        if section and (said := verdict(f"{section}.nobody_s", 1)):
-            assert said.refused or said.row in FREE, (row, said)
+        if section and (ruling := verdict(f"{section}.nobody_s", 1)):
+            assert ruling.refused or ruling.row in FREE, (row, ruling)
 
 
 @pytest.mark.parametrize(
@@ -233,15 +233,15 @@ def test_a_mapping_for_a_section_is_taken_key_by_key():
 
 
 def test_what_the_optimizer_is_given_is_read_or_refused():
-    given = "optim.override_optimizer_config"
-    for word in (f".{given}.amsgrad=True", f".{given}={{amsgrad:True}}", f".{given}.maximize=1"):
+    section = "optim.override_optimizer_config"
+    for word in (f".{section}.amsgrad=True", f".{section}={{amsgrad:True}}", f".{section}.maximize=1"):
         assert "leave it out" in problems(f"{A}actor{word}")[0]
-    assert notes(f"{A}actor.{given}.amsgrad=False", f"{A}actor.{given}.fused=False") == []
+    assert notes(f"{A}actor.{section}.amsgrad=False", f"{A}actor.{section}.fused=False") == []
     # It wins over optim.*, as in verl, in either order.
-    words = [f"{A}actor.{given}.weight_decay=0", f"{A}actor.optim.weight_decay=0.3"]
+    words = [f"{A}actor.{section}.weight_decay=0", f"{A}actor.optim.weight_decay=0.3"]
     for order in (words, words[::-1]):
         assert value(f"{A}actor.optim.weight_decay", *order) == 0
-    assert value("critic.optim.betas", f"critic.{given}={{betas:[0.9,0.95]}}") == [0.9, 0.95]
+    assert value("critic.optim.betas", f"critic.{section}={{betas:[0.9,0.95]}}") == [0.9, 0.95]
 
 
 def test_a_section_that_is_left_out_has_its_defaults():

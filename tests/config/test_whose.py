@@ -31,7 +31,7 @@ def test_whose_a_file_is_stands_in_one_sentence(tmp_path, trainer):
 
 
 def test_a_file_of_ours_is_nobody_else_s(tmp_path):
-    needed = ["data.train_files=/d", "actor_rollout_ref.model.path=/m"]
+    words = ["data.train_files=/d", "actor_rollout_ref.model.path=/m"]
     file = tmp_path / "run.yaml"
-    file.write_text(to_yaml(load_config(needed).config))
+    file.write_text(to_yaml(load_config(words).config))
     assert load_config([], [str(file)]).config.data.train_files == "/d"

@@ -58,8 +58,17 @@ PASSES = {
     "update_actor": Pass("actor", _keys(_A + "actor", "ppo_", _A + "actor"), "actor", updates=True),
 }
 UPDATES = tuple(name for name, step_pass in PASSES.items() if step_pass.updates)
-# What the device of a worker does: weights to the engine, answers, and passes.
-PHASES = ("sync", "gen", *PASSES)
+
+
+def device_phases() -> tuple[str, ...]:
+    """What the device of a worker does: weights to the engine, answers, and passes."""
+    return ("sync", "gen", *PASSES)
+
+
+def step_phases() -> tuple[str, ...]:
+    """What a step does, in order: generation and estimators too, whose seconds are the driver's."""
+    measures = [name for name, step_pass in PASSES.items() if not step_pass.updates and name != "reward"]
+    return ("gen", "reward", "gen_max", *measures, "adv", *UPDATES)
 
 
 def passes_of(role: Role) -> tuple[str, ...]:

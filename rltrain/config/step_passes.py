@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rltrain.config.passes import Role, passes_of, updates_of
+from rltrain.config.passes import PASSES, Role, passes_of, step_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import REINFORCE_LOSS, EstimatorTraits, estimator_traits, loss_traits
 
@@ -109,28 +109,29 @@ class StepPasses:
         """The phases of a step by the names of their timers."""
         return ", ".join(self._phases(num_mini_batches))
 
+    def makes(self, name: str, num_mini_batches: int) -> bool:
+        """Whether a step makes the pass ``name``."""
+        if name == "old_log_prob":
+            return self.old_log_probs == "all" or (self.old_log_probs != "none" and num_mini_batches > 1)
+        # The reference may be the actor without its adapters.
+        return self.ref if name == "ref" else PASSES[name].role in self.roles
+
     def _phases(self, num_mini_batches: int) -> Iterator[str]:
-        yield from ("gen", "reward")
-        if self.greedy_baseline:
-            yield "gen_max (greedy answers)"
-        if self.old_log_probs == "all":
-            yield "old_log_prob"
-        elif self.old_log_probs != "none" and num_mini_batches > 1:
-            yield f"old_log_prob ({num_mini_batches - 1} of {num_mini_batches} mini-batches)"
-        if self.ref:
-            yield "ref"
-        if self.values:
-            yield "values"
-        yield "adv"
-        if self.values:
-            yield "update_critic"
         within = {
             "exact KL": self.exact_kl_in_loss,
             "importance weights": self.importance_weights,
             "rejection": self.rejects,
         }
-        parts = [name for name, happens in within.items() if happens]
-        yield f"update_actor ({', '.join(parts)})" if parts else "update_actor"
+        some = self.old_log_probs != "all"
+        remarks = {
+            "gen_max": "greedy answers",
+            "old_log_prob": f"{num_mini_batches - 1} of {num_mini_batches} mini-batches" if some else "",
+            "update_actor": ", ".join(name for name, happens in within.items() if happens),
+        }
+        others = {"gen": True, "reward": True, "gen_max": self.greedy_baseline, "adv": True}
+        for name in step_phases():
+            if others[name] if name in others else self.makes(name, num_mini_batches):
+                yield f"{name} ({remarks[name]})" if remarks.get(name) else name
 
 
 def make_step_passes(config: Config, images: bool = False, images_in_training: bool | None = None) -> StepPasses:

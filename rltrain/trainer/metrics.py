@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 
 from rltrain.algorithms.moments import Moments
 from rltrain.base.columns import names as c
+from rltrain.config.passes import UPDATES, step_phases
 from rltrain.controller.samples import Samples
 from rltrain.workers.results import GenerationNumbers, UpdateNumbers, largest
 
 Metrics = dict[str, float]
 _DAMAGED = "rollout/damaged_answers"
+# Phases whose time per token has no name of verl's.
+_NOT_PER_TOKEN = ("reward", "gen_max", "old_log_prob")
 _RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
 
 
@@ -230,8 +233,8 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step.
 
     perf/gen_throughput alone counts every token of this step's generation, whether the step learns from it or not.
-    pass_tokens: of ``old_log_prob`` and ``ref``, what their seconds were spent on: tokens that were computed beside
-    generation are not among them.
+    pass_tokens: by phase, what its seconds were spent on: tokens that were computed beside generation are not among
+    them.
     """
     response = int(samples[c.RESPONSE_LENGTH].sum())
     total = response + int(samples[c.PROMPT_LENGTH].sum())
@@ -248,15 +251,10 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     }
     if scored := pass_tokens.get("old_log_prob"):
         metrics["perf/old_log_prob_throughput"] = scored / (timing["timing_s/old_log_prob"] * num_devices)
-    for name, tokens in (
-        ("gen", response),
-        ("ref", pass_tokens.get("ref", 0)),
-        ("values", total),
-        ("adv", total),
-        ("update_critic", total),
-        ("update_actor", total),
-    ):
-        if tokens and f"timing_s/{name}" in timing:
+    for name in step_phases():
+        # An update goes over the tokens several times, and counts them once.
+        tokens = response if name == "gen" else total if name in UPDATES else pass_tokens.get(name, 0)
+        if tokens and name not in _NOT_PER_TOKEN and f"timing_s/{name}" in timing:
             metrics[f"timing_per_token_ms/{name}"] = 1000 * timing[f"timing_s/{name}"] / tokens
     return metrics
 

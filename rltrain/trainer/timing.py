@@ -17,9 +17,6 @@ from rltrain.trainer.balance import LayoutCost
 
 Metrics = dict[str, float]
 
-# Phases that add up to the step. reshard and generate_sequences are parts of gen and measured inside the workers.
-STEP_PHASES = ("gen", "reward", "gen_max", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-
 
 class StepTimer:
     """``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``. begins(name) is called at its start."""
@@ -27,23 +24,28 @@ class StepTimer:
     def __init__(self, begins: Callable[[str], None] = lambda name: None) -> None:
         self.seconds: dict[str, float] = {}
         self._begins = begins
+        self._open: list[str] = []
+        self._claimed = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._begins(name)
+        self._open.append(name)
         started = time.perf_counter()
         try:
             yield
         # Also after an error, and added up: dynamic sampling has several rounds of one phase.
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._open.pop()
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self._claimed += seconds if self._open == ["step"] else 0.0
 
     def metrics(self) -> dict[str, float]:
         """``timing_s/<name>``, with ``timing_s/other`` = the part of the step that no phase claims."""
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
         if "step" in self.seconds:
-            claimed = sum(self.seconds.get(name, 0.0) for name in STEP_PHASES)
-            timing["timing_s/other"] = self.seconds["step"] - claimed
+            timing["timing_s/other"] = self.seconds["step"] - self._claimed
         return timing
 
 

@@ -71,7 +71,7 @@ class Residency:
         return all(resident.is_here for _, resident in self._residents if resident.owner is model)
 
     def enter(self, phase: str, *, whole: bool = False) -> None:
-        """Make the device ready for ``phase``, one of `PHASES`.
+        """Make the device ready for ``phase``, one of `device_phases`.
 
         whole: weights will be read elsewhere than in a forward, so that kernels wait for all of them.
         """

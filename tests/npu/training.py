@@ -25,7 +25,7 @@ from rltrain.base.columns.batch import Batch
 from rltrain.base.device import get_device
 from rltrain.base.errors import WorkerLost
 from rltrain.config.load import load_config
-from rltrain.config.passes import PHASES
+from rltrain.config.passes import device_phases
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
@@ -324,7 +324,7 @@ def tells_a_full_device(folder: str) -> None:
     prompts = {"train": encode_prompts(read_rows(f"{folder}/train.parquet"), chat_encoder(cfg), bench.PROMPT, True)}
     passes = make_plan(cfg, len(prompts["train"])).passes
     standin, enter, decode = torch_npu.npu.standin, Residency.enter, KeyValues.decode
-    for phase in ("start", *(name for name in PHASES if name != "reward")):
+    for phase in ("start", *(name for name in device_phases() if name != "reward")):
 
         def entered(self: Residency, entering: str, *, whole: bool = False, phase: str = phase) -> None:
             if entering == phase != "gen":

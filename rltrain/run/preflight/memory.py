@@ -22,7 +22,7 @@ from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import Device, get_device, resolve_dtype
 from rltrain.config.budgets import PassBudget, longest_sequence
-from rltrain.config.passes import PHASES, updates_of
+from rltrain.config.passes import device_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.model import FSDPConfig, OptimConfig
@@ -91,8 +91,10 @@ class _Role:
 _PEAKS: dict[str, Owners] = {}
 
 
-def forecast(cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] = PHASES) -> dict[str, Owners]:
-    """Bytes by owner at the peak of the ``phases`` that a step has, on the fullest device.
+def forecast(
+    cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] | None = None
+) -> dict[str, Owners]:
+    """Bytes by owner at the peak of the ``phases`` that a step has (None: all), on the fullest device.
 
     device_bytes: of one device; None: unknown, and the engine's share of it is left out.
     """
@@ -100,6 +102,7 @@ def forecast(cfg: Config, plan: Plan, device_bytes: int | None, phases: Containe
     roles, rollout = _roles(cfg, plan, device), cfg.actor_rollout_ref.rollout
     engine = Counter() if ENGINES[rollout.name].embedded else _engine(cfg, device, roles["actor"], device_bytes)
     stays = Counter() if rollout.free_cache_engine else engine
+    phases = device_phases() if phases is None else phases
     if not plan.passes.trains:
         phases = [phase for phase in ("sync", "gen", "reward") if phase in phases]
 
@@ -119,7 +122,7 @@ def forecast(cfg: Config, plan: Plan, device_bytes: int | None, phases: Containe
         found["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
         if "gen" in phases and not engine:
             found["gen"] += _generation(cfg, plan, device, roles["actor"], weights, found["gen"], device_bytes)
-    return {phase: found[phase] for phase in PHASES if phase in found and phase in phases}
+    return {phase: found[phase] for phase in device_phases() if phase in found and phase in phases}
 
 
 def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:

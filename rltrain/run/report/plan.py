@@ -115,10 +115,9 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
         "critic": plan.critic_data_parallel_size,
         "reward_model": plan.num_devices,
     }
-    phases = plan.passes.describe(plan.num_mini_batches)
     sharing: dict[tuple[PassBudget, int], list[str]] = {}
     for name, step_pass in PASSES.items():
-        if name in phases and (step_pass.role != "reward_model" or config.reward_model.enable):
+        if plan.passes.makes(name, plan.num_mini_batches):
             sharing.setdefault((plan.budgets[name], ranks[step_pass.role]), []).append(name)
     return [
         f"at most {budget} per data-parallel rank{_ranks_of_its_own(plan, its_ranks)}: {', '.join(names)}"

@@ -15,11 +15,10 @@ from rich.table import Table
 from rltrain.base.errors import DataError, command
 from rltrain.base.logs import console, count
 from rltrain.base.storage import json_lines
-from rltrain.config.passes import PASSES, UPDATES
+from rltrain.config.passes import step_phases
 
 METRICS = "metrics.jsonl"
-_MEASURED = [name for name in PASSES if name not in UPDATES]
-PHASES = ("generate_sequences", "reshard", "gen", "gen_max", *_MEASURED, "adv", *UPDATES, "step")
+PHASES = ("generate_sequences", "reshard", *step_phases(), "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),

@@ -100,14 +100,14 @@ def train(
     # Outside of the main thread this changes no handlers, so that a run may be started from a thread too.
     with listen() as stop:
         try:
-            run(loaded, look_over(loaded), stop, objects)
+            folder = run(loaded, look_over(loaded), stop, objects)
         except BaseException as error:
             # Ray makes errors of its own of what a signal handler raises.
             # A run that was stopped is no error for a script: it gets the exit code to end with.
             if not (stop.at_once or isinstance(error, Interrupted)):
                 raise
             return RunResult(_folder(loaded), stop.exit_code)
-    return RunResult(_folder(loaded), 0)
+    return RunResult(folder, 0)
 
 
 def build(
@@ -186,8 +186,11 @@ def look_over(loaded: LoadedConfig) -> list[str]:
     )
 
 
-def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> None:
-    """Say what is about to run and run it. Raises RltrainError, and Interrupted where ``stop`` has ended it."""
+def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> Path:
+    """Say what is about to run and run it; returns the folder of its metrics.
+
+    Raises RltrainError, and Interrupted where ``stop`` has ended it.
+    """
     with logs.session():
         trainer, model = loaded.config.trainer, loaded.config.actor_rollout_ref.model.path
         devices = logs.count(trainer.nnodes * trainer.n_gpus_per_node, "device")
@@ -214,6 +217,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             log.warning("%s", words)
         if stop.loses:  # as trainer.save_at_end says
             log.warning("%s", stop.kept())
+        return run_trainer.folder
 
 
 def _folder(loaded: LoadedConfig) -> Path:

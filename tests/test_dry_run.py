@@ -471,6 +471,8 @@ def test_classes_that_verl_would_load_are_tried(dry, tmp_path):
     assert "3 per epoch of 12 prompts" in text
     assert f"data.custom_cls.path and data.custom_cls.name are data.custom_cls={tmp_path}/mine.py:Sums here" in text
     assert "data.sampler.step: nobody reads it but your own class" in text
+    code, text = dry(*of_verl(tmp_path, "data.val_files=[anything]", "trainer.val_only=True"))
+    assert (code, text.splitlines()[-1]) == (0, "a run would start")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from rltrain.config.schema import Config
 _TRAIN, _VAL = "trainer.rollout_data_dir", "trainer.validation_data_dir"
 # What a run writes there is moved aside, counted or removed by its name.
 _OF_THE_RUN = (
-    ".", "samples", "tensorboard", "logs", "incidents", "objects", "global_step_*", "damaged_global_step_*", "earlier_*"
+    ".", "samples", "tensorboard", "logs", "incidents", "objects", "global_step_*", "damaged_global_step_*",
+    "earlier_*", "evaluation_*",
 )  # fmt: skip
 
 

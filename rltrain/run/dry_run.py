@@ -121,8 +121,8 @@ def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None,
         except RltrainError as error:
             findings.problems.append(str(error))
             read = None
-        prompts = read and read.prompts["train"]
-        return (read.rows, len(prompts), prompts.num_dropped) if read and prompts else ({}, None, 0)
+        prompts = read and read.prompts.get("train")
+        return read.rows if read else {}, *((len(prompts), prompts.num_dropped) if prompts else (None, 0))
     rows: dict[str, Rows] = {}
     stores: dict[str, PromptStore] = {}
     sizes: dict[str, int] = {}
@@ -141,7 +141,7 @@ def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None,
     is_whole = "train" in stores and sizes["train"] <= MOST_ROWS
     if data.filter_overlong_prompts and not is_whole:
         findings.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
-    if "train" in stores:
+    if stores and (cfg.trainer.val_only or "train" in stores):
         findings.images = ImageSizes.of(stores)
         look_at_images(cfg, findings)
     # Only then the count after the filter is that of the run.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from rltrain.base.storage import disk_errors, lines_of, patiently
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.report.table import METRICS
 
 log = logging.getLogger(__name__)
@@ -48,29 +50,48 @@ def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, v
                     _move(file, aside / "samples")
             _cut(run / METRICS, step, aside)
         _tell(run, aside, step if not anew else None)
-    for name, split in ((cfg.rollout_data_dir, "train"), (cfg.validation_data_dir, "val")):
-        folder = Path(name or run / "none").expanduser().resolve()
-        with disk_errors(folder):
-            aside = _free(folder)
-            for file in _made_again(folder, _DATA, first[split]):
-                _move(file, aside)
-            _tell(folder, aside, step)
+    _set_data_aside(cfg.rollout_data_dir, first["train"], step)
+    _set_data_aside(cfg.validation_data_dir, first["val"], step)
 
 
-def _made_again(folder: Path, pattern: re.Pattern[str], first: int) -> list[Path]:
-    """The files of ``folder`` that are of steps from ``first`` on."""
+def evaluation_folder(cfg: TrainerConfig, run: RunFolder, step: int) -> RunFolder:
+    """Where an evaluation of ``step`` writes: what it finds is no part of the run whose weights it has.
+
+    That is ``evaluation_1``, ``evaluation_2`` and so on in the folder of ``run``, or where nothing has run that folder
+    itself. The answers of ``step`` in ``trainer.validation_data_dir`` are moved aside.
+    """
+    _set_data_aside(cfg.validation_data_dir, step, step, last=step)
+    if not any(run.path.glob(each) for each in _OF_A_RUN):
+        return run
+    folder = RunFolder(str(_free(run.path, "evaluation")))
+    log.info("%s holds a run: metrics, answers and settings of this evaluation are in %s", run.path, folder.path.name)
+    return folder
+
+
+def _set_data_aside(name: str | None, first: int, step: int, last: float = math.inf) -> None:
+    if not name:
+        return
+    with disk_errors(folder := Path(name).expanduser().resolve()):
+        aside = _free(folder)
+        for file in _made_again(folder, _DATA, first, last):
+            _move(file, aside)
+        _tell(folder, aside, step)
+
+
+def _made_again(folder: Path, pattern: re.Pattern[str], first: int, last: float = math.inf) -> list[Path]:
+    """The files of ``folder`` that are of steps from ``first`` to ``last``."""
     try:
         names = patiently(folder, lambda: sorted(os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [folder / name for name in names if (match := pattern.fullmatch(name)) and int(match[1]) >= first]
+    return [folder / name for name in names if (match := pattern.fullmatch(name)) and first <= int(match[1]) <= last]
 
 
-def _free(folder: Path) -> Path:
+def _free(folder: Path, kind: str = "earlier") -> Path:
     number = 1
-    while (aside := folder / f"earlier_{number}").exists():
+    while (free := folder / f"{kind}_{number}").exists():
         number += 1
-    return aside
+    return free
 
 
 def _move(path: Path, aside: Path) -> None:

@@ -46,23 +46,24 @@ def start_pool(
     deadlines.show("scorers", pool.stacks)
     for split in splits:
         scores = pool.score_truths(split)
-        if split == "train":
-            check_columns(cfg, scores)
+        if split == "train" or cfg.trainer.val_only:
+            check_columns(cfg, scores, split)
     return pool
 
 
-def check_columns(cfg: Config, scores: Sequence[Score]) -> None:
+def check_columns(cfg: Config, scores: Sequence[Score], split: str = "train") -> None:
     """Raise ConfigError if the config names numbers that no scorer returns, judging by one row per data source."""
     algorithm = cfg.algorithm
-    columns = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
-    columns += [("reward.weights", name) for name in cfg.reward.weights]
-    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:
-        columns.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
+    columns = [("reward.weights", name) for name in cfg.reward.weights]
+    if split == "train":
+        columns += [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
+        if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:
+            columns.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
     for key, name in columns:
         # A score that failed tells nothing about its names, as the ground truth need not look like an answer.
         missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
         if missing:
             have = ", ".join(["score", *sorted(missing[0].extras)])
             raise ConfigError(
-                f"{key}={name}: a scorer of data.train_files returns no number of that name. It returns {have}."
+                f"{key}={name}: a scorer of data.{split}_files returns no number of that name. It returns {have}."
             )

@@ -27,7 +27,7 @@ from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, verified
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.run.earlier import owes_validation, set_aside
+from rltrain.run.earlier import evaluation_folder, owes_validation, set_aside
 from rltrain.run.fit import Trainer
 from rltrain.run.preflight.health import look_at_nodes, refuse, try_collectives
 from rltrain.run.report.archive import Archive, keeps_samples
@@ -103,17 +103,19 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if cfg.reward_model.enable else None})
         try_collectives(group)
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
-    ppo = saver = None
+    ppo = None
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
         if plan.passes.trains:
             ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase)
             validation = ppo.validation
         else:
             validation = make_evaluation(cfg, plan, data, group, pool, start.folder, watchers.on_phase)
-    if ppo:
-        saver = _resume(ready, start, ppo, watchers)
+    saver = _resume(ready, start, ppo, watchers) if ppo else None
     # Only once the run can start: a start that is refused leaves the files of the run before as they are.
-    set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
+    if ppo:
+        set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
+    else:
+        closing.callback((folder := evaluation_folder(cfg.trainer, folder, start.step)).release)
     write_run_files(folder, loaded, plan, group.hosts)
     tracker = Tracker.of(cfg, folder.path, start.step, plan.total_steps)
     if keeps_samples(cfg):

@@ -20,7 +20,7 @@ from rltrain.config.load import SECRET
 _WANTED = (
     "config*.yaml", "plan*.json", "env*.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
     "incidents/*", "incidents/*/*", "global_step_*/manifest.json", "global_step_*/progress.json",
-    "earlier_*/metrics.jsonl",
+    "earlier_*/metrics.jsonl", "evaluation_*/metrics.jsonl",
 )  # fmt: skip
 _NEWEST_SAMPLES = 3
 MOST_BYTES = 200 * 2**20

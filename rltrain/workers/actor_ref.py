@@ -377,7 +377,8 @@ class ActorRefWorker(Actor):
         """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
         self.residency.enter("update_actor" if self._passes.trains else "sync", whole=True)
         optimizer = self.updater.optimizer if self._passes.trains and not weights_only else None
-        return load_training_state(self.policy, optimizer, folder)
+        texts_alone = not self._passes.trains and not self._passes.images
+        return load_training_state(self.policy, optimizer, folder, texts_alone=texts_alone)
 
 
 def _given(batch: Batch) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.device import Device, resolve_dtype
-from rltrain.base.errors import NonFiniteError
+from rltrain.base.errors import ConfigError, NonFiniteError
 from rltrain.base.seeds import sample_seeds
 from rltrain.config.budgets import longest_sequence
 from rltrain.config.schema import Config
@@ -68,7 +68,7 @@ class RolloutWorker(Rollout):
         version: Callable[[], int],
         text_log_probs: Callable[[EncodedPrompt], Tensor],
     ) -> None:
-        self._rollout = cfg.actor_rollout_ref.rollout
+        self._rollout, self._max_response_length = cfg.actor_rollout_ref.rollout, cfg.data.max_response_length
         # Asking for it costs a little with every token.
         self._can_be_given_up = cfg.trainer.stop_notice_s is not None
         self._images = passes.images
@@ -251,8 +251,14 @@ class RolloutWorker(Rollout):
         write_answers(batch, file)
 
     def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
-        """See `read_answers`; with the texts of the answers."""
+        """See `read_answers`; with the texts of the answers. Raises ConfigError for one that is too long now."""
         payload, numbers = read_answers(file, self._prompts["train"], images=self._images)
+        limit, lengths = self._max_response_length, numbers[c.RESPONSE_LENGTH] + (1 - numbers[c.COMPLETE])
+        if (longest := int(lengths.max(initial=0))) > limit:
+            raise ConfigError(
+                f"data.max_response_length={limit}: answers that wait in the checkpoint (rollout.tail=carry_over) are "
+                f"longer already. Set it to at least {longest}."
+            )
         texts = self.encoder.decode_batch([row.tolist() for row in payload.ragged(c.RESPONSE).rows()])
         return payload, texts, numbers
 

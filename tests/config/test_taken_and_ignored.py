@@ -80,6 +80,9 @@ def test_a_metric_that_no_scorer_returns_is_told_with_those_there_are():
     config = load_config([*BASE, *GRPO, *words]).config
     with pytest.raises(ConfigError, match=r"metric=solved: .* It returns score, acc, format"):
         check_columns(config, [Score(1.0, "ok", extras={"format": 1.0, "acc": 1.0})])
+    weighed = load_config([*BASE, *GRPO, *words, "trainer.val_only=True", "reward.weights.fromat=1"]).config
+    with pytest.raises(ConfigError, match=r"reward.weights=fromat: a scorer of data.val_files returns no"):
+        check_columns(weighed, [Score(1.0, "ok", extras={"format": 1.0})], "val")
     # A scorer that returned it for the first rows, and not for others.
     samples = Samples(2)
     samples.update({"score": np.ones(2), "scorer/acc": np.ones(2), "reward_failed": np.zeros(2)})

@@ -39,7 +39,7 @@ def everything(folder):
 
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("saves", [True, False])
-def test_evaluation_in_the_folder_of_a_run_loses_nothing(tiny_model, arithmetic_files, tmp_path, saves):
+def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithmetic_files, tmp_path, saves, caplog):
     steps = {"trainer__total_training_steps": 1, "trainer__save_at_end": saves}
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **steps)
     assert rltrain.train(run).exit_code == 0
@@ -54,9 +54,15 @@ def test_evaluation_in_the_folder_of_a_run_loses_nothing(tiny_model, arithmetic_
         assert rltrain.evaluate([*run, *changed])
         after = everything(tmp_path / "run")
         for name, held in before.items():
-            kept = after.get(name, b"").startswith(held) or held in after.values()
-            assert kept or name.name == "run.lock", f"{name} is lost"
-        assert sum(name.name == "metrics.jsonl" for name in after) == (1 if saves else 2 + bool(changed))
+            # The log goes on; nothing else of the run is other than it was.
+            assert after[name] == held or name.suffix in (".lock", ".log"), name
+        assert sum(name.name == "metrics.jsonl" for name in after) == 2 + bool(changed)
+    newest = rltrain.train([*run, "trainer.val_only=True"])
+    assert newest.folder == tmp_path / "run" / "evaluation_3"
+    assert newest.table().index.tolist() == [int(saves)]
+    caplog.clear()
+    assert rltrain.train([*run, "trainer.total_training_steps=2"]).table().index.max() == 2
+    assert "another experiment" not in caplog.text
 
 
 @pytest.mark.usefixtures("joined")

@@ -247,6 +247,15 @@ def test_a_trained_tower_is_not_left_behind_without_a_word(mode, saved, folders)
         load_training_state(policy, None, folder)
 
 
+def test_a_trained_tower_may_stay_where_texts_are_answered_alone(saved, folders):
+    folder, expected = saved("trained")
+    policy = make(folders["qwen2_5_vl"], tower="rests")
+    assert load_training_state(policy, None, folder, texts_alone=True) == []
+    learnt = {name: values for name, values in whole(policy).items() if ".visual." not in name}
+    assert learnt
+    assert all(torch.equal(values, expected[name]) for name, values in learnt.items())
+
+
 def test_texts_and_a_frozen_tower_share_checkpoints(saved, folders):
     folder, expected = saved("frozen")
     policy = make(folders["qwen2_5_vl"], tower="rests")

@@ -26,17 +26,20 @@ def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | 
     dcp.save(training_state(packed, optimizer), checkpoint_id=folder)
 
 
-def load_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> list[str]:
+def load_training_state(
+    packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str, *, texts_alone: bool = False
+) -> list[str]:
     """Read weights, and unless ``optimizer`` is None its state, into the shards of this run (a collective).
 
     Weights alone may come from a run that did not train its vision tower: the tower then stays as the model's folder
-    has it, which is the one thing that a returned note can say. Raises CheckpointError for what does not fit.
+    has it, which is the one thing that a returned note can say. texts_alone: nothing learns and nothing is seen, so a
+    tower that was trained may stay in the folder. Raises CheckpointError for what does not fit.
     """
     for parameter in packed.parameters():
         if optimizer is not None and parameter.requires_grad:
             moments(optimizer, parameter)  # DCP loads into tensors that are there
     state = training_state(packed, optimizer)
-    notes = _settle_tower(packed, state, folder)
+    notes = [] if texts_alone else _settle_tower(packed, state, folder)
     try:
         dcp.load(state, storage_reader=SafeReader(folder))
     except dcp.api.CheckpointException as error:

@@ -127,7 +127,8 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
                 f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
                 "or choose another trainer.experiment_name."
             )
-    _refuse_later_checkpoints(run, start.step)
+    if not trainer.val_only:
+        _refuse_later_checkpoints(run, start.step)
     if folder is not None:
         if not has_digests(folder):
             log.warning("note: %s was saved without digests, so the sizes of its files alone are compared", folder)

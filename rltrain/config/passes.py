@@ -1,4 +1,5 @@
-"""The passes of a step that run on devices: one row each, which everything that speaks of them reads.
+"""The passes of a step that run on devices, and the roles whose models compute them: one row each, which everything
+that speaks of them reads.
 
 Problem: timers, budgets, residency, the memory forecast, metrics and messages each need to know the same passes, and
 under names of their own a new pass would have to be added to all of them. Choice: the name of a pass is that of its
@@ -7,11 +8,46 @@ timer, everywhere. Left out: which of them a run makes, which is `StepPasses`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from rltrain.config.schema import Config
+
 _A = "actor_rollout_ref."
 Role = Literal["actor", "ref", "critic", "reward_model"]
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """A model of a run."""
+
+    section: str
+    """Of the config. Where the model learns, its ``optim`` is there."""
+    fsdp: str
+    """The section that says where it rests."""
+    is_needed: Callable[[Config], bool]
+    """Whether a training has it."""
+    in_evaluation: bool = False
+    """So has an evaluation."""
+    reads_texts: bool = False
+    """It has a tokenizer of its own; others read the tokens of the policy."""
+
+
+def has_reference(config: Config) -> bool:
+    """Whether something is compared with a reference."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+ROLES: dict[Role, ModelRole] = {
+    "actor": ModelRole(_A + "actor", _A + "actor.fsdp_config", lambda config: True),
+    # Adapters that are off are a reference too.
+    "ref": ModelRole(_A + "ref", _A + "ref.fsdp_config", lambda config:
+                     has_reference(config) and not config.actor_rollout_ref.model.uses_lora),
+    "critic": ModelRole("critic", "critic.model.fsdp_config", lambda config: config.algorithm.needs_critic),
+    "reward_model": ModelRole("reward_model", "reward_model.model.fsdp_config", lambda config:
+                              config.reward_model.enable, in_evaluation=True, reads_texts=True),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rltrain.config.passes import PASSES, Role, passes_of, step_phases, updates_of
+from rltrain.config.passes import PASSES, ROLES, Role, has_reference, passes_of, step_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import REINFORCE_LOSS, EstimatorTraits, estimator_traits, loss_traits
+from rltrain.config.schema.keys import get
 
 OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
 
@@ -92,15 +93,13 @@ class StepPasses:
         """Whether the first mini-batch of ``step`` gets its old log-probs from the update's own forward."""
         return self.old_log_probs == "all but the first mini-batch" and self.updates_actor(step)
 
-    def needs(self, role: Role, adapters: bool = False) -> tuple[str, ...]:
-        """The phases of a step that need the model of ``role`` on the device.
-
-        adapters: the actor is trained through adapters, and without them is the reference too.
-        """
-        phases = passes_of(role)
+    def needs(self, role: Role) -> tuple[str, ...]:
+        """The phases of a step that need the model of ``role`` on the device."""
+        phases = passes_of(role) if role in self.roles else ()
         # Without its adapters it is the reference; an exact KL needs the policy's own distribution.
         if role == "actor":
-            phases = ("sync", *phases, *(("ref",) if self.exact_kl_in_reward or adapters else ()))
+            is_reference = self.trains and self.reference and "ref" not in self.roles
+            phases = ("sync", *phases, *(("ref",) if self.exact_kl_in_reward or is_reference else ()))
         if role == "ref" and self.exact_kl_in_loss:
             phases += updates_of("actor")
         return phases
@@ -158,7 +157,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         estimator=estimator,
         old_log_probs=old_log_probs,
         bypass=correction.bypass_mode,
-        reference=_reference(config),
+        reference=has_reference(config),
         # The exact KL of the loss needs no pass of its own: the update runs the reference.
         ref=algorithm.use_kl_in_reward or sampled_kl_in_loss,
         ref_log_probs=sampled_kl_in_loss or (algorithm.use_kl_in_reward and not exact_kl_in_reward),
@@ -185,17 +184,29 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
 
 def roles_of(config: Config) -> frozenset[Role]:
     """See `StepPasses.roles`."""
-    roles: dict[Role, bool] = {"reward_model": config.reward_model.enable}
-    if not config.trainer.val_only:
-        roles["actor"] = True
-        # Adapters that are off are a reference too.
-        roles["ref"] = _reference(config) and not config.actor_rollout_ref.model.uses_lora
-        roles["critic"] = config.algorithm.needs_critic
-    return frozenset(role for role, needed in roles.items() if needed)
+    loaded = {role: row for role, row in ROLES.items() if row.in_evaluation or not config.trainer.val_only}
+    return frozenset(role for role, row in loaded.items() if row.is_needed(config))
 
 
-def _reference(config: Config) -> bool:
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+def rests_on_host(config: Config, role: Role) -> bool:
+    """Whether the model of ``role`` leaves the device in the phases that do not need it."""
+    # The engines of an evaluation get the policy's weights once, and nothing else needs them.
+    return role not in roles_of(config) or bool(get(config, f"{ROLES[role].fsdp}.param_offload"))
+
+
+def offloads(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Keys that send something to the host, and the phases in which it is on the device all the same.
+
+    What costs least time comes first.
+    """
+    passes = make_step_passes(config)
+    for role, row in ROLES.items():
+        if role in passes.roles and updates_of(role):
+            yield f"{row.fsdp}.optimizer_offload", updates_of(role)
+        if role in passes.roles and role != "actor":
+            yield f"{row.fsdp}.param_offload", passes.needs(role)
+    if passes.trains:
+        yield f"{ROLES['actor'].fsdp}.param_offload", passes.needs("actor")
 
 
 def needs_all_old_log_probs(config: Config) -> bool:

@@ -103,7 +103,7 @@ def _replayed(folder: Path, parts: list[Incident], loaded: LoadedConfig, residen
     passes = make_step_passes(cfg, images, images)
     worker: Any
     if first.role == "critic":
-        worker = CriticWorker(cfg, residency, images=passes.images_in_training)
+        worker = CriticWorker(cfg, passes, residency)
     else:
         worker = ActorRefWorker(cfg, passes, residency)
     whose = "the model's first weights, as the incident has none: they may be others"

@@ -11,9 +11,10 @@ import numpy as np
 
 from rltrain.base.env import cpu_quota
 from rltrain.base.errors import ConfigError
-from rltrain.config.budgets import PassBudget, budgets
+from rltrain.config.budgets import PassBudget, budgets, ranks_per_sequence
 from rltrain.config.check import uneven
 from rltrain.config.overlap import ranks_with_all_weights
+from rltrain.config.passes import PASSES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import StepPasses, make_step_passes
@@ -64,9 +65,8 @@ class Plan:
     num_devices: int
     devices_per_copy: int
     sequence_parallel_size: int
-    data_parallel_size: int
-    ref_data_parallel_size: int
-    critic_data_parallel_size: int
+    ranks: dict[Role, int]
+    """Of each role the data-parallel ranks: groups of devices that share its sequences."""
     ranks_with_all_weights: int
     """So many neighbouring ranks can compute by themselves (0 without `trainer.overlap`)."""
     prompts_per_step: int
@@ -107,10 +107,9 @@ def make_plan(
     """
     if problems := list(uneven(config)):
         raise ConfigError("\n".join(problems))
-    actor, ref, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.actor_rollout_ref.rollout
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    group = actor.ulysses_sequence_parallel_size
-    ranks = devices // group
+    ranks = {row.role: devices // ranks_per_sequence(config, row.keys) for row in PASSES.values()}
     replicas = devices // rollout.tensor_model_parallel_size
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     filtering, critic = config.algorithm.filter_groups, config.critic
@@ -128,16 +127,14 @@ def make_plan(
         devices_per_node=config.trainer.n_gpus_per_node,
         num_devices=devices,
         devices_per_copy=devices_per_copy(actor.fsdp_config.fsdp_size, devices),
-        sequence_parallel_size=group,
-        data_parallel_size=ranks,
-        ref_data_parallel_size=devices // ref.ulysses_sequence_parallel_size,
-        critic_data_parallel_size=devices // critic.ulysses_sequence_parallel_size,
+        sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+        ranks=ranks,
         ranks_with_all_weights=ranks_with_all_weights(config) if config.trainer.overlap else 0,
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,
         # Rounded up: samples need not divide by the ranks, so some ranks get one more.
-        most_samples_per_rank=-(-prompts * rollout.n // ranks),
+        most_samples_per_rank=-(-prompts * rollout.n // ranks["actor"]),
         num_mini_batches=prompts // mini,
         prompts_per_mini_batch=mini,
         samples_per_mini_batch=mini * rollout.n,

@@ -19,6 +19,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.moments import Moments, join
 from rltrain.base.columns import names as c
 from rltrain.base.seeds import stream
+from rltrain.config.passes import PASSES, UPDATES
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.prompts import PromptStore
@@ -31,7 +32,7 @@ from rltrain.trainer.experience import Experience
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.overlap import Overlap, OverlappedPass
-from rltrain.trainer.plan import PassBudget, Plan
+from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, Policy
@@ -114,18 +115,16 @@ class PPOTrainer:
             if passes.ref:
                 with timer("ref"):  # log pi_ref(y | x)
                     left = np.flatnonzero(samples.without(self.actor.ref_column))
-                    layout = self._lay_out(samples, plan.budgets["ref"], plan.ref_data_parallel_size, left)
-                    record.layouts["ref"] = layout
+                    record.layouts["ref"] = layout = self._lay_out(samples, "ref", left)
                     self.actor.ref_log_probs(samples, layout).collect()
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
-                    ranks = plan.critic_data_parallel_size
-                    record.layouts["values"] = self._lay_out(samples, plan.budgets["values"], ranks)
-                    self.critic.values(samples, record.layouts["values"])
+                    record.layouts["values"] = layout = self._lay_out(samples, "values")
+                    self.critic.values(samples, layout)
             with timer("adv"):  # A(x, y)
                 # Estimators have no micro-batches. The layout says on which rank an answer's tokens are put together,
                 # and the report measures on it how evenly tokens are spread.
-                record.layouts["adv"] = self._lay_out(samples, plan.budgets["old_log_prob"])
+                record.layouts["adv"] = self._lay_out(samples, "old_log_prob")
                 whitening, adv_metrics = self.advantages.estimate(samples, self.actor, record.layouts["adv"])
                 record.metrics |= adv_metrics
             if self.critic:
@@ -144,11 +143,11 @@ class PPOTrainer:
             return None
         overlapped = []
         if passes.old_log_probs != "none":
-            covered, ranks = self._covered(step), plan.data_parallel_size
-            overlapped.append(OverlappedPass(self.actor.log_probs, covered, plan.budgets["old_log_prob"], ranks))
+            own = plan.budgets["old_log_prob"], plan.ranks["actor"]
+            overlapped.append(OverlappedPass(self.actor.log_probs, self._covered(step), *own))
         if passes.ref:
-            every, ranks = np.ones(plan.samples_per_step, dtype=bool), plan.ref_data_parallel_size
-            overlapped.append(OverlappedPass(self.actor.ref_log_probs, every, plan.budgets["ref"], ranks))
+            every, own = np.ones(plan.samples_per_step, dtype=bool), (plan.budgets["ref"], plan.ranks["ref"])
+            overlapped.append(OverlappedPass(self.actor.ref_log_probs, every, *own))
         return Overlap(overlapped, plan.ranks_with_all_weights, plan.num_devices, self._workload)
 
     def _covered(self, step: int) -> NDArray[np.bool_]:
@@ -170,8 +169,7 @@ class PPOTrainer:
         if covered.any():
             # What devices without answers to generate have computed already is left out.
             left = np.flatnonzero(covered & samples.without(c.OLD_LOG_PROBS))
-            layout = self._lay_out(samples, self.plan.budgets["old_log_prob"], ids=left)
-            record.layouts["old_log_prob"] = layout
+            record.layouts["old_log_prob"] = layout = self._lay_out(samples, "old_log_prob", left)
             record.measured = join([record.measured, self.actor.log_probs(samples, layout).collect()])
             if self._alarms.stops_on_gap:  # then the pass is a full one: a gap ends the run before it learns
                 self._alarms.gap(m.policy_metrics(record.measured))
@@ -183,8 +181,7 @@ class PPOTrainer:
         # Samples without gradient are left out only after everything was counted, so the loss stays the same.
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
-        work, ranks = self._workload(samples, updates=True), plan.data_parallel_size
-        layout = lay_out(mini_batches, work, ranks, plan.budgets["update_actor"], self.actor.nodes(ranks))
+        record.layouts["update_actor"] = layout = self._cut(samples, "update_actor", mini_batches)
         # As in verl the schedule begins with the first step in which the actor learns. All optimizer steps of a step
         # share one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
         first = max(1, plan.passes.first_actor_step)
@@ -210,7 +207,6 @@ class PPOTrainer:
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if cfg.use_kl_loss:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
-        record.layouts["update_actor"] = layout
         # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
         record.measured = join([record.measured, join(result.measured for result in results)])
         record.metrics |= self._alarms.skipped("actor", record.metrics)
@@ -221,13 +217,10 @@ class PPOTrainer:
         mini_batches = cut_prompts(plan, size, cfg.ppo_epochs, step, self.cfg.data.seed if cfg.shuffle else None)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
-        work = self._workload(samples, updates=True)
-        ranks = plan.critic_data_parallel_size
-        layout = lay_out(mini_batches, work, ranks, plan.budgets["update_critic"], critic.nodes(ranks))
+        record.layouts["update_critic"] = layout = self._cut(samples, "update_critic", mini_batches)
         rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
-        record.layouts["update_critic"] = layout
         record.metrics["critic/lr"] = rate
         record.metrics |= self._alarms.skipped("critic", record.metrics)
 
@@ -240,7 +233,7 @@ class PPOTrainer:
         metrics |= self._alarms.gap(metrics)
         # No model runs in the phase adv, so it has no FLOPs to count.
         costs = {
-            phase: cost_of(layout, self._workload(samples, updates=phase.startswith("update")))
+            phase: cost_of(layout, self._workload(samples, updates=phase in UPDATES))
             for phase, layout in record.layouts.items()
             if phase != "adv"
         }
@@ -263,13 +256,13 @@ class PPOTrainer:
 
     # -- how a batch is cut --------------------------------------------------------------------------------------------
 
-    def _lay_out(
-        self, samples: Samples, budget: PassBudget, num_ranks: int | None = None, ids: Ids | None = None
-    ) -> Layout:
-        """Every sample (or those of ``ids``) once, over ``num_ranks`` data-parallel ranks (None: the actor's)."""
-        ids = np.arange(len(samples)) if ids is None else ids
-        ranks = num_ranks or self.plan.data_parallel_size
-        return lay_out([ids], self._workload(samples), ranks, budget, self.actor.nodes(ranks))
+    def _lay_out(self, samples: Samples, name: str, ids: Ids | None = None) -> Layout:
+        """Every sample (or those of ``ids``) once, over the ranks of the pass ``name`` and within its budget."""
+        return self._cut(samples, name, [np.arange(len(samples)) if ids is None else ids])
+
+    def _cut(self, samples: Samples, name: str, mini_batches: list[Ids]) -> Layout:
+        ranks, work = self.plan.ranks[PASSES[name].role], self._workload(samples, updates=PASSES[name].updates)
+        return lay_out(mini_batches, work, ranks, self.plan.budgets[name], self.actor.nodes(ranks))
 
     def _actor_mini_batches(self, step: int) -> list[Ids]:
         cfg = self.cfg.actor_rollout_ref.actor

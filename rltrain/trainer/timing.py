@@ -57,11 +57,15 @@ def flops_metrics(
 
     costs: by phase, in tokens, their attention and images included. A token takes 2 FLOPs per weight in a forward and 6
     in an update, without the input embedding (Narayanan et al. 2021, appendix, halved for causality). Costs are in
-    tokens of the actor; a critic of another model has its own weights and attention.
+    tokens of the actor; another role's model has its own weights and attention.
     """
     metrics: Metrics = {}
     for phase, cost in costs.items():
-        name, owner = PASSES[phase].rate, "critic_" if PASSES[phase].role == "critic" else ""
+        name, owner = PASSES[phase].rate, PASSES[phase].role + "_"
+        if name is None:
+            continue
+        # The reference may be the actor without its adapters.
+        owner = owner if f"{owner}matmul_parameters" in sizes else ""
         weights, width = sizes[f"{owner}matmul_parameters"], sizes.get(f"{owner}attention_width", 1)
         # Attention and images, as forward FLOPs per unit of cost that is no token.
         unit = 2 * sizes["matmul_parameters"] * width / max(sizes.get("attention_width", 1), 1)

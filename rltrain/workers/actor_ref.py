@@ -34,9 +34,10 @@ from rltrain.models.forward import PolicyModel, final_logits, model_numbers
 from rltrain.models.head import ReferenceStates
 from rltrain.models.weights.export import Export
 from rltrain.models.weights.lora import adapter_weights, adapters_off, write_adapter
-from rltrain.models.weights.shard import reshard, sharded_model
-from rltrain.models.weights.spec import actor_spec, reference_spec
+from rltrain.models.weights.shard import reshard
+from rltrain.models.weights.spec import actor_spec
 from rltrain.models.weights.state import load_training_state
+from rltrain.workers.loading import load_role
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor
@@ -70,26 +71,18 @@ class ActorRefWorker(Actor):
         self._load_models()
 
     def _load_models(self) -> None:
-        model_cfg, fsdp = self._model_cfg, self._actor_cfg.fsdp_config
-        passes = self._passes
-        self._spec = actor_spec(self._cfg, self._device, passes.images, passes.images_in_training)
-        self.policy = sharded_model(PolicyModel, self._spec, self._device)
-        if not passes.trains:  # the engines get these weights once, and nothing else needs them
-            self.residency.add_model(self.policy.eval(), "sync", offload=True)
+        passes, fsdp = self._passes, self._actor_cfg.fsdp_config
+        self.policy: PolicyModel = load_role("actor", self._cfg, passes, self.residency)
+        if not passes.trains:
+            self.policy.eval()
             return
         self.updater = Updater("actor", self.policy, self._actor_cfg.optim, fsdp, self._cfg.trainer, self._device)
         self._writer = StateWriter(self.policy, self.updater.optimizer, self._device)
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
-        phases = passes.needs("actor", model_cfg.uses_lora)
-        self.residency.add_model(self.policy, *phases, offload=fsdp.param_offload)
-        if model_cfg.uses_lora:
-            self.reference = self.policy  # with its adapters off
-        elif "ref" in passes.roles:
-            spec = reference_spec(self._cfg, self._device, passes.images_in_training)
-            self.reference = sharded_model(PolicyModel, spec, self._device).requires_grad_(False).eval()
-            offload = self._cfg.actor_rollout_ref.ref.fsdp_config.param_offload
-            self.residency.add_model(self.reference, *passes.needs("ref"), offload=offload)
+        # Or with its adapters off the policy.
+        has_own = "ref" in passes.roles
+        self.reference: PolicyModel = load_role("ref", self._cfg, passes, self.residency) if has_own else self.policy
         # Behind all models, whose forwards come first.
         self.residency.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
@@ -344,7 +337,9 @@ class ActorRefWorker(Actor):
         self._task = task
         self._writer.reshard_and_synchronize()
         if task.export and self._export is None:
-            self._export = Export(self.policy, self._spec.load_config(), chat_encoder(self._cfg))
+            self._export = Export(
+                self.policy, actor_spec(self._cfg, self._device).load_config(), chat_encoder(self._cfg)
+            )
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
         # Whole weights are gathered between devices, as hosts exchange bytes many times more slowly. After an update
         # they are there; else they come as for a pass, a little before the next sync would have them come.

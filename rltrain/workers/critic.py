@@ -11,14 +11,14 @@ from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
-from rltrain.config.passes import passes_of, updates_of
+from rltrain.config.passes import updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import TOKEN_MEAN
+from rltrain.config.step_passes import StepPasses
 from rltrain.models.attention.packing import pack, per_policy_token
-from rltrain.models.forward import ScalarModel
-from rltrain.models.weights.shard import reshard, sharded_model
-from rltrain.models.weights.spec import critic_spec
+from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import load_training_state
+from rltrain.workers.loading import load_role
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Critic
@@ -30,15 +30,14 @@ from rltrain.workers.updater import Updater, idle
 class CriticWorker(Critic):
     """One shard of the critic. Every method is called on all ranks at once."""
 
-    def __init__(self, cfg: Config, residency: Residency, *, images: bool) -> None:
+    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._cfg = cfg.critic
         self.residency = residency
         self._device = residency.device
-        self.model = sharded_model(ScalarModel, critic_spec(cfg, self._device, images), self._device)
+        self.model = load_role("critic", cfg, passes, residency)
         fsdp = cfg.critic.model.fsdp_config
         self.updater = Updater("critic", self.model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
         self._writer = StateWriter(self.model, self.updater.optimizer, self._device)
-        residency.add_model(self.model, *passes_of("critic"), offload=fsdp.param_offload)
         residency.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
 
     @torch.no_grad()

@@ -15,15 +15,14 @@ from torch.distributed.tensor import DTensor
 from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import WorkerLost
 from rltrain.config.budgets import smaller
-from rltrain.config.passes import PASSES, updates_of
+from rltrain.config.passes import PASSES
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
-from rltrain.config.step_passes import make_step_passes
+from rltrain.config.step_passes import offloads
 from rltrain.workers.residency import Residency
 
-_A, _R, _REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
-_FSDP = "fsdp_config."
+_R = "actor_rollout_ref.rollout."
 # What makes room in a phase, beside its budget and what rests on the device for others.
 _OWN_KEYS = {
     "sync": (_R + "update_weights_bucket_megabytes",),
@@ -43,7 +42,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def device_is_full(error: Exception, cfg: Config, residency: Residency) -> WorkerLost:
     """The error that ends the run, in the phase that ``residency`` has entered."""
     device, phase = residency.device, residency.phase
-    parameters = list({id(weight): weight for model in residency.models for weight in model.parameters()}.values())
+    parameters = list(
+        {id(weight): weight for model in residency.models.values() for weight in model.parameters()}.values()
+    )
     states = [tensor for optim in residency.optimizers for state in optim.state.values() for tensor in state.values()]
     resting = {
         "weights": _bytes(parameters, device),
@@ -53,7 +54,7 @@ def device_is_full(error: Exception, cfg: Config, residency: Residency) -> Worke
     allocated = device.allocated_bytes()
     parts = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
     rest = ", ".join([*parts, f"{_gib(allocated - sum(resting.values()))} of engine, activations and gathered weights"])
-    policy, rollout = residency.models[:1], cfg.actor_rollout_ref.rollout
+    rollout, policy = cfg.actor_rollout_ref.rollout, [residency.models["actor"]] if residency.models else []
     elements = sum(each.numel() for model in policy for name, each in model.named_parameters() if ".lora_" not in name)
     engine = elements * resolve_dtype(rollout.dtype, device).itemsize // rollout.tensor_model_parallel_size
     least = 0.0 if ENGINES[rollout.name].embedded else least_share(engine, device.total_memory_bytes())
@@ -100,18 +101,4 @@ def ways_out(cfg: Config, phase: str, least: float) -> Iterator[str]:
         yield " ".join(f"{key}={value}" for key, value in settings.items())
     if stays and phase not in ("sync", "gen"):
         yield f"{_R}free_cache_engine=True"
-    yield from (f"{key}=True" for key, phases in _offloads(cfg) if phase not in phases and get(cfg, key) is False)
-
-
-def _offloads(cfg: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Keys that send something away, and the phases in which it is there all the same."""
-    passes, lora = make_step_passes(cfg), cfg.actor_rollout_ref.model.uses_lora
-    if passes.reference and not lora:
-        yield f"{_REF}{_FSDP}param_offload", passes.needs("ref")
-    yield f"{_A}{_FSDP}optimizer_offload", updates_of("actor")
-    yield f"{_A}{_FSDP}param_offload", passes.needs("actor", lora)
-    if passes.values:
-        yield f"critic.model.{_FSDP}optimizer_offload", updates_of("critic")
-        yield f"critic.model.{_FSDP}param_offload", passes.needs("critic")
-    if cfg.reward_model.enable:
-        yield f"reward_model.model.{_FSDP}param_offload", passes.needs("reward_model")
+    yield from (f"{key}=True" for key, phases in offloads(cfg) if phase not in phases and get(cfg, key) is False)

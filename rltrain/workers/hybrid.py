@@ -60,17 +60,18 @@ class HybridWorker(Models, Advantages):
         )
         self.roles += [self.actor, self.rollout]
         if "critic" in passes.roles:
-            self.critic = CriticWorker(self._cfg, residency, images=passes.images_in_training)
+            self.critic = CriticWorker(self._cfg, passes, residency)
             self.roles.append(self.critic)
         if "reward_model" in passes.roles:
             assert self._rows is not None
-            self.reward_model = RewardModelWorker(self._cfg, residency, self._rows)
+            self.reward_model = RewardModelWorker(self._cfg, passes, residency, self._rows)
             self.roles.append(self.reward_model)
+        assert passes.roles <= residency.models.keys(), f"nobody loads {passes.roles - residency.models.keys()}"
         if passes.trains:
             check_room(self._cfg.actor_rollout_ref.rollout, residency)
         sizes = self.actor.sizes()
-        if "critic" in passes.roles:
-            sizes |= {f"critic_{name}": number for name, number in model_numbers(self.critic.model).items()}
+        for role, model in residency.models.items():
+            sizes |= {f"{role}_{name}": number for name, number in model_numbers(model).items()}
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def explain(self, error: Exception) -> Exception:

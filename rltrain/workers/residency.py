@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rltrain.base.device import Device, host_memory
-from rltrain.config.passes import UPDATES
+from rltrain.config.passes import UPDATES, Role
 from rltrain.models.weights.shard import reshard
 
 # In these weights that learn are written to: by the optimizer, and where a checkpoint is loaded.
@@ -37,7 +37,7 @@ class Residency:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.phase = "start"
-        self.models: list[nn.Module] = []
+        self.models: dict[Role, Any] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self._staying: list[torch.optim.Optimizer] = []
         self._engines: list[tuple[frozenset[str], Callable[[], object]]] = []
@@ -48,9 +48,9 @@ class Residency:
         """Register a rollout engine: it takes memory when weights are loaded, and releases it outside generation."""
         self._engines.append((frozenset({"sync", "gen"}), release))
 
-    def add_model(self, model: nn.Module, *phases: str, offload: bool) -> None:
+    def add_model(self, role: Role, model: nn.Module, *phases: str, offload: bool) -> None:
         """Register a sharded model that ``phases`` need; with ``offload`` it rests on the host in all others."""
-        self.models.append(model)
+        self.models[role] = model
         if offload and self._queue is not None:
             self._residents.append((frozenset(phases), _Model(model, self.device, self._queue)))
 

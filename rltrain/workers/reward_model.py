@@ -14,20 +14,21 @@ from rltrain.base.columns.batch import Batch
 from rltrain.base.errors import ConfigError, DataError, NonFiniteError
 from rltrain.config.budgets import budgets
 from rltrain.config.schema import Config
+from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import without_parts
 from rltrain.data.rows import Rows
 from rltrain.models.attention.packing import pack_whole
-from rltrain.models.forward import ScalarModel
 from rltrain.models.load import read_score_head
-from rltrain.models.weights.shard import reshard, sharded_model
+from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import ModelSpec, reward_model_spec
+from rltrain.workers.loading import load_role
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array
 from rltrain.workers.roles import RewardModel
 
 
-def check_judge(spec: ModelSpec) -> ChatEncoder:
+def check_reward_model(spec: ModelSpec) -> ChatEncoder:
     """The encoder of a reward model. Raises ConfigError for a model that has no head or no chat template."""
     if read_score_head(spec.path) is None:
         raise ConfigError(
@@ -45,16 +46,13 @@ def check_judge(spec: ModelSpec) -> ChatEncoder:
 class RewardModelWorker(RewardModel):
     """One shard of the reward model. ``rows``: the conversations that answers belong to, by split."""
 
-    def __init__(self, cfg: Config, residency: Residency, rows: dict[str, Rows]) -> None:
+    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency, rows: dict[str, Rows]) -> None:
         self._cfg = cfg.reward_model
         self._budget = budgets(cfg)["reward"]
         self._rows = rows
         self.residency = residency
-        spec = reward_model_spec(cfg, residency.device)
-        self._encoder = check_judge(spec)
-        self._model = sharded_model(ScalarModel, spec, residency.device)
-        self._model.requires_grad_(False).eval()
-        residency.add_model(self._model, "reward", offload=self._cfg.model.fsdp_config.param_offload)
+        self._encoder = check_reward_model(reward_model_spec(cfg, residency.device))
+        self._model = load_role("reward_model", cfg, passes, residency)
 
     @torch.no_grad()
     def score(self, batch: Batch, split: str) -> Array:

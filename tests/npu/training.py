@@ -151,7 +151,7 @@ def padded_shards_rest_too() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
     model = fully_shard(torch.nn.Linear(4, 5).to("npu"), mesh=init_device_mesh("npu", (3,)))
     residency = Residency(get_device("npu"))
-    residency.add_model(model, "ref", offload=True)
+    residency.add_model("ref", model, "ref", offload=True)
     gathered = [parameter._sharded_param_data for parameter in model._get_fsdp_state()._fsdp_param_group.fsdp_params]
     before = [each.cpu().clone() for each in [*(weight.to_local() for weight in model.parameters()), *gathered]]
     for _ in range(2):

@@ -25,7 +25,7 @@ def test_the_arithmetic_of_a_64_device_run():
         "trainer.n_gpus_per_node=8", "trainer.total_epochs=3", num_prompts=1000,
     )  # fmt: skip
     assert counts.num_devices == 64
-    assert counts.data_parallel_size == 16
+    assert counts.ranks["actor"] == 16
     assert counts.samples_per_step == 2048
     assert counts.optimizer_steps_per_step == 4
     assert counts.samples_per_mini_batch == 512
@@ -43,7 +43,7 @@ def test_the_arithmetic_of_a_384_device_run():
         f"{A}rollout.tensor_model_parallel_size=4", f"{A}actor.ppo_max_token_len_per_gpu=5000", "trainer.nnodes=24",
         "trainer.n_gpus_per_node=16", "trainer.total_epochs=1", num_prompts=17000,
     )  # fmt: skip
-    assert (counts.num_devices, counts.devices_per_copy, counts.data_parallel_size) == (384, 16, 48)
+    assert (counts.num_devices, counts.devices_per_copy, counts.ranks["actor"]) == (384, 16, 48)
     assert (counts.samples_per_step, counts.optimizer_steps_per_step, counts.samples_per_mini_batch) == (8192, 4, 2048)
     # 8192 / 48 and 512 / 96 are no whole numbers.
     assert (counts.num_engine_replicas, counts.most_samples_per_rank, counts.samples_per_replica) == (96, 171, 96)
@@ -134,7 +134,7 @@ def test_models_may_differ_in_sequence_parallel_size():
         f"{A}actor.ppo_max_token_len_per_gpu=1000", "trainer.n_gpus_per_node=8",
         f"{A}ref.log_prob_use_dynamic_bsz=False", f"{A}ref.log_prob_micro_batch_size_per_gpu=3",
     )  # fmt: skip
-    assert (counts.data_parallel_size, counts.ref_data_parallel_size, counts.critic_data_parallel_size) == (2, 4, 1)
+    assert [counts.ranks[role] for role in ("actor", "ref", "critic")] == [2, 4, 1]
     assert counts.budgets["update_actor"] == counts.budgets["old_log_prob"] == PassBudget(4000, None)
     assert counts.budgets["values"] == counts.budgets["update_critic"] == PassBudget(8000, None)
     assert counts.budgets["ref"] == PassBudget(None, 3)

@@ -20,7 +20,7 @@ Aggregation = Literal[
 _ON_DEVICE = {"trainer.device!=cpu": "on a CPU everything is in host memory"}
 _COSINE = "lr_scheduler_type=cosine"
 _ADAPTERS = {"uses_lora": "lora_rank=0"}
-_JUDGE = "reward_model.enable"
+_SCORED = "reward_model.enable"
 
 
 @dataclass
@@ -224,18 +224,18 @@ class RewardModelConfig:
 
     enable: bool = False
     """Score answers with a reward model."""
-    model: RewardModelModelConfig = section(RewardModelModelConfig, only_with=_JUDGE)
+    model: RewardModelModelConfig = section(RewardModelModelConfig, only_with=_SCORED)
     """Model."""
-    weight: float = key(1.0, least=0, only_with=_JUDGE)
+    weight: float = key(1.0, least=0, only_with=_SCORED)
     """Weight of the reward model's score."""
-    rule_weight: float | None = key(None, least=0, only_with=_JUDGE)
+    rule_weight: float | None = key(None, least=0, only_with=_SCORED)
     """Weight of the rule reward beside a reward model. null or 0: the model alone decides; no scorer is needed, none
     runs."""
-    micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_JUDGE)
+    micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_SCORED)
     """Samples per forward on one device; null: as the actor's."""
-    use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_JUDGE)
+    use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_SCORED)
     """As actor.use_dynamic_bsz."""
-    forward_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_JUDGE)
+    forward_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_SCORED)
     """Tokens per forward on one device; null: as the actor's."""
     reward_manager: Literal["naive", "dapo", "batch"] = "naive"
     """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,9 +11,11 @@ from transformers import PretrainedConfig
 
 from rltrain.base.device import Device, resolve_dtype
 from rltrain.config.budgets import longest_sequence
+from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
-from rltrain.config.step_passes import make_step_passes
+from rltrain.config.step_passes import StepPasses, make_step_passes
+from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.weights.lora import Lora, lora_of
 
@@ -46,6 +49,8 @@ class ModelSpec:
     tower: Tower = "rests"
     """What the vision tower does, if there is one: it "rests" (prompts are texts), or its features are used, and it is
     "frozen" or "trained"."""
+    is_copy: bool = False
+    """Its weights are those that the policy starts from."""
 
     @property
     def section(self) -> str:
@@ -72,19 +77,7 @@ def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_th
 def reference_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
     """The policy as it was before training, or the model that the config names, sharded as the actor is."""
     actor, size = actor_spec(cfg, device, images), cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size
-    path = cfg.actor_rollout_ref.ref.model.path or actor.path
-    spec = replace(
-        actor, path=path, role="actor_rollout_ref.ref", gradient_checkpointing=False, sequence_parallel_size=size
-    )
-    # Frozen weights gain nothing from a dtype wider than the one they compute in.
-    return replace(spec, master_dtype=actor.compute_dtype, lora=None, tower="frozen" if images else "rests")
-
-
-def has_other_reference(cfg: Config) -> bool:
-    """Whether the reference is loaded from other weights than those that training starts from."""
-    roles = cfg.actor_rollout_ref
-    is_other = roles.ref.model.path not in (None, roles.model.path)
-    return is_other and not roles.model.uses_lora and make_step_passes(cfg).reference
+    return _frozen(actor, "actor_rollout_ref.ref", cfg.actor_rollout_ref.ref.model.path, size)
 
 
 def critic_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
@@ -105,6 +98,43 @@ def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
         compute_dtype=dtype,
         longest=longest_sequence(cfg),
         fused_kernels=cfg.actor_rollout_ref.model.use_liger,
+    )
+
+
+_SPECS: dict[Role, tuple[type[Any], Callable[[Config, Device, StepPasses], ModelSpec]]] = {
+    "actor": (
+        PolicyModel,
+        lambda cfg, device, passes: actor_spec(cfg, device, passes.images, passes.images_in_training),
+    ),
+    "ref": (PolicyModel, lambda cfg, device, passes: reference_spec(cfg, device, passes.images_in_training)),
+    "critic": (ScalarModel, lambda cfg, device, passes: critic_spec(cfg, device, passes.images_in_training)),
+    "reward_model": (ScalarModel, lambda cfg, device, passes: reward_model_spec(cfg, device)),
+}
+
+
+def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> dict[Role, tuple[type[Any], ModelSpec]]:
+    """The models of a run: the policy, which an evaluation has too, and those of ``passes.roles``.
+
+    passes: None: as of a run whose prompts have no images.
+    """
+    passes = passes or make_step_passes(cfg)
+    roles = [role for role in ROLES if role == "actor" or role in passes.roles]
+    return {role: (_SPECS[role][0], _SPECS[role][1](cfg, device, passes)) for role in roles}
+
+
+def _frozen(actor: ModelSpec, role: str, path: str | None, size: int) -> ModelSpec:
+    """A policy that learns nothing. path: of its weights (None: those of the actor)."""
+    return replace(
+        actor,
+        path=path or actor.path,
+        role=role,
+        is_copy=path in (None, actor.path),
+        # Frozen weights gain nothing from a dtype wider than the one they compute in.
+        master_dtype=actor.compute_dtype,
+        gradient_checkpointing=False,
+        sequence_parallel_size=size,
+        lora=None,
+        tower="rests" if actor.tower == "rests" else "frozen",
     )
 
 

@@ -22,17 +22,10 @@ from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.base.logs import count
 from rltrain.base.versions import differences, fingerprint
 from rltrain.config.schema import Config
-from rltrain.config.step_passes import roles_of
 from rltrain.controller.calls import bind
 from rltrain.controller.cluster import ray_logs
 from rltrain.controller.group import WorkerGroup
-from rltrain.models.weights.spec import (
-    actor_spec,
-    critic_spec,
-    has_other_reference,
-    reference_spec,
-    reward_model_spec,
-)
+from rltrain.models.weights.spec import specs_of
 from rltrain.workers.node import Facts, Question, leave, look, part, reach, unseen
 from rltrain.workers.roles import Links
 
@@ -139,11 +132,7 @@ def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _models(cfg: Config) -> list[tuple[str, str]]:
-    device = get_device(cfg.trainer.device)
-    specs = [actor_spec(cfg, device)]
-    specs += [critic_spec(cfg, device)] if "critic" in roles_of(cfg) else []
-    specs += [reward_model_spec(cfg, device)] if cfg.reward_model.enable else []
-    specs += [reference_spec(cfg, device)] if "ref" in roles_of(cfg) and has_other_reference(cfg) else []
+    specs = [spec for _, spec in specs_of(cfg, get_device(cfg.trainer.device)).values()]
     # Roles often share a model, and the policy's key stands first.
     keys = {spec.path: f"{spec.section}.path" for spec in reversed(specs) if spec.path}
     return [(key, path) for path, key in keys.items()]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,15 +22,17 @@ from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import Device, get_device, resolve_dtype
 from rltrain.config.budgets import PassBudget, longest_sequence
-from rltrain.config.passes import device_phases, updates_of
+from rltrain.config.passes import PASSES, ROLES, Role, device_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.keys import get
 from rltrain.config.schema.model import FSDPConfig, OptimConfig
+from rltrain.config.step_passes import rests_on_host
 from rltrain.models.attention.packing import pays_to_share
-from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.names import whole_weights
 from rltrain.models.weights.shard import empty_packed
-from rltrain.models.weights.spec import ModelSpec, actor_spec, critic_spec, reference_spec, reward_model_spec
+from rltrain.models.weights.spec import ModelSpec, actor_spec, specs_of
 from rltrain.run.preflight.fake_run import Owners, Work, fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
@@ -127,24 +129,13 @@ def forecast(
 
 def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
     """The models of a run, with the phases in which `Residency` has them on the device."""
-    roles, passes, ranks = cfg.actor_rollout_ref, plan.passes, plan.num_devices
-    spec = actor_spec(cfg, device, passes.images, passes.images_in_training)
-    fsdp, lora = roles.actor.fsdp_config, roles.model.uses_lora
-    offloads = fsdp.param_offload, ranks, updates_of("actor"), fsdp.optimizer_offload
-    found = {"actor": _Role(PolicyModel, spec, passes.needs("actor", lora), *offloads, roles.actor.optim)}
-    if not passes.trains:
-        found["actor"] = _Role(PolicyModel, spec, ("sync",), True, ranks)
-    if "ref" in passes.roles:
-        spec = reference_spec(cfg, device, passes.images_in_training)
-        found["ref"] = _Role(PolicyModel, spec, passes.needs("ref"), roles.ref.fsdp_config.param_offload, ranks)
-    if "critic" in passes.roles:
-        spec, fsdp = critic_spec(cfg, device, passes.images_in_training), cfg.critic.model.fsdp_config
-        offloads = fsdp.param_offload, ranks, updates_of("critic"), fsdp.optimizer_offload
-        found["critic"] = _Role(ScalarModel, spec, passes.needs("critic"), *offloads, cfg.critic.optim)
-    if "reward_model" in passes.roles:
-        spec = reward_model_spec(cfg, device)
-        found["judge"] = _Role(ScalarModel, spec, passes.needs("reward_model"), spec.fsdp.param_offload, ranks)
-    return found
+    roles: dict[str, _Role] = {}
+    for role, (kind, spec) in specs_of(cfg, device, plan.passes).items():
+        rests = plan.passes.needs(role), rests_on_host(cfg, role), plan.num_devices
+        learns, row = updates_of(role) if role in plan.passes.roles else (), ROLES[role]
+        optimizer = (get(cfg, f"{row.fsdp}.optimizer_offload"), get(cfg, f"{row.section}.optim")) if learns else ()
+        roles[role] = _Role(kind, spec, *rests, learns, *optimizer)
+    return roles
 
 
 # -- passes ------------------------------------------------------------------------------------------------------------
@@ -152,46 +143,42 @@ def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
 
 def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role]) -> dict[str, Callable[[], Owners]]:
     """Per pass, a function that computes its peak."""
-    passes, critic = plan.passes, plan.critic_data_parallel_size
-    policy, of_step = roles["actor"], plan.samples_per_step
+    passes, policy = plan.passes, roles["actor"]
 
-    def forward(role: _Role, budget: PassBudget, ranks: int, entropy: bool = False) -> Owners:
-        samples = -(-of_step // ranks)
-        return role.peak(device, fullest(cfg, budget, samples), forward_only(entropy), f"{budget} {samples} {entropy}")
+    def forward(name: str, role: Role) -> Owners:
+        budget, samples = plan.budgets[name], -(-plan.samples_per_step // plan.ranks[role])
+        model, entropy = roles.get(role, policy), name == "old_log_prob"  # the reference may be the policy
+        return model.peak(device, fullest(cfg, budget, samples), forward_only(entropy), f"{budget} {samples} {entropy}")
 
-    def learn(role: _Role, budget: PassBudget, samples: int, entropy: bool = False, learns: bool = False) -> Owners:
+    def learn(name: str, num_samples: int, entropy: bool = False, learns: bool = False) -> Owners:
+        model, budget = roles[PASSES[name].role], plan.budgets[name]
+        samples = -(-num_samples // plan.ranks[PASSES[name].role])
         batch = fullest(cfg, budget, samples)
-        assert role.optim is not None
-        once = isinstance(role.spec.fsdp, FSDPConfig) and role.spec.fsdp.use_no_sync_for_gradient_accumulation
-        work = update(role.optim, -(-samples // len(batch)), entropy, learns, once)
-        return role.peak(device, batch, work, f"{budget} {samples} {entropy} {learns} learns")
+        assert model.optim is not None
+        once = isinstance(model.spec.fsdp, FSDPConfig) and model.spec.fsdp.use_no_sync_for_gradient_accumulation
+        work = update(model.optim, -(-samples // len(batch)), entropy, learns, once)
+        return model.peak(device, batch, work, f"{budget} {samples} {entropy} {learns} learns")
 
-    found: dict[str, Callable[[], Owners]] = {}
-    if passes.old_log_probs != "none" and (passes.old_log_probs == "all" or plan.num_mini_batches > 1):
-        found["old_log_prob"] = lambda: forward(policy, plan.budgets["old_log_prob"], plan.data_parallel_size, True)
-    if passes.ref:
-        found["ref"] = lambda: forward(roles.get("ref", policy), plan.budgets["ref"], plan.ref_data_parallel_size)
-    if "judge" in roles:
-        found["reward"] = lambda: forward(roles["judge"], plan.budgets["reward"], plan.num_devices)
-    if "critic" in roles:
-        samples = -(-plan.critic_prompts_per_mini_batch * plan.answers_per_prompt // critic)
-        found["values"] = lambda: forward(roles["critic"], plan.budgets["values"], critic)
-        found["update_critic"] = lambda: learn(roles["critic"], plan.budgets["update_critic"], samples)
+    def update_critic() -> Owners:
+        return learn("update_critic", plan.critic_prompts_per_mini_batch * plan.answers_per_prompt)
 
     def update_actor() -> Owners:
         learns = cfg.actor_rollout_ref.actor.entropy_coeff != 0
         measures = learns or passes.bypass or passes.old_log_probs == "all but the first mini-batch"
-        samples = -(-plan.samples_per_mini_batch // plan.data_parallel_size)
-        own = Counter(learn(policy, plan.budgets["update_actor"], samples, measures, learns))
+        own = Counter(learn("update_actor", plan.samples_per_mini_batch, measures, learns))
         if passes.exact_kl_in_loss:
             # The reference's embedding and head stay gathered beside the update.
-            ref = roles.get("ref", policy)
-            own["gathered"] += forward(ref, plan.budgets["update_actor"], plan.data_parallel_size)["gathered"]
+            own["gathered"] += forward("update_actor", "ref")["gathered"]
         if passes.images_in_training and plan.images:
             own["activations"] += _of_tower(policy.spec, plan)
         return own
 
-    return found | {"update_actor": update_actor}
+    updates = {"update_critic": update_critic, "update_actor": update_actor}
+    return {
+        name: updates[name] if row.updates else partial(forward, name, row.role)
+        for name, row in PASSES.items()
+        if passes.makes(name, plan.num_mini_batches)
+    }
 
 
 def fullest(cfg: Config, budget: PassBudget, num_samples: int) -> Batch:

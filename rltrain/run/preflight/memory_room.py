@@ -13,6 +13,7 @@ from rltrain.config.budgets import budget_problems, smaller
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
+from rltrain.config.step_passes import offloads
 from rltrain.run.preflight.fake_run import Owners
 from rltrain.run.preflight.memory import OWNERS, forecast, longest_cache_bytes
 from rltrain.trainer.plan import Plan, make_plan
@@ -157,11 +158,7 @@ def _again(cfg: Config, plan: Plan, size: int, phases: Sequence[str]) -> dict[st
 def _changes(cfg: Config) -> Iterator[dict[str, Any]]:
     """Settings that need less memory, the ones that cost least time first; of one key the largest first."""
     roles, critic = cfg.actor_rollout_ref, cfg.algorithm.needs_critic
-    fsdp = "fsdp_config."
-    offloads = [f"{_A}{fsdp}optimizer_offload", f"actor_rollout_ref.ref.{fsdp}param_offload"]
-    offloads += [f"critic.model.{fsdp}{each}_offload" for each in ("optimizer", "param")] if critic else []
-    offloads += [f"reward_model.model.{fsdp}param_offload"] if cfg.reward_model.enable else []
-    switches = ["actor_rollout_ref.model.enable_gradient_checkpointing", *offloads, f"{_A}{fsdp}param_offload"]
+    switches = ["actor_rollout_ref.model.enable_gradient_checkpointing", *(key for key, _ in offloads(cfg))]
     yield from ({key: True} for key in (f"{_R}free_cache_engine", *switches) if get(cfg, key) is False)
     for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):
         if share < roles.rollout.gpu_memory_utilization:

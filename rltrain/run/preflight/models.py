@@ -15,9 +15,10 @@ from typing import Any
 from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.config.budgets import longest_sequence
+from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
-from rltrain.config.step_passes import make_step_passes, roles_of
+from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.models.attention.ulysses import heads_problem
 from rltrain.models.files.source import model_problem
@@ -25,17 +26,10 @@ from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
 from rltrain.models.weights.lora import exclusion_note, first_adapters
 from rltrain.models.weights.shard import empty_packed, look_at_weights
-from rltrain.models.weights.spec import (
-    ModelSpec,
-    actor_spec,
-    critic_spec,
-    has_other_reference,
-    reference_spec,
-    reward_model_spec,
-)
+from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.model_check import check_numbers
 from rltrain.trainer.plan import ImageSizes
-from rltrain.workers.reward_model import check_judge
+from rltrain.workers.reward_model import check_reward_model
 from rltrain.workers.rollout.vllm.weights import refuse_on_npu
 
 _R = "actor_rollout_ref.rollout."
@@ -59,23 +53,25 @@ class Findings:
 
 def look_at_models(cfg: Config, found: Findings) -> None:
     """Folders, structure and adapters of all roles; positions, heads and the chat template of the policy."""
-    device = get_device(cfg.trainer.device)
-    roles: list[tuple[type[Any], ModelSpec]] = [(PolicyModel, actor_spec(cfg, device))]
-    roles += [(ScalarModel, critic_spec(cfg, device))] if "critic" in roles_of(cfg) else []
-    roles += [(ScalarModel, reward_model_spec(cfg, device))] if cfg.reward_model.enable else []
-    roles += [(PolicyModel, reference_spec(cfg, device))] if "ref" in roles_of(cfg) and has_other_reference(cfg) else []
+    models = _models(cfg)
     wrong: dict[str, str] = {}
-    for _, spec in roles:
+    for _, spec in models.values():
         problem = model_problem(f"{spec.section}.path", spec.path)
         # A critic without a path of its own starts from the policy, and the policy's key stands first.
         if problem and wrong.setdefault(spec.path, problem) is problem:
             found.problems.append(problem)
-    for kind, spec in roles:
+    for role, (kind, spec) in models.items():
         try:
             if spec.path not in wrong:
-                _look_at(kind, spec, cfg, found)
+                _look_at(role, kind, spec, cfg, found)
         except (ConfigError, DataError) as error:
             found.problems.append(str(error))
+
+
+def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
+    """Those of the run, less copies of the policy."""
+    models = specs_of(cfg, get_device(cfg.trainer.device))
+    return {role: model for role, model in models.items() if not model[1].is_copy}
 
 
 def look_at_images(cfg: Config, found: Findings) -> None:
@@ -90,14 +86,12 @@ def look_at_images(cfg: Config, found: Findings) -> None:
 
 
 def _image_problems(cfg: Config) -> Iterator[str]:
-    """An engine or a critic that does not take the images of the policy."""
-    engine, device = cfg.actor_rollout_ref.rollout.name, get_device(cfg.trainer.device)
+    """An engine or another model that does not take the images of the policy."""
+    engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
-    specs = [critic_spec(cfg, device)] if "critic" in roles_of(cfg) else []
-    specs += [reference_spec(cfg, device)] if "ref" in roles_of(cfg) and has_other_reference(cfg) else []
-    for other in specs:
-        kinds = [spec.load_config().model_type for spec in (actor_spec(cfg, device), other)]
+    for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
+        kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:
             yield (
                 f"{other.section}.path={other.path} is a {kinds[1]}, and prompts have images, which are made for the "
@@ -105,8 +99,8 @@ def _image_problems(cfg: Config) -> Iterator[str]:
             )
 
 
-def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, findings: Findings) -> None:
-    config, is_policy = spec.load_config(), spec.role == "actor_rollout_ref.actor"
+def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings: Findings) -> None:
+    config, is_policy, row = spec.load_config(), role == "actor", ROLES[role]
     sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
     if is_policy:
         _chat(cfg, config, findings)
@@ -114,16 +108,18 @@ def _look_at(kind: type[Any], spec: ModelSpec, cfg: Config, findings: Findings) 
         if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
             refuse_on_npu(config)
         sizes |= _sizes_of_policy(cfg)
-    if spec.role in ("critic", "actor_rollout_ref.ref"):
+    elif not row.reads_texts:
         findings.problems += _vocabulary(spec, config, chat_encoder(cfg))
-    if spec.role == "actor_rollout_ref.ref":
-        findings.problems += _other_tokens(cfg, spec, config, findings)
+        if kind is PolicyModel:
+            findings.problems += _other_tokens(cfg, spec, config, findings)
+            if role == "ref":
+                findings.problems += _full_kl(cfg, spec, config)
     problems = [heads_problem(config, size, key) for key, size in sizes.items()]
     findings.problems += [problem for problem in problems if problem]
     # On the hub, the head lies in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
-        if spec.role == "reward_model":
-            check_judge(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
+        if row.reads_texts:
+            check_reward_model(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
         read_score_head(spec.path)
     packed = empty_packed(kind, spec, config)
     findings.notes += [note for note in look_at_weights(kind, spec, config) if note not in findings.notes]
@@ -162,7 +158,7 @@ def _chat(cfg: Config, config: Any, findings: Findings) -> None:
 
 
 def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:
-    """A critic and a reference read what the policy writes."""
+    """They read what the policy writes."""
     size, written = config.get_text_config().vocab_size, encoder.vocab_size
     if size < (written := min(written, encoder.model_vocab_size or written)):
         yield (
@@ -172,8 +168,8 @@ def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[
 
 
 def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> Iterator[str]:
-    """A KL between models of different tokens means nothing."""
-    named, encoder, passes = f"{spec.section}.path={spec.path}", chat_encoder(cfg), make_step_passes(cfg)
+    """A log-prob of another token means nothing."""
+    named, encoder = f"{spec.section}.path={spec.path}", chat_encoder(cfg)
     try:
         # The template is never used, and a base model may have none.
         reference = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
@@ -186,23 +182,28 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
         first = min(differ)
         yield (
             f"{named}: its token {first} is {tokens[first]!r}, and that of the policy {ours[first]!r}; {len(differ):,} "
-            "are others, so a KL to it means nothing. Use a reference with the policy's tokenizer."
+            "are others, so a KL to it means nothing. Use a model with the policy's tokenizer."
         )
-    size, policy_size = config.get_text_config().vocab_size, encoder.model_vocab_size
+
+
+def _full_kl(cfg: Config, spec: ModelSpec, config: Any) -> Iterator[str]:
+    """Of a reference, which is compared over all tokens."""
+    passes, size = make_step_passes(cfg), config.get_text_config().vocab_size
+    policy_size = chat_encoder(cfg).model_vocab_size
     if (passes.exact_kl_in_loss or passes.exact_kl_in_reward) and policy_size and size != policy_size:
         yield (
-            f"{named} knows {size:,} tokens and the policy {policy_size:,}, and a full KL compares all of them. Use "
-            "kl_loss_type (kl_penalty) k3, or a reference of the same size."
+            f"{spec.section}.path={spec.path} knows {size:,} tokens and the policy {policy_size:,}, and a full KL "
+            "compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."
         )
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, int]:
     """Into how many parts others than the actor cut the heads of its model."""
-    roles, sizes = cfg.actor_rollout_ref, {}
-    if "ref" in roles_of(cfg) and not has_other_reference(cfg):
-        sizes["actor_rollout_ref.ref.ulysses_sequence_parallel_size"] = roles.ref.ulysses_sequence_parallel_size
-    if ENGINES[roles.rollout.name].tensor_parallel:
-        sizes[f"{_R}tensor_model_parallel_size"] = roles.rollout.tensor_model_parallel_size
+    rollout, models = cfg.actor_rollout_ref.rollout, specs_of(cfg, get_device(cfg.trainer.device)).values()
+    copies = [spec for _, spec in models if spec.is_copy]
+    sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size for spec in copies}
+    if ENGINES[rollout.name].tensor_parallel:
+        sizes[f"{_R}tensor_model_parallel_size"] = rollout.tensor_model_parallel_size
     return sizes
 
 

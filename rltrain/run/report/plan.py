@@ -8,7 +8,8 @@ from rltrain.config.budgets import PassBudget
 from rltrain.config.notes import compares_nothing
 from rltrain.config.passes import PASSES
 from rltrain.config.schema import Config
-from rltrain.models.weights.spec import has_other_reference
+from rltrain.models.forward import PolicyModel
+from rltrain.models.weights.spec import specs_of
 from rltrain.trainer.plan import ImageSizes, Plan, devices_per_copy
 
 
@@ -21,7 +22,7 @@ def describe(plan: Plan, config: Config) -> str:
     rows = [
         ("algorithm", f"{config.algorithm.adv_estimator} advantages{alone}, {loss} loss, {plan.passes.aggregation}"),
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
-        ("data-parallel", f"{plan.data_parallel_size} (sequence-parallel {plan.sequence_parallel_size}, at most "
+        ("data-parallel", f"{plan.ranks['actor']} (sequence-parallel {plan.sequence_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
         *([("between nodes", _between_nodes(plan, config))] if plan.num_nodes > 1 else []),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
@@ -81,16 +82,15 @@ def _between_nodes(plan: Plan, config: Config) -> str:
             sentences.append(f"heads and tokens of every layer{whose}, as {nodes(per_sequence)} share a sequence")
         return sentences
 
-    roles, critic, judge = config.actor_rollout_ref, config.critic.model, config.reward_model
+    roles, critic, reward_model = config.actor_rollout_ref, config.critic.model, config.reward_model
     size = roles.rollout.tensor_model_parallel_size
-    lines = model("", "actor", roles.actor.fsdp_config.fsdp_size, plan.data_parallel_size)
-    if plan.passes.ref and plan.ref_data_parallel_size < plan.data_parallel_size:  # its weights lie as the actor's
-        lines += model(" of the reference", "", 1, plan.ref_data_parallel_size, learns=False)
+    lines = model("", "actor", roles.actor.fsdp_config.fsdp_size, plan.ranks["actor"])
+    if plan.passes.ref and plan.ranks["ref"] < plan.ranks["actor"]:  # its weights lie as the actor's
+        lines += model(" of the reference", "", 1, plan.ranks["ref"], learns=False)
     if plan.passes.values:
-        ranks = plan.critic_data_parallel_size
-        lines += model(" of the critic", "critic.model", critic.fsdp_config.fsdp_size, ranks)
-    if judge.enable:
-        key, shards = "reward_model.model", judge.model.fsdp_config.fsdp_size
+        lines += model(" of the critic", "critic.model", critic.fsdp_config.fsdp_size, plan.ranks["critic"])
+    if reward_model.enable:
+        key, shards = "reward_model.model", reward_model.model.fsdp_config.fsdp_size
         lines += model(" of the reward model", key, shards, plan.num_devices, learns=False)
     lines += [f"every layer of every token that is generated, as {nodes(size)} share an engine"] if size > here else []
     return "; ".join(lines)
@@ -98,7 +98,7 @@ def _between_nodes(plan: Plan, config: Config) -> str:
 
 def _ranks_of_its_own(plan: Plan, ranks: int) -> str:
     """Said where a model is spread otherwise than the actor."""
-    return "" if ranks == plan.data_parallel_size else f", of which there are {ranks}"
+    return "" if ranks == plan.ranks["actor"] else f", of which there are {ranks}"
 
 
 def _device(config: Config) -> str:
@@ -109,16 +109,10 @@ def _device(config: Config) -> str:
 
 def _micro_batches(plan: Plan, config: Config) -> list[str]:
     """The budgets of the passes that a step makes; passes with the same one stand together."""
-    ranks = {
-        "actor": plan.data_parallel_size,
-        "ref": plan.ref_data_parallel_size,
-        "critic": plan.critic_data_parallel_size,
-        "reward_model": plan.num_devices,
-    }
     sharing: dict[tuple[PassBudget, int], list[str]] = {}
     for name, step_pass in PASSES.items():
         if plan.passes.makes(name, plan.num_mini_batches):
-            sharing.setdefault((plan.budgets[name], ranks[step_pass.role]), []).append(name)
+            sharing.setdefault((plan.budgets[name], plan.ranks[step_pass.role]), []).append(name)
     return [
         f"at most {budget} per data-parallel rank{_ranks_of_its_own(plan, its_ranks)}: {', '.join(names)}"
         for (budget, its_ranks), names in sharing.items()
@@ -128,7 +122,9 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """What only some algorithms have."""
     rows = [("images", _images(plan, plan.images))] if plan.images and plan.images.most_rows else []
-    rows += [("reference", str(config.actor_rollout_ref.ref.model.path))] if has_other_reference(config) else []
+    for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
+        if kind is PolicyModel and role != "actor" and not spec.is_copy:
+            rows.append(("reference" if role == "ref" else role, spec.path))
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))

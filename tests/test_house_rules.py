@@ -33,7 +33,8 @@ LAYERS = [
     {"models/weights"},
     {"data_preprocess", "models"},
     {"models/attention", "rewards/processes"},
-    {"data", "models/files"},
+    {"data/turns"},
+    {"data", "data/turns/formats", "models/files"},
     {"config"},
     {"algorithms", "config/verl", "controller"},
     {"base/columns", "controller/launch", "rewards/scorers"},
@@ -153,7 +154,7 @@ def test_the_library_stays_small():
     """Without the converters: those are one small file a data set, however many there are."""
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
-    assert sum(lines_of_code(file.read_text()) for file in library) < 28_370
+    assert sum(lines_of_code(file.read_text()) for file in library) < 28_949
 
 
 def test_every_fault_has_a_line_in_the_table_of_the_docs():

@@ -1,4 +1,4 @@
-"""The process behind a slot: reads calls from a socket, makes them, and writes back a line of JSON per request.
+"""The process behind a slot: reads calls from a socket, makes them, and writes back a line of JSON per result.
 
 Requests arrive as pickles, because arguments may hold anything. Replies never do: whatever a function does to this
 process, the other side only ever parses numbers and text. Neither torch nor Ray is imported here.
@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import pickle
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -23,12 +22,11 @@ from rltrain.base import stacks
 from rltrain.base.errors import RltrainError
 from rltrain.base.plugin import user_traceback
 from rltrain.slots.limits import impose
-from rltrain.slots.service import MAX_REPLY_BYTES, Service
+from rltrain.slots.reaper import fork_below
+from rltrain.slots.service import MAX_RESULT_BYTES, Service
 
 MAX_ERROR_CHARS = 4000
 _BEAT_S = 0.05
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Rejected(Exception):
@@ -44,7 +42,11 @@ def main(descriptor: int, parent: int) -> None:
 
     A request is the name of a function and the calls to make (their arguments), or None to import it.
     """
-    _die_with(parent)
+    if sys.platform.startswith("linux"):
+        fork_below(parent, descriptor)
+        # The first to go when the machine runs out of memory.
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
+            stream.write("900")
     # A copy of the stderr that the slot keeps apart, made before prints are turned to the pipe.
     faulthandler.enable(file=os.dup(2))
     stacks.offer()
@@ -61,12 +63,12 @@ def main(descriptor: int, parent: int) -> None:
         while True:
             name, calls = pickle.load(requests)
             if calls is None:
-                reply = _prepare(name, service, functions)
+                results = [_prepare(name, service, functions)]
             else:
-                reply = {"results": _results(functions[name], calls, service, limits.timeout_s)}
+                results = _results(functions[name], calls, service, limits.timeout_s)
             if os.getpid() != pid:  # the function forked; a second reply would be taken for that to the next request
                 os._exit(0)
-            channel.sendall(_line(reply, service))
+            channel.sendall(b"".join(_line(result, service) for result in results))
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -88,23 +90,27 @@ def _prepare(name: str, service: Service, functions: dict[str, Callable[..., Any
     try:
         function = functions[name] = service.open(name)
     except RltrainError as error:
-        return {"error": str(error)[:MAX_ERROR_CHARS]}
+        return {"status": "crashed", "error": str(error)[:MAX_ERROR_CHARS]}
     except BaseException as error:  # noqa: BLE001 - the import of a user's library may raise anything
-        return {"error": f"cannot import {name}:\n{user_traceback(error)}"}
-    return {"is_async": inspect.iscoroutinefunction(function) or bool(getattr(function, "is_async", False))}
+        return {"status": "crashed", "error": f"cannot import {name}:\n{user_traceback(error)}"}
+    is_async = inspect.iscoroutinefunction(function) or bool(getattr(function, "is_async", False))
+    return {"status": "ok", "value": is_async}
 
 
 def _results(
     function: Callable[..., Any], calls: Sequence[Sequence[Any]], service: Service, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Several calls at once of an ``async`` function, or the one call of any other."""
+    """Several calls at once of an ``async`` function or of one that takes lists, or the one call of any other."""
+    takes_lists = getattr(function, "takes_lists", False)
     try:
-        if len(calls) > 1:
+        if takes_lists:
+            returned = finished(function(*calls))
+        elif len(calls) > 1:
             returned = finished(_together(function, calls, service.late(timeout_s), timeout_s))
         else:
             returned = [finished(function(*calls[0]))]
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
-        return [failure(error) | {"broken": len(calls) > 1}] * len(calls)
+        return [failure(error) | {"broken": len(calls) > 1 and not takes_lists}] * len(calls)
     return [
         failure(value) if isinstance(value, BaseException) else {"status": "ok", "value": value} for value in returned
     ]
@@ -142,24 +148,15 @@ def _event_loop() -> Any:
     return asyncio.new_event_loop()
 
 
-def _line(reply: dict[str, Any], service: Service) -> bytes:
+def _line(result: dict[str, Any], service: Service) -> bytes:
     try:
-        line = json.dumps(reply).encode() + b"\n"
-    except Exception:  # noqa: BLE001 - a returned object may raise anything when it is looked at
-        return _line({"results": [_json(result, service) for result in reply["results"]]}, service)
-    if len(line) <= MAX_REPLY_BYTES:
-        return line
-    too_long = Rejected(f"{service.function} returned {len(line):,} bytes; {MAX_REPLY_BYTES:,} are taken")
-    return json.dumps({"results": [failure(too_long)] * len(reply["results"])}).encode() + b"\n"
-
-
-def _json(result: dict[str, Any], service: Service) -> dict[str, Any]:
-    try:
-        json.dumps(result)
-    except Exception as error:  # noqa: BLE001
-        kind = type(result["value"]).__name__
-        return failure(Rejected(f"{service.function} returned {kind}, which is not JSON: {error}"))
-    return result
+        line = json.dumps(result).encode() + b"\n"
+        if len(line) <= MAX_RESULT_BYTES:
+            return line
+        what = f"{len(line):,} bytes; {MAX_RESULT_BYTES:,} are taken"
+    except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is looked at
+        what = f"{type(result.get('value')).__name__}, which is not JSON: {error}"
+    return json.dumps(failure(Rejected(f"{service.function} returned {what}"))).encode() + b"\n"
 
 
 def _print_by_lines() -> None:
@@ -175,20 +172,3 @@ def _print_by_lines() -> None:
 
         libc = ctypes.CDLL(None)
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
-
-
-def _die_with(parent: int) -> None:
-    """Three favours of Linux: end when the thread that started this process ends, even inside an endless loop; be the
-    first to go when the machine runs out of memory; and stay the ancestor of what is started here."""
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # The parent may have ended before prctl took effect, and then no signal comes.
-    if os.getppid() != parent:
-        os._exit(1)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
-        stream.write("900")

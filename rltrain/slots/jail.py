@@ -34,7 +34,7 @@ def main() -> None:
     with os.fdopen(int(sys.argv[1]), encoding="utf-8") as stream:
         job = json.load(stream)
     _limit(job["seconds"], job["memory_mb"])
-    _separate()
+    _separate(job["parent"])
     # A module that is imported already raises no audit event when it is imported again.
     sys.modules.pop("ctypes", None)
     sys.modules.pop("_ctypes", None)
@@ -74,13 +74,16 @@ def tasks_of_user(user: int) -> int:
     return tasks
 
 
-def _separate() -> None:
+def _separate(parent: int) -> None:
     """Go on as the first process of new namespaces: no network at all, and its end is the end of all it started."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before prctl took effect, and then no signal comes
+        os._exit(1)
     # Without it a set-uid program could give back what is taken away here.
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     user, group = os.getuid(), os.getgid()

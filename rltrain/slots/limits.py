@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,28 +47,52 @@ def impose(limits: Limits) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def kill_tree(pid: int) -> set[int]:
+def kill_tree(pid: int) -> None:
     """SIGKILL for a process, its group and, on Linux, all its descendants, also those that left the group.
 
-    ``pid`` must be a process group leader that this process has started and not waited for yet. Returns the ids of the
-    other processes.
+    ``pid`` must be a process group leader that this process has started and not waited for yet.
     """
-    stopped: set[int] = set()
-    # Everything is stopped before anything is killed: a stopped process cannot fork, and no orphan escapes the sweep.
-    for _ in range(_MAX_SWEEPS):
-        running = {pid, *descendants(pid)} - stopped
-        if not running:
-            break
-        for member in running:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(member, signal.SIGSTOP)
-        stopped |= running
+    send([pid], signal.SIGSTOP)  # a stopped process cannot fork
+    kill_below(pid)
     with suppress(ProcessLookupError, PermissionError):  # macOS refuses for a process that has ended
         os.killpg(pid, signal.SIGKILL)
-    for member in stopped:
+
+
+def kill_below(pid: int) -> None:
+    """SIGKILL for all descendants of a process that starts none meanwhile; on Linux alone."""
+    stopped: set[int] = set()
+    # Everything is stopped before anything is killed: no orphan escapes the sweep.
+    for _ in range(_MAX_SWEEPS):
+        if not (running := set(descendants(pid)) - stopped):
+            break
+        send(running, signal.SIGSTOP)
+        stopped |= running
+    send(stopped, signal.SIGKILL)
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those processes that are still there."""
+    for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(member, signal.SIGKILL)
-    return stopped - {pid}
+            os.kill(pid, number)
+
+
+def has_ended(process: subprocess.Popen, within_s: float = 0.0) -> bool:
+    """Whether a process that this one has started has ended, or does so in time.
+
+    It is not waited for: until then its id belongs to no other process, and `kill_tree` may follow.
+    """
+    deadline, pause_s = time.monotonic() + within_s, 0.0005
+    while not (ended := _has_ended(process)) and (left := deadline - time.monotonic()) > 0:
+        time.sleep(pause_s := min(2 * pause_s, left, 0.05))
+    return ended
+
+
+def _has_ended(process: subprocess.Popen) -> bool:
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except (ChildProcessError, AttributeError):  # somebody else has waited for it; not on macOS
+        return process.poll() is not None
 
 
 def descendants(pid: int) -> list[int]:

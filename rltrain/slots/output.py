@@ -32,11 +32,13 @@ class Printed:
     """
 
     def __init__(self) -> None:
-        # The writer stays open here for the next process of the slot, so a read never ends in EOF.
+        self._kept, self._num_left_out = bytearray(), 0
+
+    def renew(self) -> None:
+        """Make the pipe of a new process: what an earlier one has left running must not write into it."""
+        # The writer stays open here too, so a read never ends in EOF.
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
-        self._kept = bytearray()
-        self._num_left_out = 0
 
     def drain(self) -> None:
         """Read what is in the pipe, a bounded number of times: a process may write faster than this reads."""

@@ -1,6 +1,6 @@
 """Runs a program that a model wrote, in an interpreter of its own (jail.py): no network, no files, no other processes.
 
-Called from a function in a slot, whose process adopts what a program leaves behind, and whose deadline ends it all.
+Called from a function in a slot, which ends what a program leaves behind, and whose deadline ends it all.
 """
 
 import json
@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rltrain.slots.jail import MAX_FILE_BYTES
-from rltrain.slots.limits import kill_tree
+from rltrain.slots.limits import has_ended, kill_tree
 
 _JAIL = Path(__file__).with_name("jail.py")
 _MEMORY_MB = 1024
@@ -27,7 +26,7 @@ def run_program(
     """What the program prints (or its ``function`` returns, as JSON), "" if it fails, None if its time is over."""
     job: dict[str, Any] = {"code": code, "function": function, "arguments": list(arguments)}
     # RLIMIT_CPU counts whole seconds, so it is set beyond the wall clock, which decides.
-    job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB}
+    job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB, "parent": os.getpid()}
     # Files and no pipes: a program that prints without end is stopped by the limit on file sizes, and nobody must read
     # meanwhile.
     with (
@@ -40,24 +39,15 @@ def run_program(
             stream.write(text.encode(errors="surrogateescape"))
             stream.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_JAIL), str(spec.fileno())],
-            stdin=stdin_file,
-            stdout=stdout,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
+            [sys.executable, "-I", "-S", str(_JAIL), str(spec.fileno())], stdin=stdin_file, stdout=stdout,
+            stderr=subprocess.DEVNULL, cwd=folder, pass_fds=[spec.fileno()], start_new_session=True,
             env={"LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder, "PATH": os.defpath},
-            pass_fds=[spec.fileno()],
-            start_new_session=True,
-        )
+        )  # fmt: skip
         try:
-            failed = process.wait(seconds) != 0
-        except subprocess.TimeoutExpired:
-            return None
+            in_time = has_ended(process, seconds)
         finally:
-            orphans = kill_tree(process.pid)
+            kill_tree(process.pid)
             process.wait()
-            for orphan in orphans:  # they came to this process, which adopts what its children leave behind
-                with suppress(ChildProcessError):
-                    os.waitpid(orphan, 0)
         stdout.seek(0)
-        return "" if failed else stdout.read(MAX_FILE_BYTES).decode(errors="replace")
+        output = "" if process.returncode else stdout.read(MAX_FILE_BYTES).decode(errors="replace")
+        return output if in_time else None

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from rltrain.base.errors import ConfigError, RltrainError
 
-MAX_REPLY_BYTES = 1 << 20
+# Of JSON, per call.
+MAX_RESULT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Service:
 
     open: Callable[[str], Callable[..., Any]]
     """Makes a function of a name, in the slot's process: it has to be picklable. An RltrainError that it raises is the
-    whole message."""
+    whole message. A function with the attribute ``takes_lists`` gets all calls at once (`Slot.call_list`), and returns
+    the result of each, or the exception that says why there is none."""
     function: str
     """What messages call a function, such as "the tool"."""
     timeout_key: str
@@ -28,6 +30,8 @@ class Service:
     """What messages call a call."""
     error: type[RltrainError] = ConfigError
     """What is raised where a name cannot become a function."""
+    may_repeat: bool = True
+    """Whether a call that was interrupted is made once more; False where it may already have changed something."""
 
     def late(self, timeout_s: float) -> str:
         """Tell of a call without a result in time."""

@@ -2,9 +2,10 @@
 
 A user's function is code that the trainer cannot trust to end: a regular expression may hold the interpreter lock for
 hours, a library may crash or leak, and what it started may outlive it. A thread or a signal stops none of that, so it
-is called in another process, which is killed with everything it started. The process is an interpreter started
-afresh: a fork would inherit the threads and locks of Ray. `multiprocessing` and pebble were left out because they
-unpickle what the process sends back, and because they leave grandchildren running.
+is called in another process, which is killed with everything it started: by the process above it (reaper.py), or by
+this one where that takes too long. It is an interpreter started afresh: a fork would inherit the threads and locks of
+Ray. `multiprocessing` and pebble were left out because they unpickle what the process sends back, and because they
+leave grandchildren running.
 """
 
 import json
@@ -17,16 +18,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
 from rltrain.base.env import slot_environment
 from rltrain.base.errors import storable
-from rltrain.slots.limits import Limits, kill_tree
+from rltrain.slots.limits import Limits, has_ended, kill_tree, send
 from rltrain.slots.output import Printed, lost_process
-from rltrain.slots.service import MAX_REPLY_BYTES, Outcome, Service
+from rltrain.slots.service import MAX_RESULT_BYTES, Outcome, Service
 
 START_TIMEOUT_S = 120.0
+# For the reaper to end what is left, and then itself.
+_END_S = 3.0
 # The kind of an outcome whose process waited for one of multiprocessing's that has ended.
 ORPHANED = "lost process"
 _CRASH_CHARS = 2000
@@ -69,7 +73,7 @@ class Slot:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the process, None once closed."""
+        """Process id of the process, that is of the reaper above it; None once closed."""
         return None if self._process is None else self._process.pid
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Outcome:
@@ -87,29 +91,35 @@ class Slot:
         groups = [calls[first : first + _AT_ONCE] for first in range(0, len(calls), _AT_ONCE)]
         return [outcome for group in groups for outcome in self._call_together(name, group)]
 
-    def prepare(self, name: str) -> bool:
+    def call_list(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
+        """Call a function that takes lists once, for all entries, with their time together."""
+        return self._ask(name, calls, self._limits.timeout_s * len(calls))[0]
+
+    def prepare(self, name: str, may_repeat: bool = True) -> bool:
         """Import the function ``name``, outside of any call's deadline; whether it is ``async``.
 
-        Raises the service's error where that fails.
+        may_repeat: after a signal such as anybody may send. Raises the service's error where the import fails.
         """
         if self._process is None:
             raise RuntimeError("the slot is closed")
-        if self._process.poll() is not None:  # since the last call, so it must not cost this one
-            self._printed.add(f"{self._obituary()}\nbetween two {self._service.call}s; it was started again\n".encode())
+        if self._awaits_reply:  # an interrupt came before it, and the next call would take it for its own
             self._restart()
+        elif has_ended(self._process):  # since the last call, so it must not cost this one
+            self._printed.add(f"{self._bury()[0]['error']}\nbetween two {self._service.call}s; restarted\n".encode())
         if name in self._prepared:
             return self._prepared[name]
         try:
-            reply = self._exchange((name, None), START_TIMEOUT_S)
+            reply = self._exchange((name, None), START_TIMEOUT_S)[0]
         except _Expired:
             self._restart()
             reply = {"error": f"importing {self._service.function} took more than {START_TIMEOUT_S:g} s"}
         except _Died:
-            reply = {"error": self._obituary()}
-            self._restart()
+            reply, is_killed = self._bury()
+            if is_killed and may_repeat:
+                return self.prepare(name, may_repeat=False)
         if "error" in reply:
             raise self._service.error(str(reply["error"]))
-        self._prepared[name] = bool(reply.get("is_async"))
+        self._prepared[name] = bool(reply.get("value"))
         return self._prepared[name]
 
     def take_printed(self) -> str:
@@ -118,31 +128,40 @@ class Slot:
 
     def close(self) -> None:
         """End the process, and those it started, now."""
-        if self._process is not None:
-            self._stop()
-            self._printed.close()
+        if self._process is None:
+            return
+        self._channel.close()
+        send([self._process.pid], signal.SIGTERM)
+        has_ended(self._process, _END_S)
+        # Before `wait`: once it is waited for, its id may belong to another process.
+        kill_tree(self._process.pid)
+        self._process.wait()
+        self._printed.drain()  # its last words
+        self._printed.close()
+        self._process = None
+        self._crash_log.close()
 
     def _call_together(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
         # The process keeps the deadline of each call itself.
-        outcomes, is_lost = self._ask(name, calls, self._limits.timeout_s * len(calls))
-        if is_lost and len(calls) > 1:
+        outcomes, is_lost = self._ask(name, calls, self._limits.timeout_s * len(calls), may_repeat=len(calls) == 1)
+        if is_lost and len(calls) > 1 and self._service.may_repeat:
             # One of them holds up or ends the process. Alone, each has its own deadline and takes no other along.
-            return [self.call(name, *arguments) for arguments in calls]
+            return [self._ask(name, [arguments], self._limits.timeout_s, False)[0][0] for arguments in calls]
         return outcomes
 
     def _ask(
-        self, name: str, calls: Sequence[Sequence[Any]], timeout_s: float, left_s: float = 0.0
+        self, name: str, calls: Sequence[Sequence[Any]], timeout_s: float, may_repeat: bool = True, left_s: float = 0.0
     ) -> tuple[list[Outcome], bool]:
         """What became of the calls, together within ``timeout_s``, and whether the process was lost with them.
 
-        After a signal such as anybody may send a new process is asked, once: it has what was left of the deadline
-        (``left_s``), as whoever waits for the reply waits no longer.
+        After a signal such as anybody may send a new process is asked, if service and caller let it (``may_repeat``):
+        it has what was left of the deadline (``left_s``), as whoever waits for the reply waits no longer.
         """
         self.prepare(name)
         end = time.monotonic() + (left_s or timeout_s)
         before = self._printed.total
         try:
-            results = self._exchange((name, list(calls)), left_s or timeout_s)["results"]
+            results = self._exchange((name, list(calls)), left_s or timeout_s)
         except _Expired:
             self._restart()
             failure = {"status": "timeout", "error": self._service.late(timeout_s)}
@@ -152,11 +171,9 @@ class Slot:
                 failure |= {"status": "crashed", "kind": ORPHANED}
             return [outcome_of(failure)] * len(calls), True
         except _Died:
-            failure = {"status": "crashed", "error": self._obituary()}
-            killed = self._process is not None and self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
-            self._restart()
-            if killed and not left_s and (left := end - time.monotonic()) > 0:
-                return self._ask(name, calls, timeout_s, left)
+            failure, is_killed = self._bury()
+            if is_killed and may_repeat and self._service.may_repeat and (left := end - time.monotonic()) > 0:
+                return self._ask(name, calls, timeout_s, False, left)
             return [outcome_of(failure)] * len(calls), True
         for result in results:
             if result.get("exhausted"):
@@ -171,6 +188,8 @@ class Slot:
         # Gets the interpreter's first words and faulthandler's last ones. The child soon turns its stderr to the pipe,
         # so that prints do not bury them.
         self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._printed.renew()
+        self._awaits_reply = False
         self._prepared: dict[str, bool] = {}  # name of a function -> whether it is ``async``
         with far_end:
             code = _COMMAND.format(path=sys.path, fd=far_end.fileno(), parent=os.getpid())
@@ -181,77 +200,71 @@ class Slot:
             )  # fmt: skip
         # A large service (reward_kwargs) may fill the socket, and an interpreter that fails to start never reads it.
         self._channel.settimeout(START_TIMEOUT_S)
-        self._channel.sendall(pickle.dumps(self._limits) + pickle.dumps(self._service))
-
-    def _stop(self) -> None:
-        assert self._process is not None
-        self._channel.close()
-        # Before `wait`: once it is waited for, its id may belong to another process.
-        kill_tree(self._process.pid)
-        self._process.wait()
-        self._printed.drain()  # its last words
-        self._process = None
-        self._crash_log.close()
+        with suppress(OSError):  # the next call says how it has ended
+            self._channel.sendall(pickle.dumps(self._limits) + pickle.dumps(self._service))
 
     def _restart(self) -> None:
-        self._stop()
+        self.close()
         self._start()
 
-    def _exchange(self, request: tuple[str, list[Sequence[Any]] | None], timeout_s: float) -> dict[str, Any]:
+    def _exchange(self, request: tuple[str, list[Sequence[Any]] | None], timeout_s: float) -> list[dict[str, Any]]:
         deadline = time.monotonic() + timeout_s
-        line = b""
+        num_results = 1 if request[1] is None else len(request[1])
+        reply = bytearray()
+        self._awaits_reply = True
         try:
             self._channel.settimeout(timeout_s)
             self._channel.sendall(pickle.dumps(request))
             # The deadline is over all parts of a reply: one timeout per read would begin anew with every byte.
-            while not line.endswith(b"\n"):
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
+            while reply.count(b"\n") < num_results:
+                if (remaining := deadline - time.monotonic()) <= 0:
                     raise _Expired
                 ready = wait([self._channel, self._printed.reader], remaining)
                 self._printed.drain()  # a full pipe would block the process
                 if self._channel in ready:
-                    received = self._channel.recv(MAX_REPLY_BYTES)
-                    line += received
-                    if not received or len(line) > MAX_REPLY_BYTES:
+                    received = self._channel.recv(MAX_RESULT_BYTES)
+                    reply += received
+                    if not received or len(reply) > num_results * MAX_RESULT_BYTES:
                         raise _Died
-            reply = json.loads(line)
+            results = [self._result(line) for line in reply.splitlines()]
         except TimeoutError:
             raise _Expired from None
         except (OSError, ValueError):
             raise _Died from None
-        if not _is_reply(reply, request[1]):
+        # A function can write into the connection too, so a reply is checked like any other input.
+        are_results = (isinstance(result, dict) and result.get("status") in _STATUSES for result in results)
+        if len(results) != num_results or not all(are_results):
             raise _Died
-        return reply
+        self._awaits_reply = False
+        return results
 
-    def _obituary(self) -> str:
-        """How the process ended, and where in the user's code if it could still say so."""
-        assert self._process is not None
+    def _result(self, line: bytearray) -> Any:
         try:
-            code = self._process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            return f"{self._service.function} broke the connection to its process"
-        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+            return json.loads(line)
+        except RecursionError:
+            return {"status": "rejected", "error": f"{self._service.function} returned what is nested too deeply"}
+
+    def _bury(self) -> tuple[dict[str, str], bool]:
+        """Replace a process that has ended: how, where in the user's code if it could still say so, and whether by a
+        signal such as anybody may send."""
+        assert self._process is not None
+        process, in_time = self._process, has_ended(self._process, _END_S)
         self._crash_log.seek(0)
         last_words = self._crash_log.read(_CRASH_CHARS).decode(errors="replace").strip()
-        return f"{self._service.function}'s process {how}" + (f":\n{last_words}" if last_words else "")
-
-
-def _is_reply(reply: Any, calls: Sequence[Any] | None) -> bool:
-    """Whether it is one: a function can write into the connection too, so a reply is checked like any other input."""
-    if not isinstance(reply, dict):
-        return False
-    if calls is None:
-        return "error" in reply or "is_async" in reply
-    results = reply.get("results")
-    if not isinstance(results, list) or len(results) != len(calls):
-        return False
-    return all(isinstance(result, dict) and result.get("status") in _STATUSES for result in results)
+        self._restart()
+        code, owner = process.returncode, self._service.function
+        if not in_time:
+            return {"status": "crashed", "error": f"{owner} broke the connection to its process"}, False
+        number = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {number}"
+        error = f"{owner}'s process {how}" + (f":\n{last_words}" if last_words else "")
+        return {"status": "crashed", "error": error}, code in (-signal.SIGKILL, -signal.SIGTERM)
 
 
 def outcome_of(result: dict[str, Any]) -> Outcome:
     """The outcome that a process has written down."""
     if result["status"] == "ok":
         return Outcome("ok", result.get("value"))
-    error, kind = storable(str(result.get("error"))), str(result.get("kind", ""))
-    return Outcome(result["status"], None, error, kind[:_CRASH_CHARS])
+    return Outcome(
+        result["status"], None, storable(str(result.get("error"))), str(result.get("kind", ""))[:_CRASH_CHARS]
+    )

@@ -16,8 +16,10 @@ REWARD = """
 import os, time
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if os.path.exists({slow!r}):
+        with open(f"/proc/{{os.getppid()}}/stat") as opened:  # of the reaper, whose parent is the worker
+            worker = opened.read().rpartition(")")[2].split()[1]
         with open({scoring!r}, "a") as opened:
-            opened.write(f"{{os.getppid()}}\\n")
+            opened.write(f"{{worker}}\\n")
         time.sleep(2)
     return len(solution_str) % 3
 """

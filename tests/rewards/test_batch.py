@@ -64,6 +64,13 @@ def test_a_failing_call_fails_all_its_answers_and_no_others(batch_slot, body, st
     assert [score.value for score in slot.score_all(CALLS[1:])] == [0.5, 0.5]
 
 
+def test_the_lengths_of_all_results_together_reject_none(batch_slot):
+    slot = batch_slot("return [dict.fromkeys('abc', s) | {'score': 1.0} for s in solution_strs]")
+    scores = slot.score_all([("a", "答案" * 128, "1", {})] * 256)
+    assert {score.status for score in scores} == {"ok"}
+    assert scores[255].extras["c"] == "答案" * 128
+
+
 def test_one_bad_verdict_is_one_rejected_answer(batch_slot):
     slot = batch_slot("return [1.0, float('nan'), 'good']")
     assert [score.status for score in slot.score_all(CALLS)] == ["ok", "rejected", "rejected"]

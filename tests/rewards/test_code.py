@@ -156,7 +156,10 @@ def test_a_program_that_misbehaves_leaves_nothing_running(request, length, progr
     slot, start = request.getfixturevalue(length), time.monotonic()
     assert run(slot, program) == 0.0
     assert time.monotonic() - start < 30  # one of them would sleep 60 s
-    assert [pid for pid in descendants(slot.pid) if alive(pid)] == []
+    deadline = time.monotonic() + 10
+    while (below := [pid for pid in descendants(slot.pid) if alive(pid)])[1:] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(below) == 1  # the slot's own
     assert any(run(slot, SUM) == 1.0 for _ in range(5))  # on a busy machine a program may take more than `brief` gives
 
 

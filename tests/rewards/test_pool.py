@@ -176,7 +176,8 @@ def wait_until_gone(pids):
 def test_a_killed_worker_is_told_and_takes_its_process_along(local_ray, pool, custom):
     made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"), num_workers=1)
     pid = int(made.score_truths("train")[0].value)
-    worker = int(re.search(r"PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+    reaper = parent_of(pid)
+    worker = parent_of(reaper)
     os.kill(worker, signal.SIGKILL)
     with pytest.raises(WorkerLost) as caught:
         scores(local_ray, made, ["1"], [0])
@@ -184,7 +185,11 @@ def test_a_killed_worker_is_told_and_takes_its_process_along(local_ray, pool, cu
         f"reward worker 0 of 1 (pid {worker} on {socket.gethostname()}), in scoring answers: the process is gone: "
         "killed, or memory ran out. Run the same command again."
     )
-    wait_until_gone([pid])
+    wait_until_gone([pid, reaper])
+
+
+def parent_of(pid):
+    return int(re.search(r"PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
 def test_shutdown_leaves_no_process(local_ray, pool, custom):

@@ -135,6 +135,7 @@ def test_a_hanging_answer_is_killed_at_its_deadline(slot, body, gone):
         ("import os; os._exit(3)", "exit code 3"),
         ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("import os; os.kill(os.getpid(), 40)", "killed by signal 40"),
     ],
 )
 def test_a_dying_process_is_reported_and_replaced(slot, body, said):
@@ -227,7 +228,14 @@ def test_close_leaves_no_process_not_even_a_grandchild(slot, gone):
 
 @pytest.mark.fault("A killed reward worker takes its scorers along")
 def test_a_killed_owner_takes_even_a_hanging_slot_along(custom, tmp_path, gone):
-    reward = custom("def compute_score(**kwargs):\n    while True: pass\n")
+    daemon = tmp_path / "pid"
+    reward = custom(f"""
+        import subprocess
+        def compute_score(**kwargs):
+            process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+            with open({str(daemon)!r}, "w") as file: file.write(str(process.pid))
+            while True: pass
+    """)
     code = f"""
 import sys, threading
 from rltrain.rewards.processes.slot import ScoringSlot
@@ -239,11 +247,13 @@ slot.score("s", "a", "b", {{}})
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pid = int(owner.stdout.readline())
-    time.sleep(0.2)
+    while not (daemon.exists() and daemon.read_text()):
+        time.sleep(0.01)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
     assert gone(pid)
+    assert gone(int(daemon.read_text()))
 
 
 @pytest.mark.parametrize(

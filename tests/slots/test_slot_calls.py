@@ -40,6 +40,19 @@ TOOLS = """
     def long(number):
         return "x" * number
 
+    async def page(number):
+        return "x" * number
+
+    def deep(number):
+        sys.setrecursionlimit(10**6)
+        nested = []
+        for _ in range(number): nested = [nested]
+        return nested
+
+    def echo(word, seconds=0):
+        time.sleep(seconds)
+        return word
+
     def imported():
         return sorted({"torch", "ray", "numpy", "rltrain.rewards"} & set(sys.modules))
 
@@ -88,6 +101,36 @@ def test_what_is_no_json_or_too_long_is_rejected_with_the_reason(slot, tools):
     assert "the tool returned 2,000,0" in slot.call(tools("long"), 2_000_000).error
     assert slot.call(tools("long"), 1_000_000).value == "x" * 1_000_000
     assert slot.pid == pid
+
+
+def test_a_result_that_is_too_long_is_rejected_alone(slot, tools):
+    outcomes = slot.call_all(tools("page"), [(100_000,)] * 16)
+    assert [outcome.value for outcome in outcomes] == ["x" * 100_000] * 16
+    outcomes = slot.call_all(tools("page"), [(10,)] * 15 + [(2_000_000,)])
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 15 + ["rejected"]
+
+
+def test_a_result_that_is_nested_too_deeply_is_rejected(slot, tools):
+    assert slot.call(tools("deep"), 100).status == "ok"
+    pid = slot.pid
+    assert slot.call(tools("deep"), 50_000).error == "the tool returned what is nested too deeply"
+    assert slot.pid == pid
+
+
+def test_a_reply_that_an_interrupt_left_behind_is_not_the_next_one_s(slot, tools):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        slot.prepare(tools("echo"))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            slot.call(tools("echo"), "first", 0.5)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    time.sleep(0.5)
+    assert [slot.call(tools("echo"), word).value for word in ("second", "third")] == ["second", "third"]
 
 
 @pytest.mark.parametrize(

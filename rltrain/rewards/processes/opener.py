@@ -13,7 +13,7 @@ from rltrain.base.plugin import user_traceback
 from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.rewards.processes.score import ScorerCall, read_returned
 from rltrain.rewards.scorers.registry import find_scorer
-from rltrain.slots.child import Rejected, failure
+from rltrain.slots.child import Rejected
 
 _NAMELESS = (
     "\nThe reward function was given as an object, so other processes cannot find its functions by their names: write "
@@ -66,10 +66,12 @@ class _Single:
 class _Lists:
     """The user's function, called with lists of answers (reward_manager=batch)."""
 
+    takes_lists = True
+
     def __init__(self, custom: CustomReward) -> None:
         self._custom, self._function = custom, RewardFunction(custom)
 
-    def __call__(self, *calls: ScorerCall) -> list[dict[str, Any]]:
+    def __call__(self, *calls: ScorerCall) -> list[Any]:
         try:
             returned = list(self._function(*map(list, zip(*calls, strict=True))))
         except pickle.PicklingError as error:
@@ -86,11 +88,11 @@ def _explain(error: pickle.PicklingError, custom: CustomReward) -> None:
         error.args = (f"{error}{_NAMELESS}",)
 
 
-def _attempt(source: str, returned: Any) -> dict[str, Any]:
+def _attempt(source: str, returned: Any) -> Any:
     try:
-        return {"status": "ok", "value": _read(source, returned)}
+        return _read(source, returned)
     except BaseException as error:  # noqa: BLE001 - one of the list may be an exception, which says why there is no score
-        return failure(error)
+        return error
 
 
 def _read(source: str, returned: Any) -> dict[str, Any]:

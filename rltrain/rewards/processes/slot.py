@@ -10,7 +10,7 @@ from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.scorers.registry import FORMS
 from rltrain.slots.limits import Limits
 from rltrain.slots.service import Outcome, Service
-from rltrain.slots.slot import ORPHANED, Slot, outcome_of
+from rltrain.slots.slot import ORPHANED, Slot
 
 
 class ScoringSlot(Slot):
@@ -27,24 +27,21 @@ class ScoringSlot(Slot):
         allow_code_execution: bool = False,
     ):
         self._custom = custom
-        keys = ("reward.timeout_s", "reward.memory_limit_mb")
-        service = Service(
-            ScorerOpener(custom), "the reward function", *keys, result="score", call="answer", error=RewardError
-        )
+        words = ("the reward function", "reward.timeout_s", "reward.memory_limit_mb")
+        service = Service(ScorerOpener(custom), *words, result="score", call="answer", error=RewardError)
         super().__init__(service, Limits(timeout_s, memory_limit_mb, allow_code_execution))
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         """Score one answer. Raises RewardError only where no answer could be scored: no scorer, failing imports."""
-        return self._score((data_source, solution_str, ground_truth, extra_info))
+        return self.score_all([(data_source, solution_str, ground_truth, extra_info)])[0]
 
     def score_all(self, calls: Sequence[ScorerCall]) -> list[Score]:
         """Score answers one by one; those of an ``async`` function at the same time, some at once. A function that
         takes lists gets them in one call, with their time together."""
         if self._custom is None:
-            return [self._score(call) for call in calls]
-        if self._custom.batch:
-            return self._score_lists(calls)
-        outcomes = self.call_all(calls[0][0], calls)
+            outcomes = [self.call(call[0], *call) for call in calls]
+        else:
+            outcomes = (self.call_list if self._custom.batch else self.call_all)(calls[0][0], calls)
         return [_score_of(outcome, call) for outcome, call in zip(outcomes, calls, strict=True)]
 
     def score_truth(self, call: ScorerCall) -> Score:
@@ -60,16 +57,6 @@ class ScoringSlot(Slot):
             of_form = self.score(call[0], form.format(call[1]), *call[2:])
             score = of_form if of_form.status == "ok" else score
         return score
-
-    def _score(self, call: ScorerCall) -> Score:
-        if self._custom and self._custom.batch:
-            return self._score_lists([call])[0]
-        return _score_of(self.call(call[0], *call), call)
-
-    def _score_lists(self, calls: Sequence[ScorerCall]) -> list[Score]:
-        outcome = self.call(calls[0][0], *calls, timeout_s=self._limits.timeout_s * len(calls))
-        outcomes = map(outcome_of, outcome.value) if outcome.status == "ok" else [outcome] * len(calls)
-        return [_score_of(result, call) for result, call in zip(outcomes, calls, strict=True)]
 
 
 def _score_of(outcome: Outcome, call: ScorerCall) -> Score:

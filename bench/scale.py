@@ -30,7 +30,7 @@ from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
-from rltrain.trainer.roles import Policy
+from rltrain.trainer.roles import Frozen, Policy, StepModels
 
 ANSWERS, PROMPT_TOKENS, STEPS = 8, 100, 3
 DEVICES_PER_NODE = 8
@@ -70,18 +70,11 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
         ]
     ).config  # fmt: skip
     plan = make_plan(cfg, prompts * 4)
-    policy = Policy(group, plan.passes)
+    sizes = {"log_prob_gap_limit": 1.0, "attention_width": 1, "matmul_parameters": 1, "trained_parameters": 1}
+    models = StepModels(Policy(group, plan.passes), None, Frozen(group), sizes)
     sampler = BatchOrder(prompts * 4, prompts, 0, True)
     rewards = Rewards(cfg, {"train": []}, FreeScores(), None)  # type: ignore[arg-type]
-    return PPOTrainer(
-        cfg,
-        plan,
-        policy,
-        None,
-        rewards,
-        Experience(cfg, plan, policy, rewards, sampler),
-        {"log_prob_gap_limit": 1.0, "attention_width": 1, "matmul_parameters": 1, "trained_parameters": 1},
-    )
+    return PPOTrainer(cfg, plan, models, rewards, Experience(cfg, plan, models.policy, rewards, sampler))
 
 
 def start_group(processes: int, ranks: int = 1) -> WorkerGroup:

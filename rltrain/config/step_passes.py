@@ -106,7 +106,20 @@ class StepPasses:
 
     def describe(self, num_mini_batches: int) -> str:
         """The phases of a step by the names of their timers."""
-        return ", ".join(self._phases(num_mini_batches))
+        uses = {"exact KL": self.exact_kl_in_loss, "importance weights": self.importance_weights}
+        uses["rejection"] = self.rejects
+        some = self.old_log_probs != "all"
+        remarks = {
+            "gen_max": "greedy answers",
+            "old_log_prob": f"{num_mini_batches - 1} of {num_mini_batches} mini-batches" if some else "",
+            "update_actor": ", ".join(name for name, happens in uses.items() if happens),
+        }
+        others = {"gen": True, "reward": True, "gen_max": self.greedy_baseline, "adv": True}
+        return ", ".join(
+            f"{name} ({remarks[name]})" if remarks.get(name) else name
+            for name in step_phases()
+            if (others[name] if name in others else self.makes(name, num_mini_batches))
+        )
 
     def makes(self, name: str, num_mini_batches: int) -> bool:
         """Whether a step makes the pass ``name``."""
@@ -114,23 +127,6 @@ class StepPasses:
             return self.old_log_probs == "all" or (self.old_log_probs != "none" and num_mini_batches > 1)
         # The reference may be the actor without its adapters.
         return self.ref if name == "ref" else PASSES[name].role in self.roles
-
-    def _phases(self, num_mini_batches: int) -> Iterator[str]:
-        within = {
-            "exact KL": self.exact_kl_in_loss,
-            "importance weights": self.importance_weights,
-            "rejection": self.rejects,
-        }
-        some = self.old_log_probs != "all"
-        remarks = {
-            "gen_max": "greedy answers",
-            "old_log_prob": f"{num_mini_batches - 1} of {num_mini_batches} mini-batches" if some else "",
-            "update_actor": ", ".join(name for name, happens in within.items() if happens),
-        }
-        others = {"gen": True, "reward": True, "gen_max": self.greedy_baseline, "adv": True}
-        for name in step_phases():
-            if others[name] if name in others else self.makes(name, num_mini_batches):
-                yield f"{name} ({remarks[name]})" if remarks.get(name) else name
 
 
 def make_step_passes(config: Config, images: bool = False, images_in_training: bool | None = None) -> StepPasses:

@@ -23,7 +23,7 @@ from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
-from rltrain.trainer.roles import Critic, Policy, RewardModel
+from rltrain.trainer.roles import Critic, Frozen, Policy, RewardModel, StepModels
 from rltrain.trainer.validation import Validation
 from rltrain.workers.roles import Models
 
@@ -43,10 +43,9 @@ def make_trainer(
     group: has the interface of `WorkerGroup`, with a `HybridWorker` per rank. pool: has the interface of `RewardPool`
     (None: only a reward model scores). on_phase(name): called when a phase begins.
     """
-    policy, rewards, sizes = _load(cfg, plan, data, group, pool)
-    experience = Experience(cfg, plan, policy, rewards, sampler_of(cfg, plan, data.rows["train"]))
-    critic = Critic(group, plan.passes) if plan.passes.values else None
-    return PPOTrainer(cfg, plan, policy, critic, rewards, experience, sizes, data.prompts["train"], on_phase)
+    models, rewards = _load(cfg, plan, data, group, pool)
+    experience = Experience(cfg, plan, models.policy, rewards, sampler_of(cfg, plan, data.rows["train"]))
+    return PPOTrainer(cfg, plan, models, rewards, experience, data.prompts["train"], on_phase)
 
 
 def make_evaluation(
@@ -56,19 +55,21 @@ def make_evaluation(
 
     folder: the checkpoint whose weights it has (None: those of the model's folder). The others: as of `make_trainer`.
     """
-    policy, rewards, _ = _load(cfg, plan, data, group, pool)
-    for note in policy.load(str(folder / "actor"), True) if folder else ():
+    models, rewards = _load(cfg, plan, data, group, pool)
+    for note in models.policy.load(str(folder / "actor"), True) if folder else ():
         log.warning("note: %s", note)
-    return Validation(cfg, plan, policy, rewards, on_phase)
+    return Validation(cfg, plan, models.policy, rewards, on_phase)
 
 
-def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[Policy, Rewards, dict[str, float]]:
-    """Policy and rewards, and the sizes of the models that the workers have loaded."""
+def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[StepModels, Rewards]:
+    """The models that the workers have loaded, and rewards."""
     sizes = group.call(Models.init_models, plan.passes)[0]
     total, trained = (int(sizes[name]) for name in ("num_parameters", "trained_parameters"))
     log.info("%s, %s parameters, %s of them trained", count(group.world, "worker"), f"{total:,}", f"{trained:,}")
     model = RewardModel(group) if cfg.reward_model.enable else None
-    return Policy(group, plan.passes), Rewards(cfg, data.rows, pool, model), sizes
+    critic = Critic(group, plan.passes) if plan.passes.values else None
+    models = StepModels(Policy(group, plan.passes), critic, Frozen(group), sizes)
+    return models, Rewards(cfg, data.rows, pool, model)
 
 
 def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:

@@ -24,8 +24,10 @@ from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import get_device, load_backend
 from rltrain.base.errors import ConfigError, DataError, NonFiniteError, command
 from rltrain.base.plugin import is_plugin
+from rltrain.config.budgets import ranks_per_sequence
 from rltrain.config.load import load_config
 from rltrain.config.loaded import LoadedConfig
+from rltrain.config.passes import PASSES
 from rltrain.config.schema.declarations import ESTIMATOR_KEY, LOSS_KEY
 from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
@@ -57,9 +59,9 @@ def replay(folder: Path, changes: list[str]) -> tuple[str, bool]:
         raise DataError(f"{folder} has no {CONFIG}. Give a folder incidents/nonfinite_… of a run.")
     _refuse_code(folder / CONFIG, changes)
     parts = read(folder)
-    size = _sharing(load_config([], [str(folder / CONFIG)]), parts[0].role)
+    config = load_config([], [str(folder / CONFIG)]).config
     # Ranks that share sequences have the same samples.
-    parts = parts[::size]
+    parts = parts[:: ranks_per_sequence(config, PASSES[f"update_{parts[0].role}"].keys)]
     loaded = load_config([*_ALONE, *changes], [str(folder / CONFIG)])
     device = get_device(loaded.config.trainer.device)
     if not device.count:
@@ -89,12 +91,6 @@ def _refuse_code(file: Path, changes: list[str]) -> None:
         raise ConfigError(
             f"{file} names code that an update runs. If you trust it, add to the command: {' '.join(settings)}"
         )
-
-
-def _sharing(loaded: LoadedConfig, role: str) -> int:
-    config = loaded.config
-    key = config.critic if role == "critic" else config.actor_rollout_ref.actor
-    return key.ulysses_sequence_parallel_size
 
 
 def _replayed(folder: Path, parts: list[Incident], loaded: LoadedConfig, residency: Residency) -> tuple[str, bool]:

@@ -35,7 +35,7 @@ from rltrain.trainer.overlap import Overlap, OverlappedPass
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
-from rltrain.trainer.roles import Critic, Policy
+from rltrain.trainer.roles import Critic, StepModels
 from rltrain.trainer.timing import StepTimer, decode_metrics, flops_metrics
 from rltrain.trainer.validation import Validation
 from rltrain.workers.tasks import UpdateTask
@@ -66,27 +66,24 @@ class PPOTrainer:
         self,
         cfg: Config,
         plan: Plan,
-        policy: Policy,
-        critic: Critic | None,
+        models: StepModels,
         rewards: Rewards,
         experience: Experience,
-        model_sizes: dict[str, float],
         prompts: PromptStore | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.cfg = cfg
         self.plan = plan
-        self.actor = policy
-        self.critic = critic
+        self.actor, self.critic, self.frozen = models.policy, models.critic, models.frozen
+        self.model_sizes = models.sizes
         self.rewards = rewards
         self.experience = experience
         self.advantages = Advantages(cfg, plan.passes)
-        self.model_sizes = model_sizes
         self._prompts = prompts
-        self._alarms = Alarms(cfg, model_sizes["log_prob_gap_limit"])
+        self._alarms = Alarms(cfg, models.sizes["log_prob_gap_limit"])
         self._metrics: Metrics = {}  # of the newest step
         self._on_phase = on_phase
-        self.validation = Validation(cfg, plan, policy, rewards, on_phase)
+        self.validation = Validation(cfg, plan, self.actor, rewards, on_phase)
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -141,13 +138,11 @@ class PPOTrainer:
         plan, passes = self.plan, self.plan.passes
         if not plan.ranks_with_all_weights:
             return None
-        overlapped = []
-        if passes.old_log_probs != "none":
-            own = plan.budgets["old_log_prob"], plan.ranks["actor"]
-            overlapped.append(OverlappedPass(self.actor.log_probs, self._covered(step), *own))
-        if passes.ref:
-            every, own = np.ones(plan.samples_per_step, dtype=bool), (plan.budgets["ref"], plan.ranks["ref"])
-            overlapped.append(OverlappedPass(self.actor.ref_log_probs, every, *own))
+        begins = {"old_log_prob": self.actor.log_probs} if passes.old_log_probs != "none" else {}
+        begins |= {"ref": self.actor.ref_log_probs} if passes.ref else {}
+        covered = {"old_log_prob": self._covered(step), "ref": np.ones(plan.samples_per_step, dtype=bool)}
+        own = {name: (covered[name], plan.budgets[name], plan.ranks[PASSES[name].role]) for name in begins}
+        overlapped = [OverlappedPass(begin, *own[name]) for name, begin in begins.items()]
         return Overlap(overlapped, plan.ranks_with_all_weights, plan.num_devices, self._workload)
 
     def _covered(self, step: int) -> NDArray[np.bool_]:

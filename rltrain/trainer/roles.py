@@ -332,6 +332,26 @@ class Critic(_Remote):
         return self._group.call(roles.Critic.load, folder, weights_only)[0]
 
 
+class Frozen(_Remote):
+    """Policies that learn nothing."""
+
+    def log_probs(self, name: str, column: str, samples: Samples, layout: Layout) -> dict[str, Moments]:
+        """Attach ``column``, the log-probs of the pass ``name``; returns their moments under that name."""
+        tasks = [(name, column, sizes) for sizes in layout.all_sizes()]
+        return self._pass(roles.Frozen.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column]).collect()
+
+
+@dataclass(frozen=True)
+class StepModels:
+    """The models of a step but the reward model, which `Rewards` has."""
+
+    policy: Policy
+    critic: Critic | None
+    frozen: Frozen
+    sizes: dict[str, float]
+    """See `workers.roles.Models`."""
+
+
 class RewardModel(_Remote):
     """The reward model."""
 

@@ -37,7 +37,7 @@ from rltrain.models.weights.lora import adapter_weights, adapters_off, write_ada
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import actor_spec
 from rltrain.models.weights.state import load_training_state
-from rltrain.workers.loading import load_role
+from rltrain.workers.frozen import FrozenWorker, load_role, measure
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor
@@ -80,9 +80,9 @@ class ActorRefWorker(Actor):
         self._writer = StateWriter(self.policy, self.updater.optimizer, self._device)
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
-        # Or with its adapters off the policy.
-        has_own = "ref" in passes.roles
-        self.reference: PolicyModel = load_role("ref", self._cfg, passes, self.residency) if has_own else self.policy
+        self.frozen = FrozenWorker(self._cfg, passes, self.residency)
+        # With its adapters off the policy is one too.
+        self.reference: PolicyModel = self.frozen.models.get("ref", self.policy)
         # Behind all models, whose forwards come first.
         self.residency.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
@@ -112,7 +112,8 @@ class ActorRefWorker(Actor):
         """
         self.residency.enter("old_log_prob")
         self._log_probs_at = self.updater.num_steps
-        log_probs, entropy = self._run_pass(self.policy, batch, micro_sizes, with_entropy=True)
+        outputs = measure(self.policy, batch.split(micro_sizes), self._device, self._rollout_cfg.temperature, True)
+        log_probs, entropy = (per_policy_token(output, batch) for output in outputs)
         if not len(batch):
             return Batch(), PassNumbers()
         columns, moments = self._compare(log_probs, batch)
@@ -130,8 +131,10 @@ class ActorRefWorker(Actor):
         passes = self._passes
         columns: dict[str, Ragged] = {}
         if passes.ref_log_probs:
+            micros, temperature = batch.split(micro_sizes), self._rollout_cfg.temperature
             with adapters_off(self.reference):
-                columns[c.REF_LOG_PROBS], _ = self._run_pass(self.reference, batch, micro_sizes, with_entropy=False)
+                (log_probs,) = measure(self.reference, micros, self._device, temperature)
+            columns[c.REF_LOG_PROBS] = per_policy_token(log_probs, batch)
         if passes.exact_kl_in_reward:
             self.policy.eval()
             kl = torch.cat([self._exact_kl(micro) for micro in batch.split(micro_sizes)])
@@ -161,24 +164,6 @@ class ActorRefWorker(Actor):
     def _reference_logits(self, states: Tensor, temperature: float) -> Tensor:
         with adapters_off(self.reference):
             return final_logits(self.reference.model, states, temperature)
-
-    @torch.no_grad()
-    def _run_pass(
-        self, model: PolicyModel, batch: Batch, micro_sizes: Sequence[int], with_entropy: bool
-    ) -> tuple[Ragged, Ragged]:
-        outputs = self._forward(model, batch.split(micro_sizes), with_entropy)
-        log_prob = per_policy_token(outputs[0], batch)
-        return log_prob, log_prob.like(outputs[1]) if with_entropy else log_prob
-
-    def _forward(self, model: PolicyModel, micros: Sequence[Batch], with_entropy: bool) -> list[Tensor]:
-        """Log-probs, and entropy where it is asked for, of all policy tokens, on the host."""
-        model.eval()
-        temperature, device = self._rollout_cfg.temperature, self._device.torch_device
-        outputs = [model(pack(micro, device), temperature, with_entropy) for micro in micros]
-        reshard(model)
-        # Fetched once, at the end, so that the host never waits for the device between micro-batches.
-        kinds = [[part.log_probs for part in outputs], [part.entropy for part in outputs] if with_entropy else []]
-        return [torch.cat(tensors).cpu() for tensors in kinds if tensors]
 
     @torch.no_grad()
     def text_log_probs(self, text: EncodedPrompt) -> Tensor:
@@ -306,9 +291,9 @@ class ActorRefWorker(Actor):
             current = [micro.ragged(c.OLD_LOG_PROBS).values for micro in having]
         else:
             # Idle micro-batches run too, because the forward is a collective.
-            (log_probs,) = self._forward(self.policy, micros, False)
+            (log_probs,) = measure(self.policy, micros, self._device, self._rollout_cfg.temperature)
             current = list(log_probs.split([len(self._old(micro).values) for micro in having]))
-            # `_forward` has left the model in eval mode, in which transformers does not recompute activations.
+            # `measure` has left the model in eval mode, in which transformers does not recompute activations.
             self.policy.train()
         empty = torch.zeros(0)
         masks = [self._correct(micro, values, task)[0].to("cpu") for micro, values in zip(having, current, strict=True)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
 from rltrain.base.columns import names as c
@@ -16,9 +14,8 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import TOKEN_MEAN
 from rltrain.config.step_passes import StepPasses
 from rltrain.models.attention.packing import pack, per_policy_token
-from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import load_training_state
-from rltrain.workers.loading import load_role
+from rltrain.workers.frozen import load_role, measure
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Critic
@@ -40,14 +37,11 @@ class CriticWorker(Critic):
         self._writer = StateWriter(self.model, self.updater.optimizer, self._device)
         residency.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
 
-    @torch.no_grad()
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """V of the state in which each answer token was chosen."""
         self.residency.enter("values")
-        self.model.eval()
-        values = [self.model(pack(micro, self._device.torch_device)) for micro in batch.split(micro_sizes)]
-        reshard(self.model)
-        return Batch({c.VALUES: per_policy_token(torch.cat(values).cpu(), batch)}), PassNumbers()
+        (values,) = measure(self.model, batch.split(micro_sizes), self._device)
+        return Batch({c.VALUES: per_policy_token(values, batch)}), PassNumbers()
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """One optimizer step per mini-batch."""

@@ -35,11 +35,6 @@ from rltrain.workers.token_advantages import token_advantages
 class HybridWorker(Models, Advantages):
     """``roles``: the objects that the driver's calls go to, each under the Protocol that its class names as a base."""
 
-    actor: ActorRefWorker
-    rollout: RolloutWorker
-    critic: CriticWorker
-    reward_model: RewardModelWorker
-
     def __init__(self, cfg: Config, prompts: dict[str, PromptStore], rows: dict[str, Rows] | None = None) -> None:
         self._cfg = cfg
         import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
@@ -58,7 +53,7 @@ class HybridWorker(Models, Advantages):
         self.rollout = RolloutWorker(
             self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.text_log_probs
         )
-        self.roles += [self.actor, self.rollout]
+        self.roles += [self.actor, self.rollout, *([self.actor.frozen] if passes.trains else [])]
         if "critic" in passes.roles:
             self.critic = CriticWorker(self._cfg, passes, residency)
             self.roles.append(self.critic)

@@ -22,7 +22,7 @@ from rltrain.models.attention.packing import pack_whole
 from rltrain.models.load import read_score_head
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import ModelSpec, reward_model_spec
-from rltrain.workers.loading import load_role
+from rltrain.workers.frozen import load_role
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array
 from rltrain.workers.roles import RewardModel

@@ -65,6 +65,13 @@ class Actor(Protocol):
         """Read them back. Returns notes for the log."""
 
 
+class Frozen(Protocol):
+    """Policies that learn nothing: `FrozenWorker`."""
+
+    def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
+        """log pi(answer) under the policy of a pass. task: the pass, the column to make, and the micro-batches."""
+
+
 class Rollout(Protocol):
     """The rollout engine: `RolloutWorker`."""
 

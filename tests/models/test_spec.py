@@ -4,7 +4,7 @@ import pytest
 
 from rltrain.base.device import get_device
 from rltrain.config.load import load_config
-from rltrain.models.weights.spec import actor_spec, critic_spec, reference_spec, reward_model_spec
+from rltrain.models.weights.spec import actor_spec, critic_spec, frozen_spec, reward_model_spec
 from tests.tiny import save_tiny_model, small_config
 
 
@@ -27,7 +27,7 @@ def test_towers_work_where_prompts_have_images(images, freeze, towers):
     """That of the critic is frozen with the policy's; a reward model reads texts."""
     config, device = small_config(), get_device("cpu")
     config.actor_rollout_ref.actor.freeze_vision_tower = freeze
-    specs = [make(config, device, images) for make in (actor_spec, critic_spec, reference_spec)]
+    specs = [make(config, device, images) for make in (actor_spec, critic_spec, frozen_spec)]
     assert [spec.tower for spec in (*specs, reward_model_spec(config, device))] == towers
 
 

@@ -58,16 +58,16 @@ def test_the_arithmetic_of_a_384_device_run():
         (["trainer.n_gpus_per_node=8"], None),
         (
             [],
-            "the weights of every layer, as 8 nodes share a copy (actor.fsdp_config.fsdp_size=8, where memory allows: "
-            "one in each node)",
+            "the weights of every layer, as 8 nodes share a copy (actor_rollout_ref.actor.fsdp_config."
+            "fsdp_size=8, where memory allows: one in each node)",
         ),
         ([f"{A}actor.fsdp_config.fsdp_size=8"], "gradients, as there are 8 copies of the weights"),
         ([f"{A}actor.fsdp_config.fsdp_size=4"], "gradients, as there are 16 copies of the weights"),
         (
             [f"{A}actor.fsdp_config.fsdp_size=16", f"{A}actor.ulysses_sequence_parallel_size=16"],
             "gradients, as there are 4 copies of the weights; the weights of every layer, as 2 nodes share a copy "
-            "(actor.fsdp_config.fsdp_size=8, where memory allows: one in each node); heads and tokens of every layer, "
-            "as 2 nodes share a sequence",
+            "(actor_rollout_ref.actor.fsdp_config.fsdp_size=8, where memory allows: one in each node); heads and "
+            "tokens of every layer, as 2 nodes share a sequence",
         ),
         (
             [f"{A}actor.fsdp_config.fsdp_size=8", f"{A}rollout.tensor_model_parallel_size=32"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from rltrain.base.device import Device, resolve_dtype
 from rltrain.config.budgets import longest_sequence
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
+from rltrain.config.schema.keys import get
 from rltrain.config.schema.model import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
 from rltrain.config.step_passes import StepPasses, make_step_passes
 from rltrain.models.forward import PolicyModel, ScalarModel
@@ -74,10 +74,22 @@ def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_th
     return spec if learns_from_them or not images else replace(spec, tower="frozen")
 
 
-def reference_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
-    """The policy as it was before training, or the model that the config names, sharded as the actor is."""
-    actor, size = actor_spec(cfg, device, images), cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size
-    return _frozen(actor, "actor_rollout_ref.ref", cfg.actor_rollout_ref.ref.model.path, size)
+def frozen_spec(cfg: Config, device: Device, images: bool = False, role: Role = "ref") -> ModelSpec:
+    """A policy that learns nothing: as before training, or the model that ``role`` names, sharded as the actor is."""
+    actor, section = actor_spec(cfg, device, images), ROLES[role].section
+    path = get(cfg, f"{section}.model.path") or actor.path
+    return replace(
+        actor,
+        path=path,
+        role=section,
+        # Frozen weights gain nothing from a dtype wider than the one they compute in.
+        master_dtype=actor.compute_dtype,
+        gradient_checkpointing=False,
+        sequence_parallel_size=get(cfg, f"{section}.ulysses_sequence_parallel_size"),
+        lora=None,
+        tower="frozen" if images else "rests",
+        is_copy=path == actor.path,
+    )
 
 
 def critic_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
@@ -101,41 +113,23 @@ def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
     )
 
 
-_SPECS: dict[Role, tuple[type[Any], Callable[[Config, Device, StepPasses], ModelSpec]]] = {
-    "actor": (
-        PolicyModel,
-        lambda cfg, device, passes: actor_spec(cfg, device, passes.images, passes.images_in_training),
-    ),
-    "ref": (PolicyModel, lambda cfg, device, passes: reference_spec(cfg, device, passes.images_in_training)),
-    "critic": (ScalarModel, lambda cfg, device, passes: critic_spec(cfg, device, passes.images_in_training)),
-    "reward_model": (ScalarModel, lambda cfg, device, passes: reward_model_spec(cfg, device)),
-}
-
-
 def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> dict[Role, tuple[type[Any], ModelSpec]]:
     """The models of a run: the policy, which an evaluation has too, and those of ``passes.roles``.
 
     passes: None: as of a run whose prompts have no images.
     """
     passes = passes or make_step_passes(cfg)
-    roles = [role for role in ROLES if role == "actor" or role in passes.roles]
-    return {role: (_SPECS[role][0], _SPECS[role][1](cfg, device, passes)) for role in roles}
 
+    def model(role: Role) -> tuple[type[Any], ModelSpec]:
+        if role == "actor":
+            return PolicyModel, actor_spec(cfg, device, passes.images, passes.images_in_training)
+        if role == "critic":
+            return ScalarModel, critic_spec(cfg, device, passes.images_in_training)
+        if role == "reward_model":
+            return ScalarModel, reward_model_spec(cfg, device)
+        return PolicyModel, frozen_spec(cfg, device, passes.images_in_training, role)
 
-def _frozen(actor: ModelSpec, role: str, path: str | None, size: int) -> ModelSpec:
-    """A policy that learns nothing. path: of its weights (None: those of the actor)."""
-    return replace(
-        actor,
-        path=path or actor.path,
-        role=role,
-        is_copy=path in (None, actor.path),
-        # Frozen weights gain nothing from a dtype wider than the one they compute in.
-        master_dtype=actor.compute_dtype,
-        gradient_checkpointing=False,
-        sequence_parallel_size=size,
-        lora=None,
-        tower="rests" if actor.tower == "rests" else "frozen",
-    )
+    return {role: model(role) for role in ROLES if role == "actor" or role in passes.roles}
 
 
 def _trained(

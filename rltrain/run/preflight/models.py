@@ -112,8 +112,6 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         findings.problems += _vocabulary(spec, config, chat_encoder(cfg))
         if kind is PolicyModel:
             findings.problems += _other_tokens(cfg, spec, config, findings)
-            if role == "ref":
-                findings.problems += _full_kl(cfg, spec, config)
     problems = [heads_problem(config, size, key) for key, size in sizes.items()]
     findings.problems += [problem for problem in problems if problem]
     # On the hub, the head lies in files of gigabytes.
@@ -169,7 +167,7 @@ def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[
 
 def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> Iterator[str]:
     """A log-prob of another token means nothing."""
-    named, encoder = f"{spec.section}.path={spec.path}", chat_encoder(cfg)
+    named, encoder, passes = f"{spec.section}.path={spec.path}", chat_encoder(cfg), make_step_passes(cfg)
     try:
         # The template is never used, and a base model may have none.
         reference = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
@@ -184,16 +182,12 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
             f"{named}: its token {first} is {tokens[first]!r}, and that of the policy {ours[first]!r}; {len(differ):,} "
             "are others, so a KL to it means nothing. Use a model with the policy's tokenizer."
         )
-
-
-def _full_kl(cfg: Config, spec: ModelSpec, config: Any) -> Iterator[str]:
-    """Of a reference, which is compared over all tokens."""
-    passes, size = make_step_passes(cfg), config.get_text_config().vocab_size
-    policy_size = chat_encoder(cfg).model_vocab_size
-    if (passes.exact_kl_in_loss or passes.exact_kl_in_reward) and policy_size and size != policy_size:
+    size, policy_size = config.get_text_config().vocab_size, encoder.model_vocab_size
+    is_compared = spec.role == ROLES["ref"].section and (passes.exact_kl_in_loss or passes.exact_kl_in_reward)
+    if is_compared and policy_size and size != policy_size:
         yield (
-            f"{spec.section}.path={spec.path} knows {size:,} tokens and the policy {policy_size:,}, and a full KL "
-            "compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."
+            f"{named} knows {size:,} tokens and the policy {policy_size:,}, and a full KL compares all of them. Use "
+            "kl_loss_type (kl_penalty) k3, or a reference of the same size."
         )
 
 

@@ -6,8 +6,9 @@ from rltrain.base.device import get_device
 from rltrain.base.logs import count
 from rltrain.config.budgets import PassBudget
 from rltrain.config.notes import compares_nothing
-from rltrain.config.passes import PASSES
+from rltrain.config.passes import PASSES, ROLES, Role, updates_of
 from rltrain.config.schema import Config
+from rltrain.config.schema.keys import get
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import specs_of
 from rltrain.trainer.plan import ImageSizes, Plan, devices_per_copy
@@ -68,37 +69,27 @@ def _between_nodes(plan: Plan, config: Config) -> str:
     def nodes(size: int) -> str:
         return count(size // here, "node")
 
-    def model(whose: str, key: str, fsdp_size: int, ranks: int, *, learns: bool = True) -> list[str]:
-        shards, per_sequence = devices_per_copy(fsdp_size, plan.num_devices), plan.num_devices // ranks
-        copies, sentences = plan.num_devices // shards, []
-        if learns and copies > 1:
-            sentences.append(f"gradients{whose}, as there are {copies} copies of the weights")
+    lines, size = list[str](), config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    for role in (role for role in ROLES if role in plan.passes.roles):
+        whose, key = "" if role == "actor" else f" of the {_name(role)}", f"{ROLES[role].fsdp}.fsdp_size"
+        # The weights of a frozen policy lie as the actor's.
+        shards = devices_per_copy(getattr(get(config, ROLES[role].fsdp), "fsdp_size", 1), plan.num_devices)
+        copies, per_sequence = plan.num_devices // shards, plan.num_devices // plan.ranks[role]
+        if updates_of(role) and copies > 1:
+            lines.append(f"gradients{whose}, as there are {copies} copies of the weights")
         if shards > here:
-            sentences.append(
+            lines.append(
                 f"the weights of every layer{whose}, as {nodes(shards)} share a copy "
-                f"({key}.fsdp_config.fsdp_size={here}, where memory allows: one in each node)"
+                f"({key}={here}, where memory allows: one in each node)"
             )
         if per_sequence > here:
-            sentences.append(f"heads and tokens of every layer{whose}, as {nodes(per_sequence)} share a sequence")
-        return sentences
-
-    roles, critic, reward_model = config.actor_rollout_ref, config.critic.model, config.reward_model
-    size = roles.rollout.tensor_model_parallel_size
-    lines = model("", "actor", roles.actor.fsdp_config.fsdp_size, plan.ranks["actor"])
-    if plan.passes.ref and plan.ranks["ref"] < plan.ranks["actor"]:  # its weights lie as the actor's
-        lines += model(" of the reference", "", 1, plan.ranks["ref"], learns=False)
-    if plan.passes.values:
-        lines += model(" of the critic", "critic.model", critic.fsdp_config.fsdp_size, plan.ranks["critic"])
-    if reward_model.enable:
-        key, shards = "reward_model.model", reward_model.model.fsdp_config.fsdp_size
-        lines += model(" of the reward model", key, shards, plan.num_devices, learns=False)
+            lines.append(f"heads and tokens of every layer{whose}, as {nodes(per_sequence)} share a sequence")
     lines += [f"every layer of every token that is generated, as {nodes(size)} share an engine"] if size > here else []
     return "; ".join(lines)
 
 
-def _ranks_of_its_own(plan: Plan, ranks: int) -> str:
-    """Said where a model is spread otherwise than the actor."""
-    return "" if ranks == plan.ranks["actor"] else f", of which there are {ranks}"
+def _name(role: Role) -> str:
+    return "reference" if role == "ref" else role.replace("_", " ")
 
 
 def _device(config: Config) -> str:
@@ -109,12 +100,14 @@ def _device(config: Config) -> str:
 
 def _micro_batches(plan: Plan, config: Config) -> list[str]:
     """The budgets of the passes that a step makes; passes with the same one stand together."""
+    # Where a model is spread otherwise than the actor.
+    others = {ranks: f", of which there are {ranks}" for ranks in {*plan.ranks.values()} - {plan.ranks["actor"]}}
     sharing: dict[tuple[PassBudget, int], list[str]] = {}
     for name, step_pass in PASSES.items():
         if plan.passes.makes(name, plan.num_mini_batches):
             sharing.setdefault((plan.budgets[name], plan.ranks[step_pass.role]), []).append(name)
     return [
-        f"at most {budget} per data-parallel rank{_ranks_of_its_own(plan, its_ranks)}: {', '.join(names)}"
+        f"at most {budget} per data-parallel rank{others.get(its_ranks, '')}: {', '.join(names)}"
         for (budget, its_ranks), names in sharing.items()
     ]
 
@@ -124,7 +117,7 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     rows = [("images", _images(plan, plan.images))] if plan.images and plan.images.most_rows else []
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:
-            rows.append(("reference" if role == "ref" else role, spec.path))
+            rows.append((_name(role), spec.path))
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))

@@ -1,0 +1,64 @@
+"""Models of roles on a rank: how one is loaded, and a pass without gradients. And the policies that make no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.moments import Moments
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import Device
+from rltrain.config.passes import PASSES, Role, updates_of
+from rltrain.config.schema import Config
+from rltrain.config.step_passes import StepPasses, rests_on_host
+from rltrain.models.attention.packing import pack, per_policy_token
+from rltrain.models.forward import PackedModel, PolicyModel
+from rltrain.models.weights.shard import reshard, sharded_model
+from rltrain.models.weights.spec import specs_of
+from rltrain.workers.residency import Residency
+from rltrain.workers.results import PassNumbers
+from rltrain.workers.roles import Frozen
+
+
+def load_role(role: Role, cfg: Config, passes: StepPasses, residency: Residency) -> Any:
+    """Load the model of ``role``, of the class that `specs_of` says (a collective). One that never learns is frozen."""
+    kind, spec = specs_of(cfg, residency.device, passes)[role]
+    model = sharded_model(kind, spec, residency.device)
+    if not updates_of(role):
+        model.requires_grad_(False).eval()
+    residency.add_model(role, model, *passes.needs(role), offload=rests_on_host(cfg, role))
+    return model
+
+
+@torch.no_grad()
+def measure(model: PackedModel, micros: Sequence[Batch], device: Device, *arguments: Any) -> list[Tensor]:
+    """What ``model`` says of all policy tokens, on the host: values, or log-probs and where it is asked for entropy."""
+    model.eval()
+    outputs = [model(pack(micro, device.torch_device), *arguments) for micro in micros]
+    reshard(model)
+    parts = [(output,) if isinstance(output, Tensor) else output for output in outputs]
+    # Fetched once, at the end, so that the host never waits for the device between micro-batches.
+    return [torch.cat(kind).cpu() for kind in zip(*parts, strict=True) if kind[0] is not None]
+
+
+class FrozenWorker(Frozen):
+    """``models``: policies that learn nothing, by role. The reference of an actor with adapters is not among them."""
+
+    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
+        self._residency, self._temperature = residency, cfg.actor_rollout_ref.rollout.temperature
+        self.models: dict[Role, PolicyModel] = {
+            role: load_role(role, cfg, passes, residency)
+            for role, (kind, _) in specs_of(cfg, residency.device, passes).items()
+            if kind is PolicyModel and not updates_of(role)
+        }
+
+    def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
+        """log pi(answer) under the policy of a pass. task: the pass, the column to make, and the micro-batches."""
+        name, column, micro_sizes = task
+        self._residency.enter(name)
+        model, micros = self.models[PASSES[name].role], batch.split(micro_sizes)
+        (log_probs,) = measure(model, micros, self._residency.device, self._temperature)
+        return Batch({column: per_policy_token(log_probs, batch)}), PassNumbers({}, {name: Moments.of(log_probs)})

@@ -1,0 +1,167 @@
+"""A new pass with a model of its own is a row in each of two tables: all that speaks of passes and models knows it."""
+
+import numpy as np
+import pytest
+
+from rltrain.base.columns import names as c
+from rltrain.base.device import get_device
+from rltrain.config.load import load_config
+from rltrain.config.passes import PASSES, ROLES, ModelRole, Pass, device_phases, step_phases
+from rltrain.config.step_passes import make_step_passes, offloads
+from rltrain.controller.samples import Samples
+from rltrain.models.forward import PolicyModel
+from rltrain.models.weights.spec import specs_of
+from rltrain.run.preflight import health
+from rltrain.run.preflight.memory import forecast
+from rltrain.run.preflight.models import Findings, look_at_models
+from rltrain.run.report.plan import describe
+from rltrain.run.report.table import PHASES
+from rltrain.trainer.balance import LayoutCost
+from rltrain.trainer.metrics import throughput_metrics
+from rltrain.trainer.plan import make_plan
+from rltrain.trainer.timing import StepTimer, flops_metrics
+from rltrain.workers.frozen import FrozenWorker
+from rltrain.workers.full_device import ways_out
+from tests.tiny import save_tiny_model, small_run
+from tests.trainer.steps import NO_KL
+
+# The fake role's settings are those of the reference, which these runs do not have.
+SECTION = "actor_rollout_ref.ref"
+PATH, SIZE = f"{SECTION}.model.path", f"{SECTION}.log_prob_max_token_len_per_gpu"
+OFFLOAD = f"{SECTION}.fsdp_config.param_offload"
+
+
+@pytest.fixture
+def judge():
+    """The rows of a frozen policy that judges every answer, behind the pass of the reference."""
+    passes, roles = dict(PASSES), dict(ROLES)
+    ROLES["judge"] = ModelRole(SECTION, f"{SECTION}.fsdp_config", lambda config: True)
+    PASSES.clear()
+    for name, row in passes.items():
+        PASSES[name] = row
+        if name == "ref":
+            PASSES["judge"] = Pass("judge", row.keys, "judge")
+    yield
+    for table, before in ((PASSES, passes), (ROLES, roles)):
+        table.clear()
+        table.update(before)
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory):
+    """A model of the same tokens and twice the width."""
+    return save_tiny_model(tmp_path_factory.mktemp("another") / "model", seed=7, width=64)
+
+
+@pytest.fixture
+def changes(another):
+    return NO_KL | {PATH.replace(".", "__"): another, SIZE.replace(".", "__"): 99}
+
+
+@pytest.fixture
+def cfg(judge, tiny_model, arithmetic_files, tmp_path, changes):
+    return load_config(small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)).config
+
+
+def test_a_step_has_it_in_its_place(cfg):
+    passes = make_step_passes(cfg)
+    assert passes.describe(1) == "gen, reward, judge, adv, update_actor"
+    assert passes.needs("judge") == ("judge",)
+    assert step_phases()[3:7] == ("old_log_prob", "ref", "judge", "values")
+    assert "judge" in device_phases()
+    cfg.trainer.val_only = True
+    assert "judge" not in make_step_passes(cfg).roles, "an evaluation loads it where its row says so"
+
+
+def test_a_report_lists_the_phases_of_a_step():
+    assert set(step_phases()) < set(PHASES)
+
+
+def test_its_seconds_are_not_other_ones(judge):
+    timer = StepTimer()
+    with timer("step"), timer("judge"):
+        sum(range(100_000))
+    seconds = timer.metrics()
+    assert 0 <= seconds["timing_s/other"] < seconds["timing_s/judge"]
+
+
+def test_its_rates_are_of_its_tokens_and_its_model(judge):
+    samples = Samples(2)
+    samples.update({c.RESPONSE_LENGTH: np.array([100, 100]), c.PROMPT_LENGTH: np.array([20, 20])})
+    seconds = {f"timing_s/{name}": 2.0 for name in ("step", "generate_sequences", "judge")}
+    assert throughput_metrics(samples, seconds, 1, {"judge": 240})["timing_per_token_ms/judge"] == 2000 / 240
+    cost = LayoutCost(**dict.fromkeys(LayoutCost.__dataclass_fields__, 50))
+    sizes = {"matmul_parameters": 1e12, "judge_matmul_parameters": 2e12}
+    assert flops_metrics({"judge": cost}, seconds, sizes, 1)["perf/tflops/judge"] == 2 * 2 * 50 / 2
+    PASSES["judge"] = Pass("judge", PASSES["ref"].keys)
+    assert not flops_metrics({"judge": cost}, seconds, sizes, 1)
+
+
+def test_the_plan_has_its_ranks_and_its_budget(cfg, another):
+    cfg.trainer.n_gpus_per_node = cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size = 2
+    plan = make_plan(cfg, 100)
+    assert plan.ranks["judge"] == 1
+    assert plan.budgets["judge"].max_tokens == 2 * 99
+    text = describe(plan, cfg)
+    assert "at most 198 tokens per data-parallel rank, of which there are 1: judge" in text
+    assert f"judge {another}" in " ".join(text.split())
+
+
+def test_its_memory_is_foretold_and_may_rest_on_the_host(cfg):
+    plan = make_plan(cfg, 100)
+    spec = specs_of(cfg, get_device("cpu"), plan.passes)["judge"]
+    assert spec[0] is PolicyModel
+    here = forecast(cfg, plan, None, ("judge", "update_actor"))
+    cfg.actor_rollout_ref.ref.fsdp_config.param_offload = True
+    away = forecast(cfg, plan, None, ("judge", "update_actor"))
+    assert here["judge"] == away["judge"]
+    assert here["judge"]["activations"] > 0
+    assert here["update_actor"]["weights"] > away["update_actor"]["weights"]
+
+
+def test_a_full_device_is_told_of_its_offload(cfg):
+    assert (OFFLOAD, ("judge",)) in list(offloads(cfg))
+    assert f"{OFFLOAD}=True" in list(ways_out(cfg, "update_actor", 0.35))
+    assert f"{OFFLOAD}=True" not in list(ways_out(cfg, "judge", 0.35))
+
+
+def test_its_model_is_looked_at(cfg, another):
+    assert (PATH, str(another)) in health._models(cfg)
+    findings = Findings()
+    look_at_models(cfg, findings)
+    assert not findings.problems
+    cfg.actor_rollout_ref.ref.model.path = "/no/judge"
+    look_at_models(cfg, findings)
+    assert [PATH in problem for problem in findings.problems] == [True]
+
+
+def test_its_tokens_are_those_of_the_policy(cfg, tmp_path):
+    cfg.actor_rollout_ref.ref.model.path = save_tiny_model(tmp_path / "narrow", seed=3)
+    file = tmp_path / "narrow" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"3"', '"@"').replace('"4"', '"3"').replace('"@"', '"4"'))
+    findings = Findings()
+    look_at_models(cfg, findings)
+    assert any(f"{PATH}=" in problem and "that of the policy" in problem for problem in findings.problems)
+
+
+def test_workers_load_it_and_measure_with_it(process_group, judge, tiny_trainer, changes):
+    trainer = tiny_trainer(**changes)
+    samples = trainer.step(1).samples
+    worker = trainer.worker
+    assert worker.residency.models["judge"] is worker.actor.frozen.models["judge"]
+    assert not any(weight.requires_grad for weight in worker.residency.models["judge"].parameters())
+    assert trainer.model_sizes["judge_matmul_parameters"] > trainer.model_sizes["matmul_parameters"]
+    moments = trainer.frozen.log_probs("judge", c.REF_LOG_PROBS, samples, trainer._lay_out(samples, "judge"))
+    assert worker.residency.phase == "judge"
+    assert moments["judge"].count == samples[c.POLICY_TOKENS].sum()
+    assert moments["judge"].mean < 0
+    assert not samples.without(c.REF_LOG_PROBS).any()
+
+
+def test_a_role_that_nobody_loads_ends_the_start(process_group, judge, tiny_trainer, changes, monkeypatch):
+    def forgets(self, *_):
+        self.models = {}
+
+    monkeypatch.setattr(FrozenWorker, "__init__", forgets)
+    with pytest.raises(AssertionError, match=r"nobody loads .*judge"):
+        tiny_trainer(**changes)

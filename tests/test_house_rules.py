@@ -54,7 +54,7 @@ HOMES = {
     ),
     "vllm": ("workers/rollout/vllm/",),
     "sglang": ("workers/rollout/sglang/engine.py",),
-    "transformers": ("models/", "data/chat.py", "workers/rollout/embedded/", "run/preflight/small.py"),
+    "transformers": ("models/", "data/loading.py", "workers/rollout/embedded/", "run/preflight/small.py"),
     "torch_npu": ("base/device.py",),
     "peft": ("models/weights/lora.py",),
 }

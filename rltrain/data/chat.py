@@ -10,12 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rltrain.base.errors import DataError, host_error
+from rltrain.base.errors import DataError
 from rltrain.config.schema import Config
 from rltrain.data.images import (
     EncodedPrompt,
@@ -30,12 +29,14 @@ from rltrain.data.images import (
     runs,
     with_parts,
 )
+from rltrain.data.loading import generation_eos, load_config, load_processor, load_tokenizer
 from rltrain.data.trial import CPU_S, memory_bound, trouble
 
 # More than any model reads, of one conversation.
 _MOST_CHARS = 10_000_000
 
 Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]] | None
 
 
 @dataclass(eq=False)
@@ -58,23 +59,37 @@ class ChatEncoder:
     def __getstate__(self) -> dict[str, Any]:
         return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ending where the assistant starts to answer."""
-        return self.encode_batch([messages])[0]
+    def encode(self, messages: Sequence[Message], *, tools: Tools = None) -> list[int]:
+        """Token ids of a conversation, ending where the assistant starts to answer. tools: their JSON schemas."""
+        return self.encode_batch([messages], tools=tools)[0]
 
-    def encode_batch(self, conversations: Sequence[Sequence[Message]], *, answered: bool = False) -> list[list[int]]:
+    def encode_batch(
+        self, conversations: Sequence[Sequence[Message]], *, answered: bool = False, tools: Tools = None
+    ) -> list[list[int]]:
         """``encode`` of several conversations; much faster than one by one.
 
         ``answered``: a conversation ends with the assistant's message, and so do its ids.
         """
         for messages in conversations:
             _refuse_media(messages)
-        return self._templated(conversations, tokenize=True, answered=answered)
+        return self._templated(conversations, tokenize=True, answered=answered, tools=tools)
 
-    def _templated(self, conversations: Sequence[Sequence[Message]], *, tokenize: bool, answered: bool = False) -> Any:
+    def written(self, messages: Sequence[Message], *, answered: bool = False, tools: Tools = None) -> str:
+        """Text whose token ids ``encode`` gives."""
+        return self._templated([messages], tokenize=False, answered=answered, tools=tools)[0]
+
+    def _templated(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        *,
+        tokenize: bool,
+        answered: bool = False,
+        tools: Tools = None,
+    ) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
                 [list(messages) for messages in conversations],
+                tools=list(tools) if tools else None,
                 tokenize=tokenize,
                 add_generation_prompt=not answered,
                 return_dict=False,  # transformers 5 returns a BatchEncoding by default
@@ -246,19 +261,7 @@ class ChatEncoder:
     @cached_property
     def processor(self) -> Any:
         """The transformers processor of texts with images."""
-        from transformers import AutoProcessor
-
-        try:
-            processor = AutoProcessor.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise host_error(error) or DataError(
-                f"prompts have images, and no processor could be loaded from {self.path!r}: {error} It needs "
-                "preprocessor_config.json (or processor_config.json) in the folder, and the packages pillow and "
-                "torchvision."
-            ) from error
-        if not hasattr(processor, "image_processor"):
-            raise DataError(f"prompts have images, and the model in {self.path!r} has no processor for them.")
-        return processor
+        return load_processor(self.path, self.trust_remote_code)
 
     @cached_property
     def _family(self) -> Family:
@@ -279,38 +282,17 @@ class ChatEncoder:
     @cached_property
     def _model(self) -> Any:
         """The configuration of the model, or None."""
-        from transformers import AutoConfig
+        return load_config(self.path, self.trust_remote_code)
 
-        try:
-            return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        except (OSError, ValueError):
-            return None
-
-    def decode_batch(self, answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        """Texts of answers, special tokens left out."""
+    def decode_batch(self, answers: Sequence[Sequence[int] | np.ndarray], *, special: bool = False) -> list[str]:
+        """Texts of answers, special tokens left out unless asked for."""
         lists = [ids.tolist() if isinstance(ids, np.ndarray) else list(ids) for ids in answers]
-        return self.tokenizer.batch_decode(lists, skip_special_tokens=True)
+        return self.tokenizer.batch_decode(lists, skip_special_tokens=not special)
 
     @cached_property
     def tokenizer(self) -> Any:
         """The transformers tokenizer, its chat template checked."""
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise host_error(error) or DataError(
-                f"no tokenizer could be loaded from actor_rollout_ref.model.path={self.path!r}: {error}"
-            ) from error
-        if self.chat_template is not None:
-            tokenizer.chat_template = _template_text(self.chat_template)
-        if not tokenizer.chat_template:
-            raise DataError(
-                f"the tokenizer in {self.path!r} has no chat template, so prompts cannot be written as its model "
-                "expects them. Use an instruction-tuned model, put a chat_template.jinja into the folder, or set "
-                "actor_rollout_ref.model.custom_chat_template to a Jinja template or a file with one."
-            )
-        return tokenizer
+        return load_tokenizer(self.path, self.trust_remote_code, self.chat_template)
 
     @property
     def ignores_generation_prompt(self) -> bool:
@@ -327,7 +309,7 @@ class ChatEncoder:
     def eos_token_ids(self) -> list[int]:
         """Every token that ends an answer: the tokenizer's and those of generation_config.json; ascending."""
         # The two often differ: a chat model ends its turn with a token that is not the tokenizer's eos.
-        eos_ids = {self.tokenizer.eos_token_id, *_generation_eos(self.path)} - {None}
+        eos_ids = {self.tokenizer.eos_token_id, *generation_eos(self.path)} - {None}
         if not eos_ids:
             raise DataError(f"neither the tokenizer nor generation_config.json in {self.path!r} names an eos token.")
         return sorted(eos_ids)
@@ -369,31 +351,3 @@ def _is_template_error(error: Exception) -> bool:
     # A MemoryError stays one: `try_template` tells it.
     of_python = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
     return isinstance(error, (TemplateError, *of_python))
-
-
-def _template_text(template: str) -> str:
-    # Every Jinja template that writes a message has a brace, and hardly any path has.
-    if "{" in template:
-        return template
-    try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise host_error(error) or DataError(
-            f"the chat template {template!r} is neither Jinja text nor a readable file: {error}"
-        ) from error
-
-
-def _generation_eos(path: str) -> set[int]:
-    """Stop tokens that generation_config.json names; none where there is no such file."""
-    from transformers import GenerationConfig
-
-    is_folder = Path(path).is_dir()
-    if is_folder and not (Path(path) / "generation_config.json").exists():
-        return set()
-    try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError as error:
-        if is_folder:
-            raise DataError(f"generation_config.json in {path!r} cannot be read ({error}).") from error
-        return set()  # the repository on the hub has none
-    return {eos} if isinstance(eos, int) else set(eos or ())

@@ -138,6 +138,6 @@ def test_a_driver_that_hangs_before_ray_ends_itself(start, command, tmp_path):
     process = start(command(**template, trainer__hang_timeout_s=5), whole=True)
     message = ended(process, {}, 60)
     assert re.match(r"error: the driver \(pid \d+ on .*\) hangs: for \d s it has done nothing else than open", message)
-    assert " in _template_text (" in message
+    assert " in template_text (" in message
     (file,) = (tmp_path / "run" / "incidents").glob("hang_driver_*.txt")
     assert str(file) in message

@@ -1,0 +1,86 @@
+"""Files of a model's folder that conversations need: tokenizer, chat template, processor of images, stop tokens."""
+
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import DataError, host_error
+
+
+def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None) -> Any:
+    """The transformers tokenizer of a folder or hub name, its chat template replaced where one is given.
+
+    Raises DataError where there is no tokenizer, or no template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise host_error(error) or DataError(
+            f"no tokenizer could be loaded from actor_rollout_ref.model.path={path!r}: {error}"
+        ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = template_text(chat_template)
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the tokenizer in {path!r} has no chat template, so prompts cannot be written as its model "
+            "expects them. Use an instruction-tuned model, put a chat_template.jinja into the folder, or set "
+            "actor_rollout_ref.model.custom_chat_template to a Jinja template or a file with one."
+        )
+    return tokenizer
+
+
+def load_processor(path: str, trust_remote_code: bool) -> Any:
+    """The transformers processor of texts with images. Raises DataError where there is none."""
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise host_error(error) or DataError(
+            f"prompts have images, and no processor could be loaded from {path!r}: {error} It needs "
+            "preprocessor_config.json (or processor_config.json) in the folder, and the packages pillow and "
+            "torchvision."
+        ) from error
+    if not hasattr(processor, "image_processor"):
+        raise DataError(f"prompts have images, and the model in {path!r} has no processor for them.")
+    return processor
+
+
+def load_config(path: str, trust_remote_code: bool) -> Any:
+    """The configuration of the model, or None."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+
+
+def template_text(template: str) -> str:
+    """Jinja text, given as such or as the path of a file that holds it."""
+    # Every Jinja template that writes a message has a brace, and hardly any path has.
+    if "{" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise host_error(error) or DataError(
+            f"the chat template {template!r} is neither Jinja text nor a readable file: {error}"
+        ) from error
+
+
+def generation_eos(path: str) -> set[int]:
+    """Stop tokens that generation_config.json names; none where there is no such file."""
+    from transformers import GenerationConfig
+
+    is_folder = Path(path).is_dir()
+    if is_folder and not (Path(path) / "generation_config.json").exists():
+        return set()
+    try:
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError as error:
+        if is_folder:
+            raise DataError(f"generation_config.json in {path!r} cannot be read ({error}).") from error
+        return set()  # the repository on the hub has none
+    return {eos} if isinstance(eos, int) else set(eos or ())

@@ -1,0 +1,367 @@
+"""Tokens that the chat template writes between two turns of the policy.
+
+A trajectory is only ever appended to, so what was sampled is never rendered again. The template is asked once per
+turn, for a stub (a user's message, a turn that holds a sentinel) with the new messages behind it, and the context is
+what stands behind the stop token that follows the sentinel. So nothing depends on how the template would write the
+policy's own turn, and no table of families is needed. `Seam.problem` shows whether that holds for a template.
+
+What tools and users say may hold the text of a special token, which must not end a turn or open a role. While the
+template runs, a placeholder stands for it, and in the text that is tokenised another special token does, whose id is
+replaced by those of the plain characters.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from rltrain.base.errors import DataError
+from rltrain.data.chat import ChatEncoder, Message
+from rltrain.data.turns.calls import FORMATS, Call, CallFormat
+
+_ASK: Message = {"role": "user", "content": "What is 3 + 4?"}
+_SENTINEL = "qzSENTINELzq"
+# Ways to write the stub: with the calls' arguments as dict or as text, with the first call alone where the template
+# knows only one a turn, and with the sentinel in the content where it drops calls. The first that works is kept.
+_STUBS = (("dict", "all"), ("text", "all"), ("dict", "first"), ("text", "first"), ("dict", "dropped"), ("none", "none"))
+
+
+@dataclass(frozen=True)
+class _Context:
+    text: str
+    end: str
+    """The token behind which it stands."""
+    stops: bool
+    """Whether that is a token which ends turns; else the template ends past turns otherwise than the policy does."""
+
+
+class Seam:
+    """Tokens that the chat template writes between two turns of the policy."""
+
+    def __init__(self, encoder: ChatEncoder, schemas: Sequence[dict[str, Any]], call_format: CallFormat) -> None:
+        self._encoder = encoder
+        self._schemas = list(schemas)
+        tokenizer = encoder.tokenizer
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._added = added
+        stops = {*encoder.eos_token_ids, *(added[text] for text in call_format.stop_tokens if text in added)}
+        self.stop_token_ids = sorted(stops)
+        self._stop = _any_of(tokenizer.convert_ids_to_tokens(self.stop_token_ids))
+        # Of tokens that are added without being special, those which the template writes may open a role as well.
+        template = str(tokenizer.chat_template)
+        self._ids = {
+            text: number
+            for text, number in added.items()
+            if tokenizer.added_tokens_decoder[number].special or (text.strip() and text in template)
+        }
+        self._mark = _any_of(self._ids)
+        special = [text for text in self._ids if tokenizer.added_tokens_decoder[self._ids[text]].special]
+        self._special = _any_of(special)
+        whole = [text for text in special if not _takes_space(tokenizer.added_tokens_decoder[self._ids[text]])]
+        self._barrier = next(iter([*whole, *special, *self._ids]), "")
+        self._stub: dict[bool, int] = {}
+        self.notes: list[str] = []
+        """After `problem`: differences that do no harm, because they lie within turns of the policy."""
+
+    def context(self, end_token: int | None, calls: Sequence[Call], messages: Sequence[Message]) -> list[int]:
+        """Token ids between a turn that ended with a token and the next turn.
+
+        end_token: None where the turn was ended otherwise. messages: all new ones, in order, of tools and users.
+        Raises DataError where the template refuses them.
+        """
+        hidden, texts = self._hidden(messages)
+        context = self._rendered(calls, hidden)
+        ids = self._tokens(context, texts)
+        end = self._added.get(context.end)
+        if end is None or end_token == end or (end_token is not None and not context.stops):
+            return ids
+        return [end, *ids]
+
+    def _hidden(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+        """Messages in whose contents placeholders stand for the texts of special tokens; those, by placeholder."""
+        contents = [message.get("content") for message in messages]
+        if not all(isinstance(content, str) for content in contents):
+            raise DataError("what a tool or a user says between two turns is text.")
+        joined = "\n".join([*map(str, contents), *(str(message.get("name")) for message in messages)])
+        if not self._ids or not self._mark.search(joined):
+            return list(messages), {}
+        # Characters that no font and no template knows.
+        border = next(chr(number) for number in range(0xE000, 0xF900) if chr(number) not in joined)
+        texts: dict[str, str] = {}
+
+        def hide(match: re.Match[str]) -> str:
+            placeholder = f"{border}{len(texts)}{border}"
+            texts[placeholder] = match.group()
+            return placeholder
+
+        names = [{"name": self._bare(message["name"])} if message.get("name") else {} for message in messages]
+        hidden = [
+            message | {"content": self._mark.sub(hide, message["content"])} | name
+            for message, name in zip(messages, names, strict=True)
+        ]
+        return hidden, texts
+
+    def _rendered(self, calls: Sequence[Call], messages: Sequence[Message]) -> _Context:
+        """The context, cut out of a render of the stub and the messages."""
+        calls = self._asked(calls, messages)
+        ids = [self._bare(call.id) or f"call{number:05d}" for number, call in enumerate(calls)]
+        said = _with_ids(messages, ids)
+        sentinel = _SENTINEL
+        while any(sentinel in str(message.get("content")) for message in messages):
+            sentinel += "q"
+        refusal = "it leaves out the policy's turn"
+        known = self._stub.get(bool(calls))
+        for number in range(len(_STUBS)) if known is None else [known, *range(len(_STUBS))]:
+            turn = _turn(calls, ids, sentinel, number)
+            if turn is None:
+                continue
+            try:
+                text = self._encoder.written([_ASK, turn, *said], tools=self._schemas)
+            except DataError as error:
+                refusal = str(error)
+                continue
+            if context := self._behind(text, sentinel):
+                if len(calls) < 2:
+                    self._stub[bool(calls)] = number
+                return context
+        raise DataError(f"the chat template cannot go on behind a turn of the assistant: {refusal}")
+
+    def _asked(self, calls: Sequence[Call], messages: Sequence[Message]) -> list[Call]:
+        """The calls, and one more for each result that answers none: templates want a call before a result."""
+        results = [message for message in messages if message["role"] == "tool"]
+        names = [str(result.get("name") or self._a_tool()) for result in results[len(calls) :]]
+        calls = [*calls, *(Call(name, {}) for name in names)]
+        return [replace(call, name=self._bare(call.name) or self._a_tool()) for call in calls]
+
+    def _bare(self, name: str) -> str:
+        """A name that the policy wrote, without the texts of special tokens."""
+        return self._mark.sub("", name)
+
+    def _a_tool(self) -> str:
+        names = [schema.get("function", schema).get("name") for schema in self._schemas]
+        return str(next(iter(names), None) or "tool")
+
+    def _behind(self, text: str, sentinel: str) -> _Context | None:
+        """What stands behind the end of the turn that holds the sentinel; None where the turn has none."""
+        place = text.rfind(sentinel)
+        if place < 0:
+            return None
+        stop = self._stop.search(text, place)
+        match = stop or (self._special.search(text, place) if self._ids else None)
+        return _Context(text[match.end() :], match.group(), stop is not None) if match else None
+
+    def _tokens(self, context: _Context, texts: dict[str, str]) -> list[int]:
+        """Token ids of a context, in whose text placeholders stand for ``texts``."""
+        text = context.text
+        delimiters: list[str] = []
+        if texts:
+            pieces = re.split(f"({_any_of([*texts, self._barrier]).pattern})", text)
+            delimiters = pieces[1::2]
+            if missing := texts.keys() - set(delimiters):
+                raise DataError(f"the chat template does not write {texts[min(missing)]!r} as it stands in a message.")
+            text = "".join(self._barrier if piece in texts else piece for piece in pieces)
+        # Behind the token that ends the turn, as in the trajectory: some tokenizers begin a text in a way of its own.
+        ids = self._plain_ids(context.end + text)
+        end = self._added.get(context.end)
+        ids = ids[ids.index(end) + 1 :] if end in ids[:2] else ids
+        if not texts:
+            return ids
+        barrier = self._added[self._barrier]
+        if ids.count(barrier) != len(delimiters):
+            raise DataError(f"the tokenizer does not keep {self._barrier} apart.")
+        left = iter(delimiters)
+        spelled = {placeholder: self._spelled(mark) for placeholder, mark in texts.items()}
+        return [token for each in ids for token in (spelled.get(next(left), [each]) if each == barrier else [each])]
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return list(self._encoder.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _spelled(self, mark: str) -> list[int]:
+        """Token ids of a special token's text, none of which is special."""
+        ids = self._plain_ids(mark[:1]) + self._plain_ids(mark[1:])
+        if set(ids) & set(self._ids.values()):
+            ids = [token for character in mark for token in self._plain_ids(character)]
+        return ids
+
+    def problem(self, roles: Sequence[str] = ("tool", "user")) -> str:
+        """Why the template cannot be continued token by token, with both texts around the difference.
+
+        Empty where that is shown, for the messages of these roles: after one and two results, a user's message, and
+        twice in a row, the trajectory is what the template writes for the whole conversation.
+        """
+        self.notes = []
+        for name, exchanges in self._trials(roles):
+            try:
+                if words := self._difference(exchanges):
+                    return f"after {name}, {words}"
+            except DataError as error:
+                if name != "two results":
+                    return f"after {name}: {error}"
+                self.notes.append("the chat template knows one call a turn; further ones are left out of its rules.")
+        if self._drops_reasoning():
+            self.notes.append("the chat template drops reasoning of earlier turns; a trajectory keeps it.")
+        return ""
+
+    def _trials(self, roles: Sequence[str]) -> Iterator[tuple[str, list[tuple[list[Call], list[Message]]]]]:
+        tool = self._a_tool()
+        call, other = Call(tool, {"text": "one"}), Call(tool, {"text": "two"})
+        result = {"role": "tool", "name": tool, "content": "The result is 42."}
+        second = {"role": "tool", "name": tool, "content": "It is\n7 > 3"}
+        ask = {"role": "user", "content": "Check it once more."}
+        if "tool" in roles and self._schemas:
+            yield "a result", [([call], [result])]
+            yield "two results", [([call, other], [result, second])]
+            yield "results twice in a row", [([call], [result]), ([other], [second])]
+        if "user" in roles:
+            yield "a user's message", [([], [ask])]
+            yield "users' messages twice in a row", [([], [ask]), ([], [ask])]
+        if "tool" in roles and "user" in roles and self._schemas:
+            yield "a result and a user's message", [([call], [result]), ([], [ask]), ([other], [second])]
+
+    def _difference(self, exchanges: Sequence[tuple[list[Call], list[Message]]]) -> str:
+        """How a trajectory differs from the render of the whole conversation; "" where it does not."""
+        history = [_ASK]
+        opening = self._encoder.written(history, answered=True, tools=self._schemas)
+        borders: list[tuple[str, _Context]] = []
+        for number, (calls, messages) in enumerate(exchanges):
+            sentinel = f"{_SENTINEL}{number}q"
+            context = self._rendered(calls, messages)
+            ids = [f"call{place:05d}" for place in range(len(calls))]
+            stub = self._stub.get(bool(calls), 0)
+            turn = _turn(calls, ids, sentinel, stub)
+            history = [*history, *([turn] if turn else []), *_with_ids(messages, ids)]
+            whole = self._encoder.written(history, tools=self._schemas)
+            if not whole.startswith(opening):
+                return _apart(opening, whole[: len(opening) + 60])
+            place = len(opening)
+            for earlier, past in borders:
+                behind = _behind_turn(whole, earlier, past.end, place)
+                if not behind.startswith(past.text):
+                    return _apart(past.text, behind[: len(past.text) + 60])
+                place = len(whole) - len(behind) + len(past.text)
+            behind = _behind_turn(whole, sentinel, context.end, place)
+            if behind != context.text:
+                return _apart(context.text, behind)
+            if words := self._other_tokens(history, whole, context):
+                return words
+            # The opening of the next turn is written otherwise once that turn is past.
+            bare = self._encoder.written(history, answered=True, tools=self._schemas)
+            kept = _shared(whole, bare) - (len(whole) - len(behind))
+            borders.append((sentinel, replace(context, text=context.text[: max(0, kept)])))
+        return ""
+
+    def _other_tokens(self, history: Sequence[Message], whole: str, context: _Context) -> str:
+        ids = self._tokens(context, {})
+        expected = self._encoder.encode(history, tools=self._schemas)
+        found = self._plain_ids(whole[: len(whole) - len(context.text)]) + ids
+        if found == expected:
+            return ""
+        place = _shared(found, expected)
+        texts = self._encoder.decode_batch([found[place : place + 20], expected[place : place + 20]], special=True)
+        return (
+            f"the tokens differ: the trajectory has {found[place : place + 5]} ({texts[0]!r}), the whole conversation "
+            f"{expected[place : place + 5]} ({texts[1]!r})."
+        )
+
+    def _drops_reasoning(self) -> bool:
+        thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _SENTINEL)
+        turn: Message = {"role": "assistant", "content": "7", **thought}
+        try:
+            kept = self._encoder.written([_ASK, turn], answered=True, tools=self._schemas)
+            later = self._encoder.written([_ASK, turn, _ASK], tools=self._schemas)
+        except DataError:
+            return False
+        return _SENTINEL in kept and _SENTINEL not in later
+
+
+def _behind_turn(whole: str, sentinel: str, end: str, start: int) -> str:
+    """What follows the end of the turn with a sentinel. Raises DataError where it is not behind a place."""
+    place = whole.rfind(sentinel)
+    place = whole.find(end, place) if place >= 0 else -1
+    if place < start:
+        raise DataError("the chat template leaves out a turn of the policy.")
+    return whole[place + len(end) :]
+
+
+def _any_of(texts: Any) -> re.Pattern[str]:
+    """Matches any of them, the longest first; nothing where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _takes_space(token: Any) -> bool:
+    return bool(token.lstrip or token.rstrip or token.single_word)
+
+
+def _turn(calls: Sequence[Call], ids: Sequence[str], sentinel: str, stub: int) -> Message | None:
+    """A turn of the policy that holds the sentinel, in one of the ways of `_STUBS`; None where that is no way."""
+    arguments, which = _STUBS[stub]
+    if not calls or which == "none":
+        return {"role": "assistant", "content": sentinel} if not calls or which == "none" else None
+    if which == "first" and len(calls) < 2:
+        return None
+    value: Any = {"text": sentinel} if arguments == "dict" else f'{{"text": "{sentinel}"}}'
+    functions = [
+        {"id": identity, "type": "function", "function": {"name": call.name, "arguments": value}}
+        for call, identity in zip(calls, ids, strict=True)
+    ]
+    content = sentinel if which == "dropped" else ""
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": functions[:1] if which == "first" else functions,
+    }
+
+
+def _with_ids(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
+    """Messages whose results name the calls that they answer."""
+    left = iter(ids)
+    return [
+        message | {"tool_call_id": message.get("tool_call_id") or next(left, "call00000")}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _shared(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Length of what two texts, or lists, begin with alike."""
+    pairs = zip(left, right, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _apart(trajectory: str, whole: str) -> str:
+    """Words for two texts that should be one."""
+    place = _shared(trajectory, whole)
+    start = max(0, place - 40)
+    return (
+        f"the trajectory goes on with {trajectory[start : place + 40]!r}, and the chat template writes "
+        f"{whole[start : place + 40]!r} for the whole conversation."
+    )
+
+
+def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> CallFormat | None:
+    """The format in which the chat template writes a call; None where no format reads it."""
+    names = [schema.get("function", schema).get("name") for schema in schemas]
+    known = Call(str(next(iter(names), None) or "look_up"), {"text": "some words"})
+    texts = (known.arguments, '{"text": "some words"}')
+    # In some formats the name stands in the id alone.
+    for arguments, identity in product(texts, ("call00000", f"functions.{known.name}:0")):
+        function = {"name": known.name, "arguments": arguments}
+        turn: Message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": identity, "type": "function", "function": function}],
+        }
+        try:
+            before = encoder.written([_ASK], tools=schemas)
+            bare = encoder.written([_ASK], answered=True, tools=schemas)
+            text = encoder.written([_ASK, turn], answered=True, tools=schemas)
+        except DataError:
+            continue
+        for start in (_shared(before, text), _shared(bare, text)):
+            for call_format in FORMATS.values():
+                parsed = call_format.parse(text[start:], schemas)
+                if parsed.calls == [known] and not parsed.problems:
+                    return call_format
+    return None

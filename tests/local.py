@@ -2,18 +2,20 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rltrain.config.check import check
 from rltrain.config.load import load_config
+from rltrain.config.schema import Config
 from rltrain.controller.calls import Call
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Request, assemble
 from rltrain.rewards.scorers.registry import find_scorer
 from rltrain.run.assemble import make_trainer
-from rltrain.run.splits import load_data
+from rltrain.run.splits import Data, load_data, splits_of
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.workers.hybrid import HybridWorker
@@ -126,6 +128,25 @@ class LocalScoring:
         return self._pool.score(self._split, self._jobs)
 
 
+_data_read: dict[tuple, Data] = {}
+
+
+def _data_of(cfg: Config) -> Data:
+    """`load_data`, once for all trainers over the same files, keys and model: nobody changes what it returns."""
+    model, data = cfg.actor_rollout_ref.model, cfg.data
+    if data.custom_cls:  # may return others each time
+        return load_data(cfg)
+    paths = [
+        Path(file) for _, files, _ in splits_of(cfg) for file in ([files] if isinstance(files, str) else files or ())
+    ]
+    paths += sorted(Path(model.path).iterdir())
+    marks = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths]
+    asked = (*marks, repr(data), repr(model), cfg.actor_rollout_ref.rollout.limit_images, cfg.trainer.val_only)
+    if asked not in _data_read:
+        _data_read[asked] = load_data(cfg)
+    return _data_read[asked]
+
+
 def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     """A trainer over one worker in this process; needs a group of one rank.
 
@@ -134,7 +155,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     loaded = load_config(arguments)
     check(loaded)
     cfg = loaded.config
-    data = load_data(cfg)
+    data = _data_of(cfg)
     worker = HybridWorker(cfg, data.prompts, data.rows)
     group, pool = LocalGroup(worker), LocalPool(data.rows)
     pool.twist = twist or pool.twist

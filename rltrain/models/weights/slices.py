@@ -77,7 +77,8 @@ class SlicedCheckpoint:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-        # Parameters stay on the meta device, so this costs nothing but the buffers.
+        for parameter in plain.parameters():  # on the meta device, where drawing numbers takes time for nothing
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         plain.initialize_weights()
         buffers = dict(plain.named_buffers())
         return buffers | {name: self._entries.read(parts[name][0][0]) for name in buffers if name in parts}

@@ -6,6 +6,7 @@ import re
 import tokenize
 import warnings
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,14 +61,21 @@ HOMES = {
 }
 
 
-def imports(file: Path) -> set[str]:
+@cache
+def parsed(text: str) -> ast.Module:
+    """Nobody changes it: several rules look at the same file."""
+    return ast.parse(text)
+
+
+@cache
+def imports(file: Path) -> frozenset[str]:
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+    return frozenset(found)
 
 
 def folder(file: Path) -> str:
@@ -132,7 +140,7 @@ def test_files_and_functions_stay_small():
         text = file.read_text()
         if (number := len(text.splitlines())) > 400:
             warnings.warn(f"{file} has {number} lines: does it hide a concept?", stacklevel=1)
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 70, f"{file}: {node.name} does not fit a screen"
 
@@ -144,7 +152,7 @@ def lines_of_code(text: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in layout:
             lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
     return len(lines)
@@ -175,7 +183,7 @@ _TEXT = {"open": (1, "r"), "fdopen": (1, "r"), "TemporaryFile": (0, "w+b"), "Nam
 def texts_without_an_encoding(source: str) -> list[int]:
     """The lines of calls that read or write text as the machine's locale has it."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.Call) or any(keyword.arg in ("encoding", None) for keyword in node.keywords):
             continue
         owner, _, name = ast.unparse(node.func).rpartition(".")
@@ -209,7 +217,7 @@ def test_public_functions_and_classes_say_what_they_are():
     # Functions registered under a config name, protocol members and overrides speak through their class.
     missing = []
     for file in FILES:
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file.read_text()).body:
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
             if public and node.name != "main" and not ast.get_docstring(node):
                 missing.append(f"{file.relative_to(ROOT)}: {node.name}")
@@ -239,7 +247,7 @@ def test_a_field_of_a_record_has_its_docstring_under_it():
     """And not in the docstring of the class."""
     glossed = []
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):
                 said = " ".join((ast.get_docstring(node) or "").split())
                 fields = [

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from rltrain.data import chat
 from rltrain.main_ppo import main
 from rltrain.run import dry_run
 from rltrain.run.preflight import settings as preflight
@@ -113,6 +114,8 @@ def walk(stand_ins, seeing, monkeypatch, capsys):
     monkeypatch.setattr(dry_run, "_look_at", lambda cfg, rows, found: [])
     # Nor does the memory of tiny models; tests/config/test_recipes.py foretells that of models of the real sizes.
     monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))
+    # The chat templates are ours, and end: a fork that tries them is a third of the time.
+    monkeypatch.setattr(chat, "trouble", lambda *_: "")
 
     def run(launch: Launch) -> str | None:
         settings = [word.lstrip("+").partition("=") for word in launch.words]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rltrain.base.errors import RltrainError
     from rltrain.config.load import load_config
     from rltrain.config.loaded import LoadedConfig
+    from rltrain.data.functions import tool
     from rltrain.run.fit import Trainer
     from rltrain.run.report.table import read_metrics
     from rltrain.run.report.view import read_samples
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config",
-    "read_metrics", "read_samples", "train",
+    "read_metrics", "read_samples", "tool", "train",
 ]  # fmt: skip
 # Imported when asked for: a worker, or --help, needs none of it.
 _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api") | {
@@ -33,6 +34,7 @@ _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api
     "load_config": "rltrain.config.load",
     "read_metrics": "rltrain.run.report.table",
     "read_samples": "rltrain.run.report.view",
+    "tool": "rltrain.data.functions",
 }
 
 

@@ -14,7 +14,7 @@ cd "$REPO"
 PROCESSES=3
 of_all=()
 empty=0 # the exit code of a process that is as good as none, beside 0
-PARTS=(tests/hosts tests/e2e tests/trainer "tests/controller tests/bench" "tests/faults tests/rewards" tests/workers
+PARTS=(tests/hosts tests/trainer tests/e2e "tests/controller tests/bench" "tests/faults tests/rewards" tests/workers
     tests/npu tests/models)
 # shellcheck disable=SC2068 # several folders in one word
 first=$(printf -- '--ignore=%s ' ${PARTS[@]})

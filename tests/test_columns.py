@@ -13,6 +13,7 @@ from rltrain.base.columns.ragged import Ragged
 from rltrain.controller.samples import Samples, assemble
 from tests.local import LocalGroup, local_trainer
 from tests.tiny import small_run
+from tests.tiny_tools import save_calling_model, tool_run
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -77,6 +78,8 @@ def test_a_step_makes_the_columns_that_are_listed(tiny_model, arithmetic_files, 
         trainer = local_trainer(arguments, lambda row, score, scores=scores: score + next(scores) % 3)
         for step in (1, 2):
             trainer.step(step)
+    calling = tool_run(save_calling_model(tmp_path / "calling"), tmp_path)
+    local_trainer(small_run(tmp_path / "calling", arithmetic_files, tmp_path, **calling)).step(1)
     assert found.keys() - c.COLUMNS.keys() == set(), "made, but not listed"
     assert c.COLUMNS.keys() - found.keys() == MADE_ELSEWHERE, "listed, but never made"
     for name, kinds in found.items():

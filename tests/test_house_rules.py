@@ -55,7 +55,13 @@ HOMES = {
     ),
     "vllm": ("workers/rollout/vllm/",),
     "sglang": ("workers/rollout/sglang/engine.py",),
-    "transformers": ("models/", "data/loading.py", "workers/rollout/embedded/", "run/preflight/small.py"),
+    "transformers": (
+        "models/",
+        "data/functions.py",
+        "data/loading.py",
+        "workers/rollout/embedded/",
+        "run/preflight/small.py",
+    ),
     "torch_npu": ("base/device.py",),
     "peft": ("models/weights/lora.py",),
 }
@@ -162,7 +168,7 @@ def test_the_library_stays_small():
     """Without the converters: those are one small file a data set, however many there are."""
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
-    assert sum(lines_of_code(file.read_text()) for file in library) < 29_282
+    assert sum(lines_of_code(file.read_text()) for file in library) < 29_680
 
 
 def test_every_fault_has_a_line_in_the_table_of_the_docs():

@@ -124,6 +124,15 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def load_module(key: str, name: str) -> ModuleType:
+    """The Python file or module that ``key=name`` names. Raises ConfigError, with the traceback where it fails."""
+    file = plugin_file(name)
+    path = Path(file or "").expanduser()
+    if file is not None and not (path.is_file() and path.suffix == ".py"):
+        raise ConfigError(f"{key}={name}: it is no name of a module, and {path.absolute()} is not a Python file.")
+    return _imported(f"{key}={name}", name if file is None else path)
+
+
 def import_libraries(key: str, names: Sequence[str]) -> None:
     """Import modules, or files, for what their import does. Raises ConfigError, with the traceback, where it fails."""
     for name in names:
@@ -132,11 +141,7 @@ def import_libraries(key: str, names: Sequence[str]) -> None:
 
 @functools.cache
 def _import_library(key: str, name: str) -> None:
-    file = plugin_file(name)
-    path = Path(file or "").expanduser()
-    if file is not None and not (path.is_file() and path.suffix == ".py"):
-        raise ConfigError(f"{key}={name}: it is no name of a module, and {path.absolute()} is not a Python file.")
-    _imported(f"{key}={name}", name if file is None else path)
+    load_module(key, name)
 
 
 def _imported(named: str, place: str | Path) -> ModuleType:

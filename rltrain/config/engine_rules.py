@@ -21,6 +21,29 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"Use {engines_with('speculation')}, or leave tail out."
         )
     yield from _engine(config)
+    yield from _turns(config)
+
+
+def _turns(config: Config) -> Iterator[str]:
+    """What several turns need, and what they cannot stand beside."""
+    rollout, turns = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.multi_turn
+    path = f"{_R}multi_turn.function_tool_path"
+    asking = {f"{_R}multi_turn.enable=True": turns.enable is True and not turns.function_tool_path}
+    loop = f"{_R}agent.default_agent_loop"
+    asking[f"{loop}=tool_agent"] = rollout.agent.default_agent_loop == "tool_agent" and not turns.place
+    for setting in (setting for setting, asks in asking.items() if asks):
+        yield f"{setting}: there are no tools. Name the file of their functions, {path}=tools.py, or leave it out."
+    if not turns.place:
+        return
+    tools = f"{path}={turns.function_tool_path}"
+    if rollout.agent.default_agent_loop == "single_turn_agent":
+        yield f"{tools} and {loop}=single_turn_agent: say one of them, as rows of both kinds are not in this version."
+    if not ENGINES[rollout.name].several_turns:
+        yield f"{tools}: rollout.name={rollout.name} samples one turn. Use {engines_with('several_turns')}."
+    if rollout.tail == "carry_over":
+        yield f"{tools} and {_R}tail=carry_over: an answer that waits for a tool is in no checkpoint. Keep one of them."
+    if config.reward_model.enable:
+        yield f"{tools} and reward_model.enable=True: it would judge the words of tools too. Keep one of them."
 
 
 def tail_problems(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from rltrain.base.errors import DataError
 from rltrain.config.schema import Config
+from rltrain.data.functions import tool_schemas
 from rltrain.data.images import (
     EncodedPrompt,
     Family,
@@ -55,6 +56,8 @@ class ChatEncoder:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     min_pixels: int | None = None
     max_pixels: int | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas that every conversation shows, unless it is given others."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
@@ -89,7 +92,7 @@ class ChatEncoder:
         try:
             return self.tokenizer.apply_chat_template(
                 [list(messages) for messages in conversations],
-                tools=list(tools) if tools else None,
+                tools=list(self.tools if tools is None else tools) or None,
                 tokenize=tokenize,
                 add_generation_prompt=not answered,
                 return_dict=False,  # transformers 5 returns a BatchEncoding by default
@@ -330,6 +333,7 @@ def chat_encoder(cfg: Config) -> ChatEncoder:
         template_kwargs=dict(cfg.data.apply_chat_template_kwargs),
         min_pixels=cfg.data.min_pixels,
         max_pixels=cfg.data.max_pixels,
+        tools=tool_schemas(cfg),
     )
 
 

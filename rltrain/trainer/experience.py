@@ -162,13 +162,13 @@ class Experience:
         # Each round has numbered its groups from 0; in one batch they must differ.
         samples.update({c.GROUP: np.arange(wanted).repeat(n)})
         generated = sum(map(len, rounds))
-        tokens = sum(int(part[c.RESPONSE_LENGTH].sum()) for part in rounds)
+        tokens = sum(int(part[c.POLICY_TOKENS].sum()) for part in rounds)
         return samples, {
             "filter_groups/rounds": float(len(rounds)),
             "filter_groups/prompts_generated": generated / n,
             "filter_groups/prompts_thrown_away": generated / n - num_useful,
             "filter_groups/prompts_filled_up": float(wanted - num_useful),
-            "filter_groups/tokens_thrown_away": float(tokens - int(samples[c.RESPONSE_LENGTH].sum())),
+            "filter_groups/tokens_thrown_away": float(tokens - int(samples[c.POLICY_TOKENS].sum())),
         }
 
     def add_greedy_baseline(self, samples: Samples, timer: StepTimer) -> None:

@@ -242,7 +242,8 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
     # With a tail the batch has tokens of earlier steps and lacks some of this one, so its own length says nothing about
     # the engines.
-    generated = timing.get("rollout/tail/tokens_generated", response + thrown_away)
+    sampled = int(samples[c.POLICY_TOKENS].sum())
+    generated = timing.get("rollout/tail/tokens_generated", sampled + thrown_away)
     metrics = {
         "perf/total_num_tokens": float(total),
         "perf/time_per_step": step,
@@ -302,7 +303,7 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
         busy += float(last.sum())
         total += float(last.max()) * num_replicas
         lengths.append(samples[c.RESPONSE_LENGTH][served & samples[c.COMPLETE]])
-        lengths_served, engines = samples[c.RESPONSE_LENGTH][served], samples[c.ENGINE][served]
+        lengths_served, engines = samples[c.POLICY_TOKENS][served], samples[c.ENGINE][served]
         longest = np.zeros(num_replicas)
         np.maximum.at(longest, engines, lengths_served)
         steps += float(np.maximum(longest, np.ceil(np.bincount(engines, lengths_served, num_replicas) / at_once)).sum())
@@ -314,6 +315,23 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
         "perf/rollout_idle_share": 1 - busy / max(total, 1e-9),
         "perf/decode_steps": steps,
         "perf/decode_context_tokens": context,
+    }
+
+
+def turn_metrics(samples: Samples) -> Metrics:
+    """What tools were asked and answered; nothing without tools.
+
+    num_turns counts as verl does: turns of the policy, what answers them, and the prompt. Of agent/… sums over answers;
+    context_share: of the answers' tokens those that the policy did not write; tool_s: seconds of an answer's calls.
+    """
+    if c.NUM_TURNS not in samples.numbers:
+        return {}
+    totals = {name: float(samples[name].sum()) for name in c.OF_TURNS if name != c.NUM_TURNS}
+    return _spread("num_turns", 2 * samples[c.NUM_TURNS]) | {
+        **{f"agent/{name}": total for name, total in totals.items()},
+        "agent/context_share": 1 - float(samples[c.POLICY_TOKENS].sum() / max(1, samples[c.RESPONSE_LENGTH].sum())),
+        "agent/tool_s/mean": float(samples[c.TOOL_S].mean()),
+        "agent/tool_s/max": float(samples[c.TOOL_S].max()),
     }
 
 

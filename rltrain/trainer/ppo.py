@@ -237,7 +237,7 @@ class PPOTrainer:
         metrics |= m.throughput_metrics(samples, metrics, plan.num_devices, tokens)
         metrics |= flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
         metrics |= decode_metrics(metrics, self.model_sizes, plan.num_devices)
-        metrics |= m.sample_metrics(samples, cfg.data.max_prompt_length)
+        metrics |= m.sample_metrics(samples, cfg.data.max_prompt_length) | m.turn_metrics(samples)
         metrics |= m.reward_metrics(samples, accuracy(samples), weighted=bool(cfg.reward.weights))
         spread = rank_tokens(record.layouts["adv"], num_tokens(samples))
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)

@@ -20,7 +20,7 @@ from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.controller.samples import Samples
-from rltrain.trainer.metrics import Answered
+from rltrain.trainer.metrics import Answered, turn_metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Policy
@@ -72,6 +72,7 @@ class Validation:
         numbers = {name: values for name, values in scores.items() if name not in hidden and c.SCORER not in name}
         metrics = validation_metrics(self._rewards.data_sources("val"), extras | numbers, num_samples)
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
+        metrics |= {f"val-aux/{name}": value for name, value in turn_metrics(samples).items()}
         return Answered(step, metrics, samples, num_samples)
 
     def _answer(self, step: int, stop: Stop) -> tuple[Samples, dict[str, Column], int] | None:

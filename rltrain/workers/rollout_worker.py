@@ -1,7 +1,7 @@
 """The rollout role of a worker process: brings the current weights to its engine replica, and generates.
 
 What it returns per answer stays in the object store; prompts stand there once per prompt. `response_mask` marks the
-tokens that the policy chose: today all of them, as no conversation has a second turn (`rollout/conversations.py`).
+tokens that the policy chose, and not those of a tool (`rollout/conversations.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,23 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.data.prompts import PromptStore
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.spec import actor_spec
+from rltrain.slots.limits import Limits
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array, GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
+from rltrain.workers.rollout.answering import Answering, format_of
 from rltrain.workers.rollout.contract import Job, RolloutEngine
-from rltrain.workers.rollout.conversations import Conversation, Conversations, begun_conversations, payload_of
+from rltrain.workers.rollout.conversations import (
+    Conversation,
+    Conversations,
+    begun_conversations,
+    payload_of,
+    turn_numbers,
+)
 from rltrain.workers.rollout.images import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
+from rltrain.workers.rollout.tools import Tools
 from rltrain.workers.rollout.waiting import read_answers, write_answers
 from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.weight_sync import WeightSync
@@ -80,7 +89,9 @@ class RolloutWorker(Rollout):
                 store.pictures.check_here()
         self._version = version
         self.encoder = chat_encoder(cfg)
+        self._max_model_len = self._rollout.max_model_len or longest_sequence(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
+        self._answering = self._make_answering() if self._rollout.multi_turn.place else None
         # The process group's own store serves as the replicas' shared counter, so there is no other server to start.
         self._store = dist.distributed_c10d._get_default_store()
         self._finished: SimpleQueue[tuple[Job, list[str]] | None] = SimpleQueue()
@@ -108,13 +119,20 @@ class RolloutWorker(Rollout):
             dtype=dtype,
             device=self._device,
             replica=self._replica,
-            eos_token_ids=self.encoder.eos_token_ids,
-            max_model_len=self._rollout.max_model_len or longest_sequence(cfg),
+            eos_token_ids=self._answering.stop_token_ids if self._answering else self.encoder.eos_token_ids,
+            max_model_len=self._max_model_len,
             engines_sharing_memory=cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1,
             images=self._images,
             max_pixels=cfg.data.max_pixels,
         )
         return make_engine(settings)
+
+    def _make_answering(self) -> Answering:
+        turns = self._rollout.multi_turn
+        limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb)
+        tools = Tools(turns.place, turns.num_tool_processes, limits) if self._replica.leads else None
+        call_format = format_of(turns.format, self.encoder)
+        return Answering(turns, self.encoder, call_format, self._replica, tools, self._max_model_len)
 
     def _release(self) -> None:
         if self.engine.sleep():
@@ -142,8 +160,11 @@ class RolloutWorker(Rollout):
             if tell:
                 tell(job, conversations)
 
-        source = Conversations(queue, self._vocabulary, open_answers, finished)
+        answering = (self._answering, task.sampling.max_tokens) if self._answering else None
+        source = Conversations(queue, self._vocabulary, open_answers, finished, answering)
         self.engine.generate(source, task.sampling)
+        if self._answering:
+            self._answering.forget()
         # Also on ranks that hand nothing out: the driver polls every rank until it says that it is done.
         if task.stream:
             self._finished.put(None)
@@ -179,6 +200,8 @@ class RolloutWorker(Rollout):
             c.ABORTED: np.array([answer.aborted for answer in answers]),
             c.ENDED_S: np.array([answer.seconds for answer in answers], dtype=np.float32),
         }
+        if self._answering:
+            per_sample |= turn_numbers(answers)
         return payload, texts, replace(numbers, per_sample=per_sample, num_damaged=source.num_damaged)
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:

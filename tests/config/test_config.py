@@ -1,5 +1,6 @@
 """The configuration a user types: spellings, mistakes, traps."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_both_spellings_work_and_the_new_name_is_said():
         (f"{A}ref.megatron.param_offload", "fsdp_config.param_offload"),
         (f"{A}actor.megatron.override_transformer_config.recompute_granularity", "enable_gradient_checkpointing"),
         ("hydra.run.dir", "--config FILE"),
-        (f"{A}rollout.multi_turn.tool_config_path", "single-turn"),
+        (f"{A}rollout.multi_turn.tool_config_path", "use multi_turn.function_tool_path"),
     ],
 )
 def test_a_key_of_another_backend_says_what_to_use(key, advice):
@@ -453,10 +454,32 @@ def test_several_broken_rules_come_together():
     assert all(word in text for word in ("rollout.n must be", "rollout.name=vlm", "reward.num_workers"))
 
 
-def test_several_turns_are_refused_and_leaving_them_off_is_not():
-    with pytest.raises(ConfigError, match="single-turn: leave it out"):
-        load_config([f"{A}rollout.multi_turn.enable=True"])
+TOOLS = f"{A}rollout.multi_turn.function_tool_path=tools.py"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([f"{A}rollout.multi_turn.enable=True"], "there are no tools. Name the file"),
+        ([f"{A}rollout.agent.default_agent_loop=tool_agent"], "there are no tools. Name the file"),
+        ([TOOLS, f"{A}rollout.multi_turn.enable=False", f"{A}rollout.agent.default_agent_loop=tool_agent"], "no tools"),
+        ([TOOLS, f"{A}rollout.agent.default_agent_loop=single_turn_agent"], "say one of them"),
+        ([TOOLS, f"{A}rollout.name=sglang"], "samples one turn. Use rollout.name=hf or rollout.name=vllm"),
+        ([TOOLS, f"{A}rollout.tail=carry_over"], "waits for a tool is in no checkpoint"),
+        ([TOOLS, "reward_model.enable=True", "reward_model.model.path=m"], "it would judge the words of tools"),
+        ([TOOLS, f"{A}rollout.multi_turn.max_user_turns=2"], "use multi_turn.max_assistant_turns"),
+        ([TOOLS, f"{A}rollout.multi_turn.tool_response_truncate_side=both"], "use one of left, middle, right"),
+    ],
+)
+def test_what_several_turns_need_and_cannot_stand_beside(overrides, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check(load_config([*BASE, *overrides]))
+
+
+def test_several_turns_that_are_off_are_no_news():
     assert load_config([f"{A}rollout.multi_turn.enable=False"]).warnings == ()
+    assert "multi_turn.max_assistant_turns: no effect" in notes(f"{A}rollout.multi_turn.max_assistant_turns=3")
+    check(load_config([*BASE, TOOLS]))
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_every_row_of_the_tables_is_reached():
 
 
 ANOTHER_EXPERIMENT = [
-    (f"{A}rollout.agent.default_agent_loop=tool_agent", "single-turn"),
+    (f"{A}rollout.agent.default_agent_loop=tool_agent", "there are no tools"),
     (f"{A}model.mtp.enable=True", "multi-token"),
     (f"{A}hybrid_engine=False", "synchronous"),
     (f"{A}rollout.nnodes=1", "tail=carry_over"),
@@ -270,7 +270,7 @@ def test_a_sentence_names_the_section_of_the_same_model(key, place):
 
 
 def test_switches_may_be_typed_as_0_and_1():
-    for word in (f"{A}rollout.multi_turn.enable=1", f"{A}hybrid_engine=0"):
+    for word in (f"{A}hybrid_engine=0",):
         assert problems(word)[0].startswith(f"{word}: ")
     assert value(f"{A}actor.fsdp_config.param_offload", f"{A}actor.fsdp_config.offload_policy=1") is True
     assert notes(f"{A}model.use_remove_padding=1") == []

@@ -13,6 +13,7 @@ def generated(ended, engine, lengths, complete=None, served=None) -> Samples:
             "ended_s": np.array(ended, dtype=float),
             "engine": np.array(engine),
             "response_length": np.array(lengths),
+            "policy_tokens": np.array(lengths),
             "prompt_length": np.full(len(ended), 10),
             "complete": everything if complete is None else np.array(complete),
             "served": everything if served is None else np.array(served),
@@ -81,7 +82,9 @@ def test_seconds_of_rounds_add_up_and_rates_do_not():
 
 def test_gen_throughput_counts_what_this_step_has_generated():
     samples = Samples(1)
-    samples.update({"response_length": np.array([100]), "prompt_length": np.array([20])})
+    samples.update(
+        {"response_length": np.array([100]), "policy_tokens": np.array([100]), "prompt_length": np.array([20])}
+    )
     timing = {"timing_s/step": 10.0, "timing_s/generate_sequences": 2.0}
     rates = [
         m.throughput_metrics(samples, timing | more, 1, {})["perf/gen_throughput"]
@@ -93,7 +96,13 @@ def test_gen_throughput_counts_what_this_step_has_generated():
 def test_rates_of_passes_count_what_their_seconds_were_spent_on():
     """Of 240 tokens, 60 were left after generation, and of another pass none."""
     samples = Samples(2)
-    samples.update({"response_length": np.array([100, 100]), "prompt_length": np.array([20, 20])})
+    samples.update(
+        {
+            "response_length": np.array([100, 100]),
+            "policy_tokens": np.array([100, 100]),
+            "prompt_length": np.array([20, 20]),
+        }
+    )
     seconds = dict.fromkeys(("step", "generate_sequences", "old_log_prob", "ref", "update_actor"), 2.0)
     timing = {f"timing_s/{phase}": each for phase, each in seconds.items()}
     found = m.throughput_metrics(samples, timing, 1, {"old_log_prob": 60, "ref": 120})

@@ -59,6 +59,12 @@ RESPONSE_LENGTH = _add("response_length", PER_SAMPLE, "int64", "rollout", "balan
 POLICY_TOKENS = _add("policy_tokens", PER_SAMPLE, "int64", "rollout: sum of the mask", "advantages, metrics")
 LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "rollout; less rejected: correction", "denominators, estimators")
 TRUNCATED = _add("truncated", PER_SAMPLE, "bool", "rollout", "metrics, files")
+# With tools alone. num_turns: turns of the policy; the others count calls.
+NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_RUN = OF_TURNS = tuple(
+    _add(name, PER_SAMPLE, "int64", "rollout", "metrics, files")
+    for name in ("num_turns", "tool_calls", "tool_errors", "tool_timeouts", "unreadable_calls", "calls_not_run")
+)
+TOOL_S = _add("tool_s", PER_SAMPLE, "float32", "rollout: seconds in which it waited for tools", "metrics, files")
 ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
 ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
 # Which answer of its task: place of the prompt * answers per prompt + sample.

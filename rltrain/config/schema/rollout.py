@@ -15,6 +15,7 @@ _SAMPLES = {
     "val_kwargs.do_sample!=False": _NO_SAMPLING,
     "val_kwargs.temperature>0": "validation is greedy; set val_kwargs.temperature=1.0 to sample",
 }
+TOOLS = {"function_tool_path": "multi_turn.function_tool_path names no tools"}
 _OLD_LOG_PROB_PASS = {
     "algorithm.rollout_correction.bypass_mode=False": "with bypass_mode there is no old_log_prob pass"
 }
@@ -46,6 +47,45 @@ class ValKwargs:
 
 
 @dataclass
+class MultiTurnConfig:
+    """Answers of several turns, between which tools answer the policy (docs/agents.md)."""
+
+    enable: bool | None = None
+    """Several turns; null: where there are tools."""
+    function_tool_path: str | None = None
+    """FILE.py (or package.module) whose functions the policy may call; each has types and a docstring."""
+    format: str = key("auto", only_with=TOOLS)
+    """How the model writes a call; auto: as its chat template writes one."""
+    max_assistant_turns: int | None = key(None, least=1, only_with=TOOLS)
+    """Turns of the policy; null: as many as data.max_response_length has room for."""
+    max_parallel_calls: int = key(1, least=1, only_with=TOOLS)
+    """Calls of one turn that are run; further ones are answered with "not run"."""
+    max_tool_response_length: int = key(256, least=1, only_with=TOOLS)
+    """Characters of a result that the policy reads."""
+    tool_response_truncate_side: str = key("middle", among=("left", "middle", "right"), only_with=TOOLS)
+    """What a longer result keeps: its end (left), its beginning (right), or both without the middle (middle)."""
+    tool_timeout_s: float = key(30.0, over=0, only_with=TOOLS)
+    """Seconds of a call; a later result is one that says so."""
+    tool_memory_mb: int = key(4096, least=0, only_with=TOOLS)
+    """MiB of address space of a process in which tools run; 0: unlimited."""
+    num_tool_processes: int = key(8, least=1, only_with=TOOLS)
+    """Processes of an engine in which tools run, each a call at a time."""
+
+    @property
+    def place(self) -> str:
+        """Where the tools are; "" where the run has none."""
+        return "" if self.enable is False else self.function_tool_path or ""
+
+
+@dataclass
+class AgentConfig:
+    """Who leads a conversation."""
+
+    default_agent_loop: str | None = key(None, among=("single_turn_agent", "tool_agent"))
+    """Of rows without a column agent_name; null: tool_agent where there are tools, else single_turn_agent."""
+
+
+@dataclass
 class RolloutConfig:
     """Generation, and the pass that recomputes the log-probs of what was generated."""
 
@@ -72,6 +112,10 @@ class RolloutConfig:
     """Decides all sampling; null: data.seed."""
     val_kwargs: ValKwargs = section(ValKwargs)
     """Validation sampling."""
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
+    """Tools between turns."""
+    agent: AgentConfig = section(AgentConfig)
+    """Who leads a conversation."""
     dtype: Dtype = "auto"
     """dtype of the engine's weights: auto is bfloat16 on NPU and GPU, float32 on CPU."""
     tensor_model_parallel_size: int = key(1, least=1)

@@ -19,12 +19,17 @@ OWNERS = frozenset(
     }
 )
 
-# Keys of rollout.multi_turn in verl 0.3 to main which count only with what turns several turns on.
-_OF_TURNS = (
-    *("enable", "max_turns", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "format"),
-    *("max_tool_response_length", "tool_response_truncate_side", "use_inference_chat_template", "num_repeat_rollouts"),
-    *("tokenization_sanity_check_mode", "enable_tokenization_sanity_check", "*continuous_token*"),
-)
+# Keys of rollout.multi_turn in verl 0.3 to main that decide nothing there, or nothing that is decided here.
+_OF_TURNS = {
+    **dict.fromkeys(
+        ("max_turns", "use_inference_chat_template", "num_repeat_rollouts"), "verl does not read it either"
+    ),
+    "*continuous_token*": "an answer's tokens are always only appended",
+    **dict.fromkeys(
+        ("tokenization_sanity_check_mode", "enable_tokenization_sanity_check"),
+        "what stands between two turns is always compared with the chat template",
+    ),
+}
 _NO_PROFILER = "there is no profiler in this version"
 _OF_PROFILER = ("all_ranks", "discrete", "enable", "ranks", "save_path", "tool", "tool_config*")
 _OF_GLOBAL_PROFILER = ("tool", "steps", "profile_continuous_steps", "save_path", "global_tool_config*")
@@ -138,7 +143,7 @@ NO_EFFECT = {
     "data.validation_shuffle": "validation covers all prompts at once",
     "data.video_key": "rows with something in the column videos are refused in this version",
     _A + "hybrid_engine!=True": "roles always share the devices",
-    _R + "agent.num_workers": "the engines are asked by their own workers",
+    _R + "agent.num_workers": "the engines are asked by their own workers; tools have multi_turn.num_tool_processes",
     _R + "calculate_log_probs=False": "the engine always returns log-probs",
     **{
         f"{_R}checkpoint_engine.{name}": "weights are handed to the engines on their own devices, bucket by bucket"
@@ -152,7 +157,7 @@ NO_EFFECT = {
     _R + "mode!=sync": "every step generates with the current weights",
     _R + "moe_load_balance_metrics_interval": "the load of experts is not measured",
     _R + "multi_stage_wake_up": "the engine is always woken in stages",
-    **{f"{_R}multi_turn.{name}": "answers are single-turn" for name in _OF_TURNS},
+    **{f"{_R}multi_turn.{name}": why for name, why in _OF_TURNS.items()},
     _R + "n_gpus_per_node": "engines share the devices of the trainer",
     _R + "over_sample_rate": "exactly rollout.n answers are made for each prompt",
     **{

@@ -16,8 +16,8 @@ _SYNCHRONOUS = (
     "training is synchronous here, on devices that all roles share: leave it out; "
     "actor_rollout_ref.rollout.tail=carry_over (or oversample) keeps a step from waiting for its longest answers"
 )
-_SINGLE_TURN = "answers are single-turn: leave it out"
-_TOOLS = "tools are not supported: answers are single-turn"
+_LOOPS = "loops of one's own are not in this version: tools are functions of multi_turn.function_tool_path"
+_TOOLS = "tools are functions in this version: use multi_turn.function_tool_path, the file in which they are"
 _MANAGER = (
     "a reward manager of one's own reads verl's batch of tensors, which no process has here: write what it computes "
     "for an answer as a function (custom_reward_function.path and name), or for many with "
@@ -45,14 +45,13 @@ REFUSED = {
     "rollout.test_freq": _SYNCHRONOUS,
     "rollout.total_*": _SYNCHRONOUS,
     "model_engine!=dp|fsdp|fsdp2": _LEAVE,
-    _A + "rollout.agent.default_agent_loop!=single_turn_agent": _SINGLE_TURN,
-    _R + "agent.agent_loop_config_path": "agent loops are not supported: answers are single-turn",
-    _R + "agent.agent_loop_manager_class": "agent loops are not supported: answers are single-turn",
+    _R + "agent.agent_loop_config_path": _LOOPS,
+    _R + "agent.agent_loop_manager_class": _LOOPS,
     _R + "agent.custom_async_server.*": "the engines are those of --help actor_rollout_ref.rollout.name",
-    _R + "multi_turn.enable=True": _SINGLE_TURN,
     _R + "multi_turn.*_path": _TOOLS,
     _R + "multi_turn.completion_callback": _TOOLS,
-    _R + "chat_scheduler": _SINGLE_TURN,
+    _R + "multi_turn.max_user_turns!=null": "nobody but tools answers the policy: use multi_turn.max_assistant_turns",
+    _R + "chat_scheduler": _LOOPS,
     _R + "use_fire_sampling": "FIRE sampling is not in this version: leave it out",
     _R + "nnodes": _SYNCHRONOUS,
     _R + "data_parallel_size!=1": "the number of engines is that of the devices divided by tensor_model_parallel_size: "

@@ -20,6 +20,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
+from rltrain.data.turns.seam import Seam
 from rltrain.models.attention.ulysses import heads_problem
 from rltrain.models.files.source import model_problem
 from rltrain.models.forward import PolicyModel, ScalarModel
@@ -30,6 +31,7 @@ from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.model_check import check_numbers
 from rltrain.trainer.plan import ImageSizes
 from rltrain.workers.reward_model import check_reward_model
+from rltrain.workers.rollout.answering import format_of
 from rltrain.workers.rollout.vllm.weights import refuse_on_npu
 
 _R = "actor_rollout_ref.rollout."
@@ -90,6 +92,8 @@ def _image_problems(cfg: Config) -> Iterator[str]:
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
+    if place := cfg.actor_rollout_ref.rollout.multi_turn.place:
+        yield f"{_R}multi_turn.function_tool_path={place}: a turn behind a tool has no images, and prompts have some."
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:
@@ -137,6 +141,7 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
 def _chat(cfg: Config, config: Any, findings: Findings) -> None:
     encoder, path = chat_encoder(cfg), cfg.actor_rollout_ref.model.path
     encoder.try_template([_HELLO])
+    _look_at_turns(cfg, encoder, findings)
     # The dry run asks this before it reads and tokenises rows.
     findings.tokenizer_works = bool(encoder.tokenizer)  # or it raises
     size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
@@ -153,6 +158,21 @@ def _chat(cfg: Config, config: Any, findings: Findings) -> None:
             f"the chat template of {path} writes the same with and without add_generation_prompt, so the model is not "
             "told that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
         )
+
+
+def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> None:
+    """Whether the chat template can go on behind a call, token by token."""
+    turns = cfg.actor_rollout_ref.rollout.multi_turn
+    if not turns.place:
+        return
+    seam = Seam(encoder, encoder.tools, format_of(turns.format, encoder))
+    if problem := seam.problem(("tool",)):
+        findings.problems.append(
+            f"actor_rollout_ref.rollout.multi_turn.function_tool_path={turns.place}: the chat template of "
+            f"{encoder.path} cannot be continued behind a call: {problem} Give one that can with "
+            "actor_rollout_ref.model.custom_chat_template."
+        )
+    findings.notes += [f"{encoder.path}: {note}" for note in seam.notes]
 
 
 def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:

@@ -35,6 +35,7 @@ def describe(plan: Plan, config: Config) -> str:
         ("a step runs", plan.passes.describe(plan.num_mini_batches)),
         *(("micro-batch", row) for row in _micro_batches(plan, config)),
         *_more_rows(plan, config),
+        *_tools(config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         ("steps", _steps(plan, config)),
         *_validation(config),
@@ -51,6 +52,7 @@ def _evaluation(plan: Plan, config: Config) -> list[tuple[str, str]]:
         ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
          f"{count(rollout.tensor_model_parallel_size, 'device')})"),
         *_rewards(plan, config),
+        *_tools(config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         *_validation(config),
     ]  # fmt: skip
@@ -204,6 +206,12 @@ def _validation(config: Config) -> list[tuple[str, str]]:
     how = "greedy" if val.greedy else f"{count(val.n, 'answer')} to each prompt at temperature {val.temperature:g}"
     how = how if trainer.val_only else f"{when}: {how}"
     return [("validation", how)] if config.data.val_files and (when or trainer.val_only) else []
+
+
+def _tools(config: Config) -> list[tuple[str, str]]:
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    how = f"{count(turns.max_parallel_calls, 'call')} a turn, at most {turns.tool_timeout_s:g} s each"
+    return [("tools", f"of {turns.place}; {how}")] if turns.place else []
 
 
 def _saving(config: Config) -> str:

@@ -2,17 +2,20 @@
 
 An answer is a conversation of the policy with whatever answers back: tokens that are only ever appended, of which some
 were sampled and the others were not. An engine knows jobs and turns alone; here a turn that has ended becomes part of
-its conversation, and here it is decided what follows. Today nothing does: every conversation is over with its first
-turn. Where tools answer, `Conversations.ended` starts them, `take` hands out the next turn of a conversation in front
-of the queue's jobs (a `Job` of one sample, ``given`` all its tokens so far), and `wait` waits for one.
+its conversation, and here it is decided what follows. Without tools nothing does: a conversation is over with its
+first turn. Where tools answer (`Answering`), `Conversations.ended` asks them, `take` hands out the next turn of a
+conversation in front of the queue's jobs (a `Job` of one sample, ``given`` all its tokens so far), and `wait` waits for
+one.
 
 An answer that an earlier step has begun (``carry_over``) is a conversation that is already some tokens long.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +24,13 @@ from numpy.typing import NDArray
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
+from rltrain.workers.rollout.answering import Answering, Context
 from rltrain.workers.rollout.contract import Job, Turn
 from rltrain.workers.rollout.queue import JobQueue
+from rltrain.workers.rollout.tools import Key
+
+# How long an engine with nothing to do waits for a tool before it looks whether it is to stop.
+_WAIT_S = 0.05
 
 
 @dataclass
@@ -48,6 +56,16 @@ class Conversation:
     seconds: float = 0.0
     """When its last turn ended, since the call of the engine."""
 
+    num_turns: int = 0
+    """That the policy has ended."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """`Context.counts`, added up."""
+
+    def add_context(self, context: Context) -> None:
+        """Append what the policy did not sample."""
+        self.tokens = np.concatenate([self.tokens, context.tokens])
+        self.mask = np.concatenate([self.mask, np.zeros(len(context.tokens), dtype=np.bool_)])
+
     def add_sampled(self, tokens: NDArray[np.int32], log_probs: NDArray[np.float32]) -> None:
         """Append what the policy sampled."""
         self.tokens = np.concatenate([self.tokens, tokens])
@@ -71,7 +89,8 @@ class Conversations:
     begun: conversations that go on, by place and sample. vocabulary: the number of token ids. finished: called when
     the last conversation of a job is over, if none of them was given up: those that were are begun anew or go on in a
     later step. A turn with a token outside the vocabulary or a log-prob that is not finite is left out of its
-    conversation and counted.
+    conversation, which ends, and counted. answering: who answers a turn (None: nobody), with the most tokens of an
+    answer.
     """
 
     def __init__(
@@ -80,6 +99,7 @@ class Conversations:
         vocabulary: int,
         begun: Mapping[tuple[int, int], Conversation] | None = None,
         finished: Callable[[Job, list[Conversation]], None] | None = None,
+        answering: tuple[Answering, int] | None = None,
     ) -> None:
         self.num_damaged = 0
         """Turns that were left out."""
@@ -91,10 +111,20 @@ class Conversations:
         self._vocabulary = vocabulary
         self._begun = begun or {}
         self._finished = finished
-        self._running: dict[tuple[int, int], tuple[_Started, Conversation]] = {}
+        self._answering = answering[0] if answering else None
+        self._max_tokens = answering[1] if answering else 0
+        # Those that a tool is at work for, and of them those whose next turn may begin, the first to be answered first.
+        self._waiting: dict[Key, tuple[_Started, Conversation]] = {}
+        self._ready: list[Key] = []
+        self._running: dict[Key, tuple[_Started, Conversation]] = {}
 
     def take(self, most: int) -> list[Job]:
-        """See `JobQueue.take`."""
+        """The next turns of conversations, then as `JobQueue.take`."""
+        self._listen()
+        ready, self._ready = self._ready[:most], self._ready[most:]
+        return [*map(self._next_turn, ready), *self._take_new(most - len(ready))]
+
+    def _take_new(self, most: int) -> list[Job]:
         jobs = self._queue.take(most)
         for job in jobs:
             keys = [(job.place, sample) for sample in job.samples.tolist()]
@@ -116,6 +146,51 @@ class Conversations:
             conversation.add_sampled(tokens, log_probs)
         conversation.truncated, conversation.aborted = turn.reason == "length", turn.aborted
         conversation.seconds = turn.seconds
+        conversation.num_turns += 1
+        if turn.reason != "stop" or unknown.any() or not self._ask(started, conversation, turn):
+            self._over(started)
+
+    def _ask(self, started: _Started, conversation: Conversation, turn: Turn) -> bool:
+        """Whether somebody answers the turn, and so the conversation goes on."""
+        if self._answering is None:
+            return False
+        said = self._answering.read(turn.tokens)
+        if not (said.calls or said.problems):
+            return False
+        if self._answering.is_last(conversation.num_turns):
+            conversation.counts += Counter({c.TOOL_CALLS: len(said.calls), c.CALLS_NOT_RUN: len(said.calls)})
+            return False
+        # Where the engine is stopped meanwhile, it has not ended.
+        conversation.aborted = True
+        self._waiting[turn.place, turn.sample] = started, conversation
+        self._answering.ask((turn.place, turn.sample), turn.tokens[-1], said)
+        return True
+
+    def _listen(self, wait_s: float = 0.0) -> None:
+        for key, context in self._answering.arrived(wait_s) if self._answering else ():
+            started, conversation = self._waiting[key]
+            conversation.counts += context.counts
+            if len(context.tokens) < self._room(conversation):
+                conversation.add_context(context)
+                self._ready.append(key)
+            else:  # an answer ends with a token of the policy
+                del self._waiting[key]
+                conversation.truncated, conversation.aborted = True, False
+                self._over(started)
+
+    def _room(self, conversation: Conversation) -> int:
+        """Tokens that the answer may still get, as engines count them."""
+        assert self._answering
+        most = min(self._max_tokens, self._answering.max_model_len - len(conversation.prompt))
+        return most - len(conversation.tokens)
+
+    def _next_turn(self, key: Key) -> Job:
+        started, conversation = self._running[key] = self._waiting.pop(key)
+        seeds = started.job.seeds[started.job.samples == conversation.sample]
+        samples = np.array([conversation.sample])
+        return Job(conversation.place, samples, conversation.prompt, seeds, (conversation.tokens,))
+
+    def _over(self, started: _Started) -> None:
         started.num_running -= 1
         if not started.num_running and not any(answer.aborted for answer in started.conversations):
             self._queue.ended(started.job)
@@ -123,8 +198,12 @@ class Conversations:
                 self._finished(started.job, started.conversations)
 
     def wait(self) -> bool:
-        """Never: no conversation waits for anything."""
-        return False
+        """Whether a conversation waits for tools. A little of the wait is spent here."""
+        if not self._waiting or self._queue.stopped():
+            return False
+        if not self._ready:
+            self._listen(_WAIT_S)
+        return bool(self._waiting)
 
     @property
     def may_stop(self) -> bool:
@@ -162,6 +241,14 @@ def payload_of(conversations: Sequence[Conversation]) -> Batch:
             c.ROLLOUT_LOG_PROBS: _ragged([answer.log_probs for answer in conversations]),
         }
     )
+
+
+def turn_numbers(conversations: Sequence[Conversation]) -> dict[str, NDArray[Any]]:
+    """`columns.OF_TURNS` and `columns.TOOL_S`, a value per conversation."""
+    counts = [answer.counts for answer in conversations]
+    numbers: dict[str, NDArray[Any]] = {name: np.array([each[name] for each in counts]) for name in c.OF_TURNS}
+    seconds = np.array([each["tool_ms"] / 1e3 for each in counts], dtype=np.float32)
+    return numbers | {c.NUM_TURNS: np.array([answer.num_turns for answer in conversations]), c.TOOL_S: seconds}
 
 
 def _ragged(rows: Sequence[NDArray[np.generic]]) -> Ragged:

@@ -1,0 +1,129 @@
+"""Tools between the turns of an answer: what they say is context, and what is learnt from is the policy's."""
+
+import numpy as np
+import pytest
+
+from rltrain.base.columns import names as c
+from rltrain.data.chat import chat_encoder
+from rltrain.data.functions import tool_schemas
+from tests.tiny_tools import CALL_ID, END_ID, TOOLS, save_calling_model, tool_run
+
+R = "actor_rollout_ref__rollout__"
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory):
+    return save_calling_model(tmp_path_factory.mktemp("calling") / "model")
+
+
+@pytest.fixture
+def tools(tmp_path, calling):
+    """Settings of a run whose answers have room for several turns."""
+    return tool_run(calling, tmp_path)
+
+
+def test_an_answer_goes_on_behind_the_tools(process_group, tiny_trainer, tools):
+    trainer = tiny_trainer(**tools)
+    worker = trainer.worker.rollout
+    batch, texts, numbers = worker.generate(trainer.experience_task())
+    turns, calls = numbers.per_sample[c.NUM_TURNS], numbers.per_sample[c.TOOL_CALLS]
+    assert turns.max() > 2
+    context = None
+    for answer, mask, text, count in zip(
+        batch.ragged(c.RESPONSE).rows(), batch.ragged(c.RESPONSE_MASK).rows(), texts, turns.tolist(), strict=True
+    ):
+        borders = np.flatnonzero(np.diff(mask.numpy().astype(int)))
+        # Turn and context by turns; a turn that calls ends with the call, and the answer with a token of the policy.
+        assert mask[0], mask[-1]
+        assert len(borders) == 2 * (count - 1)
+        assert all(answer[border] == CALL_ID for border in borders[::2].tolist())
+        parts = np.split(answer.numpy(), borders + 1)
+        for part in parts[1::2]:
+            context = part if context is None else context
+            assert part.tolist() == context.tolist()
+        assert text.count("<tool_response>\n5\n</tool_response>") == count - 1
+    assert context is not None
+    assert context[0] == END_ID
+    assert calls.sum() == (turns - 1).sum()
+    answered = trainer.step(1)
+    assert answered.metrics["num_turns/max"] == 2 * turns.max()
+    assert answered.metrics["training/rollout_probs_diff_mean"] < 1e-4
+
+
+def generated(trainer):
+    batch, _, numbers = trainer.worker.rollout.generate(trainer.experience_task())
+    answers = zip(batch.ragged(c.RESPONSE).rows(), batch.ragged(c.RESPONSE_MASK).rows(), strict=True)
+    return [(answer.tolist(), mask.tolist()) for answer, mask in answers], numbers.per_sample
+
+
+def test_how_long_tools_take_changes_no_token(process_group, tiny_trainer, tools, tmp_path):
+    quick, _ = generated(tiny_trainer(**tools))
+    slow = TOOLS.replace("    return", "    import random, time\n    time.sleep(random.random() / 5)\n    return")
+    (tmp_path / "slow.py").write_text(slow)
+    few = {R + "max_num_seqs": 3, R + "multi_turn__function_tool_path": tmp_path / "slow.py"}
+    waited, numbers = generated(tiny_trainer(**tools | few))
+    assert waited == quick
+    assert numbers[c.TOOL_S].max() > 0
+
+
+def test_the_last_turn_runs_nothing_and_says_so(process_group, tiny_trainer, tools):
+    answers, numbers = generated(tiny_trainer(**tools, **{R + "multi_turn__max_assistant_turns": 2}))
+    assert numbers[c.NUM_TURNS].max() == 2
+    assert numbers[c.CALLS_NOT_RUN].sum() > 0
+    assert all(mask[-1] for _, mask in answers)
+
+
+def test_a_result_that_leaves_no_room_ends_the_answer_with_the_policys_token(process_group, tiny_trainer, tools):
+    whole, _ = generated(tiny_trainer(**tools))
+    short, numbers = generated(tiny_trainer(**tools | {"data__max_response_length": 110}))
+    assert all(mask[-1] for _, mask in short)
+    assert max(len(answer) for answer, _ in short) <= 110
+    assert all(answer == longer[: len(answer)] for (answer, _), (longer, _) in zip(short, whole, strict=True))
+    ended_by_call = np.array([answer[-1] == CALL_ID for answer, _ in short])
+    assert ended_by_call.any()
+    assert numbers[c.TRUNCATED][ended_by_call].all()
+
+
+@pytest.mark.parametrize(
+    ("body", "count", "words"),
+    [
+        ("raise ValueError('no such sum')", c.TOOL_ERRORS, "Error: ValueError: no such sum"),
+        ("import time; time.sleep(60)", c.TOOL_TIMEOUTS, "Error: no result after 0.5 s"),
+        ("import os; os._exit(1)", c.TOOL_ERRORS, "Error: the tool's process ended with exit code 1"),
+        ("return '<|im_end|>' * 3", None, "<|im_end|><|im_end|><|im_end|>"),
+        ("return 'x' * 100_000", None, "...(truncated)..."),
+    ],
+)
+def test_what_a_tool_does_is_text_for_the_policy(process_group, tiny_trainer, tools, tmp_path, body, count, words):
+    (tmp_path / "bad.py").write_text(TOOLS.replace("return str(a + b)", body))
+    bad = {R + "multi_turn__function_tool_path": tmp_path / "bad.py", R + "multi_turn__tool_timeout_s": 0.5}
+    bad |= {R + "multi_turn__max_assistant_turns": 2, R + "n": 2}
+    trainer = tiny_trainer(**tools | bad)
+    answers, numbers = generated(trainer)
+    called = numbers[c.NUM_TURNS] == 2
+    assert called.any()
+    texts = trainer.worker.rollout.encoder.decode_batch([answer for answer, _ in answers], special=True)
+    assert all(words in text for text, calls in zip(texts, called.tolist(), strict=True) if calls)
+    if count:
+        assert numbers[count][called].min() == 1
+    # The words of a tool end no turn: of end tokens a context has that behind the call, and that of the template.
+    for (answer, mask), calls in zip(answers, called.tolist(), strict=True):
+        context = [token for token, own in zip(answer, mask, strict=True) if not own]
+        assert context.count(END_ID) == 2 * calls
+
+
+def test_adapters_that_are_nothing_yet_change_no_turn(process_group, tiny_trainer, tools):
+    """The answers are those of the policy without adapters, as these begin as nothing."""
+    plain, _ = generated(tiny_trainer(**tools))
+    adapted, _ = generated(tiny_trainer(**tools, actor_rollout_ref__model__lora_rank=4))
+    assert [mask for _, mask in adapted] == [mask for _, mask in plain]
+
+
+def test_prompts_show_the_tools(calling, tools, tmp_path):
+    from rltrain.config.load import load_config
+    from tests.tiny import small_run
+
+    cfg = load_config(small_run(calling, ("t", "v"), tmp_path, **tools)).config
+    text = chat_encoder(cfg).written([{"role": "user", "content": "1+2=?"}])
+    assert text.startswith("<|im_start|>system\nadd\n<|im_end|>")
+    assert [schema["function"]["name"] for schema in tool_schemas(cfg)] == ["add"]

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rltrain.config.schema import Config
 
 
-# What verl adds to every extra_info: an answer of one turn has two messages, and no agent has scored it before.
-_TOLD: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}}
+# What verl adds to every extra_info: an answer of one turn has two messages, and no agent has scored it before. Where
+# tools have answered, the answer brings its own (`AnswerText`).
+TOLD: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}}
 _OF_REWARD_LOOP = ("reward_router_address", "reward_model_tokenizer")
 
 
@@ -67,7 +68,7 @@ class RewardFunction:
         arguments = dict(zip(self._custom.arguments, values, strict=True))
         *_, name = arguments
         extra = arguments[name]
-        arguments[name] = [row_info | _TOLD for row_info in extra] if self._custom.batch else extra | _TOLD
+        arguments[name] = [TOLD | row_info for row_info in extra] if self._custom.batch else TOLD | extra
         # By keyword, as verl calls it: the order of a function's arguments is its own. reward_kwargs win, as in verl.
         return self._function(**arguments | self._custom.kwargs)
 

@@ -22,6 +22,7 @@ from rltrain.controller.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Layout
 from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import known_number
 from rltrain.trainer.roles import Policy
 
@@ -41,6 +42,11 @@ class Advantages:
         self.kl_coef = cfg.algorithm.kl_ctrl.kl_coef
         self._cfg = cfg
         self._passes = passes
+
+    def restore(self, progress: Progress) -> None:
+        """Go on with the weight that a controller had found; a fixed one follows the config, which may have changed."""
+        if progress.kl_coef is not None and self._cfg.algorithm.kl_ctrl.type == "adaptive":
+            self.kl_coef = progress.kl_coef
 
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
         """A(x, y) of every sample, as ``advantage`` [n].

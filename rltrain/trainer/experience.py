@@ -21,6 +21,7 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
+from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import Rewards, accuracy, known_number
 from rltrain.trainer.roles import Policy, RankListener
 from rltrain.trainer.tail import Prompt, PromptLine
@@ -57,6 +58,13 @@ class Experience:
         self.line = PromptLine(cfg, plan)
         self._rollout = cfg.actor_rollout_ref.rollout
         self._seed = rollout_seed(cfg)
+
+    def restore(self, progress: Progress, answers: Samples | None) -> None:
+        """Go on where ``progress`` was. answers: what the prompts that wait have of them, in a resumed run."""
+        self.batches_drawn = progress.batches_drawn
+        self.line.restore(progress.in_flight, answers)
+        if progress.sampler:
+            self.sampler.restore(progress.sampler)
 
     @property
     def epoch(self) -> int:

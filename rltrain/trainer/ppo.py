@@ -303,14 +303,9 @@ class PPOTrainer:
 
     def restore(self, progress: Progress, folder: Path | None = None) -> None:
         """Go on where ``progress`` was. folder: its checkpoint."""
-        self.experience.batches_drawn = progress.batches_drawn
         self.actor.lengths.restore(progress.lengths)
         self._alarms.restore(progress.metrics)
         file = folder / ANSWERS if folder else None
         answers = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
-        self.experience.line.restore(progress.in_flight, answers)
-        if progress.sampler:
-            self.experience.sampler.restore(progress.sampler)
-        # A fixed weight follows the config, which may have changed between the two starts.
-        if progress.kl_coef is not None and self.cfg.algorithm.kl_ctrl.type == "adaptive":
-            self.advantages.kl_coef = progress.kl_coef
+        self.experience.restore(progress, answers)
+        self.advantages.restore(progress)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.base.columns import names as c
+from rltrain.base.columns.answer import AnswerText
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import ConfigError, NonFiniteError
@@ -188,7 +189,7 @@ class RolloutWorker(Rollout):
             images = [pictures.of(place) for place in dict.fromkeys(answer.place for answer in answers)]
             payload.update({c.IMAGES: DictionaryColumn(images, index)})
             numbers = replace(numbers, image_bytes=sum(image.nbytes for image in images if image))
-        texts = self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
+        texts = self._texts(answers)
         policy_tokens = np.array([len(answer.log_probs) for answer in answers], dtype=np.int64)
         per_sample = {
             c.SLOT: np.array([answer.place * task.num_samples + answer.sample for answer in answers]),
@@ -246,7 +247,16 @@ class RolloutWorker(Rollout):
         return JobQueue(jobs, num_dealt, replica, self._store, key, task.enough, task.must, prepare, can_end=ends)
 
     def _hand_out(self, job: Job, answers: list[Conversation]) -> None:
-        self._finished.put((job, self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])))
+        self._finished.put((job, self._texts(answers)))
+
+    def _texts(self, answers: list[Conversation]) -> list[str]:
+        texts = self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
+        if not self._answering:
+            return texts
+        return [
+            AnswerText.of(text, num_turns=2 * answer.num_turns, tool_rewards=answer.rewards)
+            for text, answer in zip(texts, answers, strict=True)
+        ]
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """Texts of jobs that have ended since the last call. Waits for the first.

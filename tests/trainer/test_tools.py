@@ -1,5 +1,7 @@
 """Tools between the turns of an answer: what they say is context, and what is learnt from is the policy's."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,10 @@ def test_an_answer_goes_on_behind_the_tools(process_group, tiny_trainer, tools):
     assert context is not None
     assert context[0] == END_ID
     assert calls.sum() == (turns - 1).sum()
+    # What a scorer is told of each, and it goes with the text from process to process.
+    told = [pickle.loads(pickle.dumps(text)).told for text in texts]
+    assert [each["num_turns"] for each in told] == (2 * turns).tolist()
+    assert [len(each["tool_rewards"]) for each in told] == calls.tolist()
     answered = trainer.step(1)
     assert answered.metrics["num_turns/max"] == 2 * turns.max()
     assert answered.metrics["training/rollout_probs_diff_mean"] < 1e-4

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from rltrain.base.columns.answer import AnswerText
 from rltrain.base.env import adopt
 from rltrain.base.stacks import stacks_here
 from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
-from rltrain.rewards.custom import custom_reward
+from rltrain.rewards.custom import TOLD, custom_reward
 from rltrain.rewards.processes.remote import RemoteScorer
 from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.processes.slot import ScoringSlot
@@ -73,4 +74,5 @@ class RewardWorker:
 
     def _call(self, split: str, number: int, answer: str) -> ScorerCall:
         row = self._rows[split][number]
-        return row.data_source, answer, row.ground_truth, row.extra_info
+        told = TOLD | answer.told if isinstance(answer, AnswerText) else {}
+        return row.data_source, str(answer), row.ground_truth, row.extra_info | told

@@ -34,7 +34,9 @@ class Context:
 
     tokens: NDArray[np.int32]
     counts: Counter[str] = field(default_factory=Counter)
-    """`columns.OF_TURNS`, and ``tool_s``."""
+    """`columns.OF_TURNS`, and ``tool_ms``: of the slowest call."""
+    rewards: list[float] = field(default_factory=list)
+    """What the tools say of the calls that were run."""
 
 
 def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
@@ -132,7 +134,8 @@ class Answering:
         # In the place of a call that could not be read stands one of the template's own kind, as results need one.
         calls = [*said.calls, *(Call("unreadable", {}) for _ in said.problems)]
         messages += [{"role": "tool", "name": "unreadable", "content": f"Error: {why}"} for why in said.problems]
-        return Context(np.array(self._seam.context(end_token, calls, messages), dtype=np.int32), counts)
+        tokens = np.array(self._seam.context(end_token, calls, messages), dtype=np.int32)
+        return Context(tokens, counts, [result.reward for result in results])
 
     def _shortened(self, text: str) -> str:
         most, side = self._cfg.max_tool_response_length, self._cfg.tool_response_truncate_side

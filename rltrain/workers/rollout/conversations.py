@@ -60,6 +60,8 @@ class Conversation:
     """That the policy has ended."""
     counts: Counter[str] = field(default_factory=Counter)
     """`Context.counts`, added up."""
+    rewards: list[float] = field(default_factory=list)
+    """`Context.rewards`, of all contexts."""
 
     def add_context(self, context: Context) -> None:
         """Append what the policy did not sample."""
@@ -170,6 +172,7 @@ class Conversations:
         for key, context in self._answering.arrived(wait_s) if self._answering else ():
             started, conversation = self._waiting[key]
             conversation.counts += context.counts
+            conversation.rewards += context.rewards
             if len(context.tokens) < self._room(conversation):
                 conversation.add_context(context)
                 self._ready.append(key)

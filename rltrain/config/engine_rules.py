@@ -38,7 +38,8 @@ def _turns(config: Config) -> Iterator[str]:
     tools = f"{path}={turns.function_tool_path}"
     if rollout.agent.default_agent_loop == "single_turn_agent":
         yield f"{tools} and {loop}=single_turn_agent: say one of them, as rows of both kinds are not in this version."
-    if not ENGINES[rollout.name].several_turns:
+    engine = ENGINES.get(rollout.name)  # an unknown name is refused elsewhere
+    if engine and not engine.several_turns:
         yield f"{tools}: rollout.name={rollout.name} samples one turn. Use {engines_with('several_turns')}."
     if rollout.tail == "carry_over":
         yield f"{tools} and {_R}tail=carry_over: an answer that waits for a tool is in no checkpoint. Keep one of them."

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # What verl adds to every extra_info: an answer of one turn has two messages, and no agent has scored it before. Where
 # tools have answered, the answer brings its own (`AnswerText`).
-TOLD: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}}
+TOLD: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}, "tool_rewards": []}
 _OF_REWARD_LOOP = ("reward_router_address", "reward_model_tokenizer")
 
 

@@ -98,6 +98,7 @@ def test_what_stays_in_the_store_follows_from_the_signature():
         "Actor.log_probs",
         "Actor.ref_log_probs",
         "Critic.values",
+        "Frozen.log_probs",
         "Advantages.advantages",
         "Rollout.take_finished",
         "Actor.write",

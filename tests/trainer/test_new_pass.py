@@ -87,7 +87,13 @@ def test_its_seconds_are_not_other_ones(judge):
 
 def test_its_rates_are_of_its_tokens_and_its_model(judge):
     samples = Samples(2)
-    samples.update({c.RESPONSE_LENGTH: np.array([100, 100]), c.PROMPT_LENGTH: np.array([20, 20])})
+    samples.update(
+        {
+            c.RESPONSE_LENGTH: np.array([100, 100]),
+            c.POLICY_TOKENS: np.array([100, 100]),
+            c.PROMPT_LENGTH: np.array([20, 20]),
+        }
+    )
     seconds = {f"timing_s/{name}": 2.0 for name in ("step", "generate_sequences", "judge")}
     assert throughput_metrics(samples, seconds, 1, {"judge": 240})["timing_per_token_ms/judge"] == 2000 / 240
     cost = LayoutCost(**dict.fromkeys(LayoutCost.__dataclass_fields__, 50))

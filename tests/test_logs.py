@@ -132,6 +132,25 @@ def test_output_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, outpu
     assert "hm" in (tmp_path / "train.log").read_text()
 
 
+def test_a_line_of_a_signals_handler_in_the_middle_of_another_ends_nothing(tmp_path):
+    """Python's buffer refuses to be entered twice, and a handler may run wherever the main thread is."""
+
+    class Raw(io.FileIO):
+        def write(self, data):
+            if not told:
+                told.append(output.write("from the handler\n"))
+                output.flush()
+            return super().write(data)
+
+    told = []
+    with io.TextIOWrapper(io.BufferedWriter(Raw(tmp_path / "out", "w"))) as stream:
+        output = logs._Output(stream)
+        output.write("a line of the run\n")
+        output.flush()
+    assert told
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["a line of the run", "from the handler"]
+
+
 @pytest.mark.parametrize("encoding", ["gbk", "ascii", "latin-1"])
 def test_a_terminal_that_lacks_a_sign_ends_nothing(tmp_path, monkeypatch, encoding):
     shown = io.BytesIO()

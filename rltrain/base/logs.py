@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
@@ -62,9 +63,13 @@ class _Output:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._is_used = threading.local()  # by this thread, which a signal's handler interrupts
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._use() as is_free:
+            if not is_free:
+                os.write(self._stream.fileno(), text.encode(self._stream.encoding, "backslashreplace"))
+                return len(text)
             try:
                 self._stream.write(text)
             except UnicodeEncodeError as error:
@@ -72,8 +77,20 @@ class _Output:
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
+        with contextlib.suppress(OSError), self._use() as is_free:
+            if is_free:
+                self._stream.flush()
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[bool]:
+        """Whether the stream is free: a signal's handler may run in the middle of another line, and Python's buffer
+        raises where it is entered twice."""
+        is_free = not getattr(self._is_used, "now", False)
+        self._is_used.now = True
+        try:
+            yield is_free
+        finally:
+            self._is_used.now = not is_free
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

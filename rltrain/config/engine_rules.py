@@ -28,9 +28,9 @@ def _turns(config: Config) -> Iterator[str]:
     """What several turns need, and what they cannot stand beside."""
     rollout, turns = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.multi_turn
     path = f"{_R}multi_turn.function_tool_path"
-    asking = {f"{_R}multi_turn.enable=True": turns.enable is True and not turns.function_tool_path}
-    loop = f"{_R}agent.default_agent_loop"
-    asking[f"{loop}=tool_agent"] = rollout.agent.default_agent_loop == "tool_agent" and not turns.place
+    loop, without = f"{_R}agent.default_agent_loop", not turns.place
+    asking = {f"{_R}multi_turn.enable=True": turns.enable is True and without}
+    asking[f"{loop}=tool_agent"] = rollout.agent.default_agent_loop == "tool_agent" and without
     for setting in (setting for setting, asks in asking.items() if asks):
         yield f"{setting}: there are no tools. Name the file of their functions, {path}=tools.py, or leave it out."
     if not turns.place:

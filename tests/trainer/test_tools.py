@@ -118,6 +118,13 @@ def test_what_a_tool_does_is_text_for_the_policy(process_group, tiny_trainer, to
         assert context.count(END_ID) == 2 * calls
 
 
+def test_a_call_of_a_tool_that_is_not_there_is_answered(process_group, tiny_trainer, tools, tmp_path):
+    (tmp_path / "other.py").write_text(TOOLS.replace("def add", "def subtract"))
+    _, numbers = generated(tiny_trainer(**tools | {R + "multi_turn__function_tool_path": tmp_path / "other.py"}))
+    assert numbers[c.NUM_TURNS].max() > 1
+    assert (numbers[c.TOOL_ERRORS] == numbers[c.TOOL_CALLS]).all()
+
+
 def test_adapters_that_are_nothing_yet_change_no_turn(process_group, tiny_trainer, tools):
     """The answers are those of the policy without adapters, as these begin as nothing."""
     plain, _ = generated(tiny_trainer(**tools))

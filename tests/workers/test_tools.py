@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from rltrain.base.errors import ConfigError
 from rltrain.data.turns.calls import Call
 from rltrain.slots.limits import Limits
 from rltrain.workers.rollout.tools import Tools
@@ -108,3 +109,27 @@ def test_what_nobody_waits_for_any_more_is_not_told(tools):
     tools.forget()
     tools.ask((1, 0), [Call("nap", {"seconds": 0.6})])
     assert list(answers(tools, 1)) == [(1, 0)]
+
+
+def test_a_late_result_is_not_that_of_the_next_call_of_the_same_answer(tools):
+    """Places and samples begin anew in every step."""
+    tools.ask((0, 0), [Call("echo", {"word": "warm"})])
+    answers(tools, 1)
+    tools.ask((0, 0), [Call("nap", {"seconds": 0.4})])
+    time.sleep(0.1)
+    tools.forget()
+    tools.ask((0, 0), [Call("echo", {"word": "new"}), Call("nap", {"seconds": 0.8})])
+    assert [result.text for result in answers(tools, 1)[0, 0]] == ["new", "awake"]
+
+
+def test_a_turn_without_a_call_to_run_is_answered_at_once(tools):
+    tools.ask((2, 1), [])
+    assert tools.answered(5.0) == [((2, 1), [])]
+
+
+def test_tools_that_cannot_be_imported_end_the_wait(tmp_path):
+    (tmp_path / "broken.py").write_text("import nowhere")
+    tools = Tools(str(tmp_path / "broken.py"), 1, Limits(timeout_s=1.5))
+    tools.ask((0, 0), [Call("echo", {"word": "x"})])
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        answers(tools, 1)

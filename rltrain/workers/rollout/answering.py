@@ -68,13 +68,10 @@ class Answering:
         self._replica, self._tools = replica, tools
         self._names = {schema["function"]["name"] for schema in encoder.tools}
         self._seam = Seam(encoder, encoder.tools, call_format)
+        self.stop_token_ids = self._seam.stop_token_ids
+        """Every token that ends a turn."""
         self._asked: dict[Key, tuple[int, Parsed]] = {}
         self._num_looks = 0
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        """Every token that ends a turn."""
-        return self._seam.stop_token_ids
 
     def read(self, tokens: Sequence[int]) -> Parsed:
         """What a turn says."""
@@ -89,7 +86,9 @@ class Answering:
         """Begin the calls of a turn."""
         self._asked[key] = end_token, said
         if self._tools:
-            self._tools.ask(key, [call for call in self._run(said) if call.name in self._names])
+            self._tools.ask(
+                key, [call for call in said.calls[: self._cfg.max_parallel_calls] if call.name in self._names]
+            )
 
     def forget(self) -> None:
         """No conversation waits any more."""
@@ -102,16 +101,13 @@ class Answering:
         self._num_looks += 1
         if not self._asked or (self._replica.size > 1 and not wait_s and self._num_looks % _ASKS_PER_LOOK):
             return []
-        made = None
-        if self._tools:
-            made = [(key, self._context(key, results)) for key, results in self._tools.answered(wait_s)]
-        answers: list[tuple[Key, Context]] = self._replica.agree(made)
+        answered = self._tools.answered(wait_s) if self._tools else ()
+        answers: list[tuple[Key, Context]] = self._replica.agree(
+            [(key, self._context(key, of)) for key, of in answered]
+        )
         for key, _ in answers:
             del self._asked[key]
         return answers
-
-    def _run(self, said: Parsed) -> list[Call]:
-        return said.calls[: self._cfg.max_parallel_calls]
 
     def _context(self, key: Key, results: Sequence[Result]) -> Context:
         end_token, said = self._asked[key]

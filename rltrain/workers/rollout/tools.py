@@ -34,7 +34,7 @@ class Result:
     text: str
     """What the model reads."""
     status: str
-    """``ok``, ``error``, ``timeout`` or ``died``: its process has ended, twice where something else may have killed it."""
+    """``ok``, ``error``, ``timeout`` or ``died``: its process ended, twice where something else may have killed it."""
     reward: float = 0.0
     seconds: float = 0.0
 

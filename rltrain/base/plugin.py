@@ -35,6 +35,7 @@ _MACHINERY = (
     "rltrain",
     "rltrain.base",
     "rltrain.data",
+    "rltrain.data.turns.formats",
     "rltrain.rewards",
     "rltrain.rewards.processes",
     "rltrain.slots",

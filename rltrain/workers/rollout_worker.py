@@ -29,13 +29,14 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.data.images import EncodedPrompt
 from rltrain.data.prompts import PromptStore
+from rltrain.data.turns.detect import format_of
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.spec import actor_spec
 from rltrain.slots.limits import Limits
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array, GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
-from rltrain.workers.rollout.answering import Answering, format_of
+from rltrain.workers.rollout.answering import Answering
 from rltrain.workers.rollout.contract import Job, RolloutEngine
 from rltrain.workers.rollout.conversations import (
     Conversation,

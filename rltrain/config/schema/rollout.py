@@ -55,7 +55,8 @@ class MultiTurnConfig:
     function_tool_path: str | None = None
     """FILE.py (or package.module) whose functions the policy may call; each has types and a docstring."""
     format: str = key("auto", only_with=TOOLS)
-    """How the model writes a call; auto: as its chat template writes one."""
+    """How the model writes a call: a format by verl's name, or a function of your own, FILE.py:NAME; auto: as its chat
+    template writes one."""
     max_assistant_turns: int | None = key(None, least=1, only_with=TOOLS)
     """Turns of the policy; null: as many as data.max_response_length has room for."""
     max_parallel_calls: int = key(1, least=1, only_with=TOOLS)

@@ -13,14 +13,13 @@ replaced by those of the plain characters.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from rltrain.base.errors import DataError
 from rltrain.data.chat import ChatEncoder, Message
-from rltrain.data.turns.calls import FORMATS, Call, CallFormat
+from rltrain.data.turns.calls import Call, CallFormat
 
-_ASK: Message = {"role": "user", "content": "What is 3 + 4?"}
+ASK: Message = {"role": "user", "content": "What is 3 + 4?"}
 _SENTINEL = "qzSENTINELzq"
 # Ways to write the stub: with the calls' arguments as dict or as text, with the first call alone where the template
 # knows only one a turn, and with the sentinel in the content where it drops calls. The first that works is kept.
@@ -117,7 +116,7 @@ class Seam:
             if turn is None:
                 continue
             try:
-                text = self._encoder.written([_ASK, turn, *said], tools=self._schemas)
+                text = self._encoder.written([ASK, turn, *said], tools=self._schemas)
             except DataError as error:
                 refusal = str(error)
                 continue
@@ -221,7 +220,7 @@ class Seam:
 
     def _difference(self, exchanges: Sequence[tuple[list[Call], list[Message]]]) -> str:
         """How a trajectory differs from the render of the whole conversation; "" where it does not."""
-        history = [_ASK]
+        history = [ASK]
         opening = self._encoder.written(history, answered=True, tools=self._schemas)
         borders: list[tuple[str, _Context]] = []
         for number, (calls, messages) in enumerate(exchanges):
@@ -247,7 +246,7 @@ class Seam:
                 return words
             # The opening of the next turn is written otherwise once that turn is past.
             bare = self._encoder.written(history, answered=True, tools=self._schemas)
-            kept = _shared(whole, bare) - (len(whole) - len(behind))
+            kept = shared(whole, bare) - (len(whole) - len(behind))
             borders.append((sentinel, replace(context, text=context.text[: max(0, kept)])))
         return ""
 
@@ -257,7 +256,7 @@ class Seam:
         found = self._plain_ids(whole[: len(whole) - len(context.text)]) + ids
         if found == expected:
             return ""
-        place = _shared(found, expected)
+        place = shared(found, expected)
         texts = self._encoder.decode_batch([found[place : place + 20], expected[place : place + 20]], special=True)
         return (
             f"the tokens differ: the trajectory has {found[place : place + 5]} ({texts[0]!r}), the whole conversation "
@@ -268,8 +267,8 @@ class Seam:
         thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _SENTINEL)
         turn: Message = {"role": "assistant", "content": "7", **thought}
         try:
-            kept = self._encoder.written([_ASK, turn], answered=True, tools=self._schemas)
-            later = self._encoder.written([_ASK, turn, _ASK], tools=self._schemas)
+            kept = self._encoder.written([ASK, turn], answered=True, tools=self._schemas)
+            later = self._encoder.written([ASK, turn, ASK], tools=self._schemas)
         except DataError:
             return False
         return _SENTINEL in kept and _SENTINEL not in later
@@ -324,7 +323,7 @@ def _with_ids(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     ]
 
 
-def _shared(left: Sequence[Any], right: Sequence[Any]) -> int:
+def shared(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Length of what two texts, or lists, begin with alike."""
     pairs = zip(left, right, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
@@ -332,36 +331,9 @@ def _shared(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 def _apart(trajectory: str, whole: str) -> str:
     """Words for two texts that should be one."""
-    place = _shared(trajectory, whole)
+    place = shared(trajectory, whole)
     start = max(0, place - 40)
     return (
         f"the trajectory goes on with {trajectory[start : place + 40]!r}, and the chat template writes "
         f"{whole[start : place + 40]!r} for the whole conversation."
     )
-
-
-def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> CallFormat | None:
-    """The format in which the chat template writes a call; None where no format reads it."""
-    names = [schema.get("function", schema).get("name") for schema in schemas]
-    known = Call(str(next(iter(names), None) or "look_up"), {"text": "some words"})
-    texts = (known.arguments, '{"text": "some words"}')
-    # In some formats the name stands in the id alone.
-    for arguments, identity in product(texts, ("call00000", f"functions.{known.name}:0")):
-        function = {"name": known.name, "arguments": arguments}
-        turn: Message = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": identity, "type": "function", "function": function}],
-        }
-        try:
-            before = encoder.written([_ASK], tools=schemas)
-            bare = encoder.written([_ASK], answered=True, tools=schemas)
-            text = encoder.written([_ASK, turn], answered=True, tools=schemas)
-        except DataError:
-            continue
-        for start in (_shared(before, text), _shared(bare, text)):
-            for call_format in FORMATS.values():
-                parsed = call_format.parse(text[start:], schemas)
-                if parsed.calls == [known] and not parsed.problems:
-                    return call_format
-    return None

@@ -20,6 +20,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
+from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.seam import Seam
 from rltrain.models.attention.ulysses import heads_problem
 from rltrain.models.files.source import model_problem
@@ -31,7 +32,6 @@ from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.model_check import check_numbers
 from rltrain.trainer.plan import ImageSizes
 from rltrain.workers.reward_model import check_reward_model
-from rltrain.workers.rollout.answering import format_of
 from rltrain.workers.rollout.vllm.weights import refuse_on_npu
 
 _R = "actor_rollout_ref.rollout."

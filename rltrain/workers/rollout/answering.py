@@ -15,17 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.base.columns import names as c
-from rltrain.base.errors import ConfigError
 from rltrain.config.schema.rollout import MultiTurnConfig
 from rltrain.data.chat import ChatEncoder
-from rltrain.data.turns.calls import FORMATS, Call, CallFormat, Parsed
-from rltrain.data.turns.seam import Seam, detect_format
+from rltrain.data.turns.calls import Call, CallFormat, Parsed
+from rltrain.data.turns.seam import Seam
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.tools import Key, Result, Tools
 
 # With several processes, how many times the engine asks before they agree on what has arrived: that costs a broadcast.
 _ASKS_PER_LOOK = 4
-_FORMAT = "actor_rollout_ref.rollout.multi_turn.format"
 
 
 @dataclass(frozen=True)
@@ -37,18 +35,6 @@ class Context:
     """`columns.OF_TURNS`, and ``tool_ms``: of the slowest call."""
     rewards: list[float] = field(default_factory=list)
     """What the tools say of the calls that were run."""
-
-
-def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
-    """How the model writes a call (``multi_turn.format``). Raises ConfigError where that cannot be told."""
-    call_format = detect_format(encoder, encoder.tools) if name == "auto" else FORMATS.get(name)
-    if call_format is None:
-        why = "the chat template writes calls in none" if name == "auto" else "there is none of this name"
-        raise ConfigError(
-            f"{_FORMAT}={name}: of the formats that are known {why}. They are {', '.join(FORMATS)}; a template that "
-            "knows tools is given by actor_rollout_ref.model.custom_chat_template."
-        )
-    return call_format
 
 
 class Answering:

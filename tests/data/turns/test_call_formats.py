@@ -27,6 +27,9 @@ MARKS = {
     "mistral": ("[THINK]", "[/THINK]", "</s>"),
     "llama3_json": ("<think>", "</think>", "<|eot_id|>"),
     "deepseek_v3": ("<think>", "</think>", "<｜end▁of▁sentence｜>"),
+    "deepseek_v4": ("<think>", "</think>", "<｜end▁of▁sentence｜>"),
+    "seed": ("<seed:think>", "</seed:think>", "<seed:eos>"),
+    "minimax": ("<think>", "</think>", "[e~["),
     "glm": ("<think>", "</think>", "<|observation|>"),
 }
 every_format = pytest.mark.parametrize("name", FORMATS)

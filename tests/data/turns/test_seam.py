@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rltrain.base.errors import DataError
 from rltrain.data.turns.calls import FORMATS, Call
-from rltrain.data.turns.seam import Seam, detect_format
+from rltrain.data.turns.detect import detect_format
+from rltrain.data.turns.seam import Seam
 from tests.data.turns.families import FAMILIES, SCHEMAS, TEMPLATES, save_family
 
 # Of what templates cannot do, and why.

@@ -47,14 +47,19 @@ class CallFormat:
     name: str
     parse: Callable[[str, Schemas], Parsed]
     """Of a turn's text with special tokens, and the JSON schemas of the tools. Never raises."""
-    write: Callable[[str, dict[str, Any]], str]
-    """A call as the family writes it."""
+    write: Callable[[str, dict[str, Any]], str] | None
+    """A call as the family writes it; None where that is not known."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a turn besides the model's eos."""
 
 
 class Unreadable(ValueError):
     """A call that was begun and cannot be read. The text says what is wrong, in words for the model."""
+
+    def __init__(self, why: str, calls: Sequence[Call] = ()) -> None:
+        super().__init__(why)
+        self.calls = list(calls)
+        """Those of the same block that were read before it."""
 
 
 Reader = Callable[[str, int], tuple[list[Call], int]]
@@ -90,6 +95,7 @@ def scan(text: str, opening: str, closing: str, read: Reader, thinking: tuple[st
             read_calls, place = read(text, start)
             calls += read_calls
         except Unreadable as problem:
+            calls += problem.calls
             problems.append(str(problem))
             _, place = _closed(text, closing, start)
     rest.append(text[place:])
@@ -108,8 +114,8 @@ def _opened_by_the_prompt(text: str, thinking: tuple[str, str]) -> tuple[list[st
     return ([text[:end]], end + len(thinking[1])) if end >= 0 and not 0 <= start < end else ([], 0)
 
 
-# <|im_end|>, <｜end▁of▁sentence｜>, <turn|>, </s> and the like.
-_END = re.compile(r"\s*(?:<[|｜][^<>\s]{1,60}[|｜]>|<\w{1,30}\|>|</s>|<eos>|<end_of_turn>)\s*\Z")
+# <|im_end|>, <｜end▁of▁sentence｜>, <turn|>, </s>, <seed:eos>, [e~[ and the like.
+_END = re.compile(r"\s*(?:<[|｜][^<>\s]{1,60}[|｜]>|<\w{1,30}\|>|</s>|<(?:\w{1,30}:)?eos>|<end_of_turn>|\[e~\[)\s*\Z")
 
 
 def without_end(text: str, closing: str = "") -> str:

@@ -1,0 +1,55 @@
+"""Which format of calls a run has: the one that is named, one of the user's own, or that of its chat template."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from rltrain.base.errors import ConfigError, DataError
+from rltrain.base.plugin import is_plugin
+from rltrain.data.chat import ChatEncoder, Message
+from rltrain.data.turns.calls import FORMATS, Call, CallFormat
+from rltrain.data.turns.formats.own import own_format
+from rltrain.data.turns.seam import ASK, shared
+
+_KEY = "actor_rollout_ref.rollout.multi_turn.format"
+
+
+def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
+    """How the model writes a call (``multi_turn.format``). Raises ConfigError where that cannot be told."""
+    if is_plugin(name):
+        return own_format(_KEY, name, encoder.tools)
+    call_format = detect_format(encoder, encoder.tools) if name == "auto" else FORMATS.get(name)
+    if call_format is None:
+        why = "the chat template writes calls in none" if name == "auto" else "there is none of this name"
+        raise ConfigError(
+            f"{_KEY}={name}: of the formats that are known {why}. They are {', '.join(FORMATS)}, or a function of your "
+            "own: FILE.py:NAME; a template that knows tools is given by actor_rollout_ref.model.custom_chat_template."
+        )
+    return call_format
+
+
+def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> CallFormat | None:
+    """The format in which the chat template writes a call; None where no format reads it."""
+    names = [schema.get("function", schema).get("name") for schema in schemas]
+    known = Call(str(next(iter(names), None) or "look_up"), {"text": "some words"})
+    texts = (known.arguments, '{"text": "some words"}')
+    # In some formats the name stands in the id alone.
+    for arguments, identity in product(texts, ("call00000", f"functions.{known.name}:0")):
+        function = {"name": known.name, "arguments": arguments}
+        turn: Message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": identity, "type": "function", "function": function}],
+        }
+        try:
+            before = encoder.written([ASK], tools=schemas)
+            bare = encoder.written([ASK], answered=True, tools=schemas)
+            text = encoder.written([ASK, turn], answered=True, tools=schemas)
+        except DataError:
+            continue
+        for start in (shared(before, text), shared(bare, text)):
+            for call_format in FORMATS.values():
+                parsed = call_format.parse(text[start:], schemas)
+                if parsed.calls == [known] and not parsed.problems:
+                    return call_format
+    return None

@@ -1,0 +1,109 @@
+"""Formats by name: those of verl, and a function of the user's own."""
+
+import pytest
+
+from rltrain.base.errors import ConfigError
+from rltrain.data.turns.calls import FORMATS, Call
+from rltrain.data.turns.detect import format_of
+from tests.data.turns.families import SCHEMAS
+
+# Of verl's ToolParser registry.
+OF_VERL = [
+    "hermes", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi", "gemma4", "deepseek_v4", "llama3_json",
+]  # fmt: skip
+PARSE = '''
+import re
+
+def parse(text, schemas):
+    """`call NAME(KEY=VALUE)`."""
+    calls = []
+    for name, arguments in re.findall(r"call (\\w+)\\((.*?)\\)", text):
+        if "=" not in arguments:
+            raise ValueError("an argument is written KEY=VALUE.")
+        key, _, value = arguments.partition("=")
+        calls.append({"name": name, "arguments": {key: value, "of": len(schemas)}})
+    if "die" in text:
+        raise LookupError("a mistake")
+    if "nothing" in text:
+        return None
+    if "bare" in text:
+        return [{"arguments": {}}]
+    return calls
+
+parse.stop_tokens = ["<|over|>"]
+'''
+
+
+@pytest.fixture
+def own(tmp_path, family):
+    """The format of a function of a file."""
+    encoder = family("hermes")
+    encoder.tools = SCHEMAS
+    yield lambda code, name="parse": (
+        (tmp_path / "own.py").write_text(code),
+        format_of(f"{tmp_path / 'own.py'}:{name}", encoder),
+    )[1]
+    encoder.tools = []
+
+
+@pytest.mark.parametrize("name", OF_VERL)
+def test_every_name_of_verl_is_taken(family, name):
+    assert format_of(name, family("lfm")) is FORMATS[name]
+
+
+def test_a_name_that_is_none_is_told_with_those_that_are(family):
+    with pytest.raises(ConfigError, match=r"multi_turn.format=hermess: .* there is none of this name") as refusal:
+        format_of("hermess", family("hermes"))
+    assert all(name in str(refusal.value) for name in [*FORMATS, "FILE.py:NAME"])
+    with pytest.raises(ConfigError, match="the chat template writes calls in none"):
+        format_of("auto", family("lfm"))
+
+
+def test_a_function_of_ones_own_reads_calls(own):
+    call_format = own(PARSE)
+    assert call_format.stop_tokens == ("<|over|>",)
+    parsed = call_format.parse("First call look_up(text=a), then call f(x=1)<|im_end|>", SCHEMAS)
+    assert parsed.calls == [Call("look_up", {"text": "a", "of": 2}), Call("f", {"x": "1", "of": 2})]
+    assert parsed.problems == []
+    assert parsed.text.endswith("f(x=1)")
+
+
+def test_what_it_raises_or_returns_is_a_call_that_cannot_be_read(own, caplog):
+    call_format = own(PARSE)
+    assert call_format.parse("call f(3)", SCHEMAS).problems == ["an argument is written KEY=VALUE."]
+    assert "a call is a JSON object" in call_format.parse("bare", SCHEMAS).problems[0]
+    assert not caplog.records
+    for _ in range(3):
+        assert call_format.parse("die", SCHEMAS).problems == ["the call cannot be read."]
+        assert call_format.parse("nothing", SCHEMAS).problems == ["the call cannot be read."]
+    # Once in a process, with the user's lines alone.
+    assert len(caplog.records) == 1
+    assert "LookupError: a mistake" in caplog.text
+    assert "own.py" in caplog.text
+    assert "formats/own.py" not in caplog.text
+    assert len(call_format.parse("call f(a=b) " * 1000, SCHEMAS).calls) == 64
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def parse(text, schemas): return None", "returned NoneType, not a list"),
+        ("def parse(text): return []", "takes 1 positional argument but 2 were given"),
+        ("def parse(text, schemas): return [('f', {})]", "a call is a JSON object with the keys name and arguments"),
+        (
+            "def parse(text, schemas): return [{'name': 'f', 'arguments': '{}'}]",
+            "arguments of a call are a JSON object",
+        ),
+        ("def parse(text, schemas): raise ValueError('no call')", "no call"),
+        ("def parse(text, schemas): return [{'name': 'f', 'arguments': {}}]", "finds calls in the turn ''"),
+        ("def parse(text, schemas): return {}", "returned dict, not a list"),
+        ("def parse(text, schemas): return []\nparse.stop_tokens = '<x>'", "stop_tokens is '<x>'"),
+        ("def other(text, schemas): return []", "has no function 'parse'; it defines other"),
+        ("import no_such_package", "cannot be imported"),
+    ],
+)
+def test_a_wrong_function_is_refused_before_the_run(own, code, words):
+    with pytest.raises(ConfigError) as refusal:
+        own(code)
+    assert words in str(refusal.value)
+    assert str(refusal.value).startswith("actor_rollout_ref.rollout.multi_turn.format=")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rltrain.base import moved  # noqa: F401 - so that old names of modules are found
 
 if TYPE_CHECKING:
+    from rltrain.agents.functions import tool
     from rltrain.api import RunResult, build, evaluate, train
     from rltrain.base.errors import RltrainError
     from rltrain.config.load import load_config
     from rltrain.config.loaded import LoadedConfig
-    from rltrain.data.functions import tool
     from rltrain.run.fit import Trainer
     from rltrain.run.report.table import read_metrics
     from rltrain.run.report.view import read_samples
@@ -34,7 +34,7 @@ _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api
     "load_config": "rltrain.config.load",
     "read_metrics": "rltrain.run.report.table",
     "read_samples": "rltrain.run.report.view",
-    "tool": "rltrain.data.functions",
+    "tool": "rltrain.agents.functions",
 }
 
 

@@ -58,7 +58,6 @@ HOMES = {
     "transformers": (
         "models/",
         "agents/",
-        "data/functions.py",
         "data/loading.py",
         "workers/rollout/embedded/",
         "run/preflight/small.py",

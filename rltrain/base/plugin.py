@@ -33,6 +33,7 @@ _MACHINERY = (
     "asyncio",
     "importlib",
     "rltrain",
+    "rltrain.agents",
     "rltrain.base",
     "rltrain.data",
     "rltrain.data.turns.formats",

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from rltrain.agents.toolbox import tool_schemas
 from rltrain.base.errors import DataError
 from rltrain.config.schema import Config
-from rltrain.data.functions import tool_schemas
 from rltrain.data.images import (
     EncodedPrompt,
     Family,

@@ -185,7 +185,7 @@ def test_both_spellings_work_and_the_new_name_is_said():
         (f"{A}ref.megatron.param_offload", "fsdp_config.param_offload"),
         (f"{A}actor.megatron.override_transformer_config.recompute_granularity", "enable_gradient_checkpointing"),
         ("hydra.run.dir", "--config FILE"),
-        (f"{A}rollout.multi_turn.tool_config_path", "use multi_turn.function_tool_path"),
+        (f"{A}rollout.multi_turn.interaction_config_path", "a class with step"),
     ],
 )
 def test_a_key_of_another_backend_says_what_to_use(key, advice):

@@ -138,7 +138,7 @@ def test_a_setting_of_a_model_stays_with_that_model(section, place):
     ("setting", "told"),
     [
         (M + "override_transformer_config.moe_aux_loss_coeff=0.01", "moe_aux_loss_coeff"),
-        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml", "multi_turn.function_tool_path"),
+        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=t.yaml", "multi_turn.environment"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=linear", "lr_decay_style"),
         (
             "actor_rollout_ref.rollout.quantization=fp8",

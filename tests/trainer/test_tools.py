@@ -5,9 +5,9 @@ import pickle
 import numpy as np
 import pytest
 
+from rltrain.agents.toolbox import tool_schemas
 from rltrain.base.columns import names as c
 from rltrain.data.chat import chat_encoder
-from rltrain.data.functions import tool_schemas
 from tests.tiny_tools import CALL_ID, END_ID, TOOLS, save_calling_model, tool_run
 
 R = "actor_rollout_ref__rollout__"

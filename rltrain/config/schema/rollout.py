@@ -15,7 +15,9 @@ _SAMPLES = {
     "val_kwargs.do_sample!=False": _NO_SAMPLING,
     "val_kwargs.temperature>0": "validation is greedy; set val_kwargs.temperature=1.0 to sample",
 }
-TOOLS = {"function_tool_path": "multi_turn.function_tool_path names no tools"}
+TOOLS = {
+    "function_tool_path or tool_config_path or environment": "there are no tools: see multi_turn.function_tool_path"
+}
 _OLD_LOG_PROB_PASS = {
     "algorithm.rollout_correction.bypass_mode=False": "with bypass_mode there is no old_log_prob pass"
 }
@@ -54,6 +56,12 @@ class MultiTurnConfig:
     """Several turns; null: where there are tools."""
     function_tool_path: str | None = None
     """FILE.py (or package.module) whose functions the policy may call; each has types and a docstring."""
+    tool_config_path: str | None = None
+    """YAML file of tools that are classes, as verl has it: tools: with class_name, config and tool_schema of each."""
+    environment: str | None = None
+    """FILE.py:NAME of a class, of which each answer has an instance; its methods are tools, or it has step."""
+    environment_kwargs: dict[str, Any] = key({}, only_with={"environment": "multi_turn.environment names no class"})
+    """Arguments with which the instances are made."""
     format: str = key("auto", only_with=TOOLS)
     """How the model writes a call: a format by verl's name, or a function of your own, FILE.py:NAME; auto: as its chat
     template writes one."""
@@ -75,7 +83,14 @@ class MultiTurnConfig:
     @property
     def place(self) -> str:
         """Where the tools are; "" where the run has none."""
-        return "" if self.enable is False else self.function_tool_path or ""
+        return ", ".join(self.places.values())
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where the tools are, by the whole name of the key that says so."""
+        names = () if self.enable is False else ("function_tool_path", "tool_config_path", "environment")
+        given = {f"actor_rollout_ref.rollout.multi_turn.{name}": getattr(self, name) for name in names}
+        return {name: place for name, place in given.items() if place}
 
 
 @dataclass

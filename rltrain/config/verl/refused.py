@@ -48,7 +48,9 @@ REFUSED = {
     _R + "agent.agent_loop_config_path": _LOOPS,
     _R + "agent.agent_loop_manager_class": _LOOPS,
     _R + "agent.custom_async_server.*": "the engines are those of --help actor_rollout_ref.rollout.name",
-    _R + "multi_turn.*_path": _TOOLS,
+    _R
+    + "multi_turn.interaction_config_path": "verl's own later versions have no interactions: who answers the policy is "
+    "a class with step, multi_turn.environment=FILE.py:NAME",
     _R + "multi_turn.completion_callback": _TOOLS,
     _R + "multi_turn.max_user_turns!=null": "nobody but tools answers the policy: use multi_turn.max_assistant_turns",
     _R + "chat_scheduler": _LOOPS,

@@ -92,8 +92,8 @@ def _image_problems(cfg: Config) -> Iterator[str]:
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
-    if place := cfg.actor_rollout_ref.rollout.multi_turn.place:
-        yield f"{_R}multi_turn.function_tool_path={place}: a turn behind a tool has no images, and prompts have some."
+    for name, place in cfg.actor_rollout_ref.rollout.multi_turn.places.items():
+        yield f"{name}={place}: a turn behind a tool has no images, and prompts have some."
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:
@@ -168,7 +168,7 @@ def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> Non
     seam = Seam(encoder, encoder.tools, format_of(turns.format, encoder))
     if problem := seam.problem(("tool",)):
         findings.problems.append(
-            f"actor_rollout_ref.rollout.multi_turn.function_tool_path={turns.place}: the chat template of "
+            f"{' '.join(f'{name}={place}' for name, place in turns.places.items())}: the chat template of "
             f"{encoder.path} cannot be continued behind a call: {problem} Give one that can with "
             "actor_rollout_ref.model.custom_chat_template."
         )

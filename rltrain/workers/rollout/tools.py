@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from rltrain.data.functions import ToolCalls
+from rltrain.agents.toolbox import ToolCalls
 from rltrain.data.turns.calls import Call
 from rltrain.slots.limits import Limits
 from rltrain.slots.service import Service

@@ -1,0 +1,163 @@
+"""Tools of a YAML file as verl has them: a list of classes with ``create``, ``execute`` and ``release``.
+
+One object of each class serves all trajectories of a process, and knows them by the name that ``create`` gives. Unlike
+in verl, which creates and releases around every call, a trajectory creates once, with its first call, and releases at
+its end; so what a tool keeps is there at the next call. ``calc_reward`` is never called, as in verl: rewards are what
+``execute`` returns and what scorers say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rltrain.agents import stand_ins
+from rltrain.agents.calling import called, result
+from rltrain.agents.functions import as_json
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import is_plugin, load_plugin, user_traceback
+
+TOOL_CONFIG = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class ConfiguredTool:
+    """A class of the file, of which an object is made with the first call."""
+
+    kind: type
+    config: dict[str, Any]
+    schema: dict[str, Any]
+    """In JSON, as chat templates show it."""
+    tool: Any = None
+    """The object, once it is there."""
+    _making: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def made(self) -> Any:
+        """The object."""
+        async with self._making:
+            if self.tool is None:
+                self.tool = await called(_make, self.kind, self.config, self.schema)
+        return self.tool
+
+
+def configured_tools(path: str) -> dict[str, ConfiguredTool]:
+    """The tools of a YAML file, by the names that the model sees.
+
+    Raises ConfigError for a file that cannot be read or is no such list, a class that cannot be imported or has no
+    ``execute``, and tools of a kind that is not here.
+    """
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{TOOL_CONFIG}={path} cannot be read: {error}") from error
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(
+            f"{TOOL_CONFIG}={path} holds no list of tools. Write tools: and under it, for each, class_name, config "
+            "(type: native) and tool_schema."
+        )
+    tools: dict[str, ConfiguredTool] = {}
+    with stand_ins.importable():
+        for number, entry in enumerate(entries):
+            tool = _tool(f"{TOOL_CONFIG}={path}: tools[{number}]", entry)
+            name = tool.schema["function"]["name"]
+            if name in tools:
+                raise ConfigError(f"{TOOL_CONFIG}={path} has two tools {name!r}. Rename one of them.")
+            tools[name] = tool
+    return tools
+
+
+def _tool(where: str, entry: Any) -> ConfiguredTool:
+    name = entry.get("class_name") if isinstance(entry, dict) else None
+    if not isinstance(name, str):
+        raise ConfigError(f"{where} has no class_name: the class of the tool, such as package.module.NAME.")
+    config = entry.get("config") or {}
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where}.config is {config!r:.80}; it must hold names and values, type: native among them.")
+    if (origin := config.get("type", "native")) != "native":
+        of_servers = "call the server in a function tool (multi_turn.function_tool_path)"
+        instead = of_servers if origin == "mcp" else "use type: native"
+        raise ConfigError(f"{where}.config.type={origin}: only native tools are in this version; {instead}.")
+    if not is_plugin(name):
+        name = ":".join(name.rsplit(".", 1)) if "." in name else f"builtins:{name}"
+    kind = load_plugin(f"{where}.class_name", name)
+    if not (inspect.isclass(kind) and callable(getattr(kind, "execute", None))):
+        raise ConfigError(f"{where}.class_name={entry['class_name']}: it is no class with a method execute.")
+    if entry.get("tool_schema") is not None:
+        return ConfiguredTool(kind, config, as_json(f"{where}.tool_schema", entry["tool_schema"]))
+    try:
+        tool = _make(kind, config, None)
+        schema = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
+    except Exception as error:  # user code
+        raise ConfigError(f"{where} has no tool_schema, and its class raised:\n{user_traceback(error)}") from error
+    return ConfiguredTool(kind, config, as_json(f"{where}: {entry['class_name']}", schema), tool)
+
+
+def _make(kind: type, config: dict[str, Any], schema: dict[str, Any] | None) -> Any:
+    from importlib import import_module
+
+    if schema is None:
+        return kind(config=dict(config), tool_schema=None)
+    record = import_module("verl.tools.schemas").OpenAIFunctionToolSchema
+    return kind(config=dict(config), tool_schema=record.model_validate(schema))
+
+
+class Opened:
+    """The tools of a YAML file in one trajectory."""
+
+    def __init__(self, tools: dict[str, ConfiguredTool], tools_kwargs: dict[str, Any]) -> None:
+        self._tools, self._kwargs = tools, tools_kwargs
+        self._ids: dict[str, Any] = {}
+        self._creating = {name: asyncio.Lock() for name in tools}
+        # What verl hands to each call of a trajectory, for tools that share something.
+        self._data = SimpleNamespace(
+            request_id=uuid4().hex, tools_kwargs=tools_kwargs, extra_fields={}, metrics={}, messages=[]
+        )
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a tool says of a call, as `calling.result` has it. Raises what the tool raises."""
+        tool = await self._tools[name].made()
+        kwargs = self._kwargs.get(name) or {}
+        async with self._creating[name]:
+            if name not in self._ids:
+                self._ids[name] = await self._create(tool, kwargs.get("create_kwargs") or {})
+        more = {"agent_data": self._data, **(kwargs.get("execute_kwargs") or {})}
+        returned = await called(tool.execute, self._ids[name], arguments, **_taken(tool.execute, more))
+        return result(tuple(returned) if isinstance(returned, list) else returned)
+
+    async def _create(self, tool: Any, kwargs: dict[str, Any]) -> Any:
+        if not hasattr(tool, "create"):
+            return uuid4().hex
+        create = tool.create
+        # Older classes name the arguments that they read, newer ones read them out of create_kwargs.
+        named = {name: value for name, value in kwargs.items() if name in inspect.signature(create).parameters}
+        created = await called(create, **_taken(create, {"create_kwargs": kwargs}), **named)
+        return created[0] if isinstance(created, tuple | list) else created
+
+    async def release(self) -> None:
+        """Tell the tools that the trajectory has ended. What they raise is logged."""
+        while self._ids:
+            name, instance = self._ids.popitem()
+            if release := getattr(self._tools[name].tool, "release", None):
+                try:
+                    await called(release, instance)
+                except Exception as error:  # noqa: BLE001 - user code
+                    logger.warning("release of the tool %s raised:\n%s", name, user_traceback(error))
+
+
+def _taken(function: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that a function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return named
+    return {name: value for name, value in named.items() if name in parameters}

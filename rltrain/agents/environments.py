@@ -1,0 +1,69 @@
+"""Classes of a user's of which every trajectory has an instance: tools with state, or an environment with ``step``.
+
+Written as ``__init__(**environment_kwargs)``, and if it likes ``reset(row, seed)``, ``score()`` and ``close()``. Its
+public methods are tools (those marked by `rltrain.tool`, if some are); or it has ``step(text)`` and no tools.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from rltrain.agents import stand_ins
+from rltrain.agents.functions import Shown, mark_of, shown
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import is_plugin, load_plugin
+
+ENVIRONMENT = "actor_rollout_ref.rollout.multi_turn.environment"
+_HOOKS = frozenset(("reset", "step", "score", "close"))
+
+
+def class_of(place: str) -> type:
+    """The class that ``place`` (FILE.py:NAME) names. Raises ConfigError where it cannot be imported or is none."""
+    if not is_plugin(place):
+        raise ConfigError(f"{ENVIRONMENT}={place} names no class. Write FILE.py:NAME, or package.module:NAME.")
+    with stand_ins.importable():
+        kind = load_plugin(ENVIRONMENT, place)
+    if not inspect.isclass(kind):
+        raise ConfigError(
+            f"{ENVIRONMENT}={place}: it is no class. Functions are tools of multi_turn.function_tool_path."
+        )
+    return kind
+
+
+def methods_of(place: str, kind: type) -> dict[str, Shown]:
+    """The methods of a class that are tools, by the names that the model sees; none where it has ``step``.
+
+    Raises ConfigError for a method that cannot be shown, for a class with neither tools nor ``step``, and for one that
+    has ``step`` beside tools that are marked.
+    """
+    where = f"{ENVIRONMENT}={place}"
+    methods = _public(kind)
+    marked = {name: method for name, method in methods.items() if mark_of(method)}
+    if hasattr(kind, "step"):
+        if marked:
+            raise ConfigError(
+                f"{where}: step is given the model's whole turn, so nobody would call {', '.join(marked)}. Leave out "
+                "step, or the marks."
+            )
+        return {}
+    if not methods:
+        raise ConfigError(f"{where}: the class has neither step nor public methods, which would be tools.")
+    return shown(where, marked or methods)
+
+
+def _public(kind: type) -> dict[str, Callable[..., Any]]:
+    """Methods by name, those of base classes first, without the argument ``self``. They are shown, and never called."""
+    names = dict.fromkeys(name for base in reversed(kind.__mro__[:-1]) for name in vars(base))
+    methods: dict[str, Callable[..., Any]] = {}
+    for name in names:
+        method = inspect.getattr_static(kind, name)
+        if name.startswith("_") or name in _HOOKS:
+            continue
+        if inspect.isfunction(method):
+            methods[name] = MethodType(method, object())
+        elif isinstance(method, staticmethod | classmethod):
+            methods[name] = getattr(kind, name)
+    return methods

@@ -1,0 +1,147 @@
+"""Tools that are functions of a user's file, and how any function is shown to the model.
+
+A tool is a typed function with a docstring of its arguments, as transformers reads them. Every public function that
+the file defines is one, or, where some are marked by `tool` (or verl's ``function_tool``), only those.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.agents import stand_ins
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import load_module
+
+FUNCTIONS = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
+_MARK = "__rltrain_tool__"
+_HOW = (
+    "A tool has a type for each of its arguments, and a docstring with a line about each of them under Args:; or it is "
+    "marked by @rltrain.tool(schema={...})."
+)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    name: str | None
+    schema: Any
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A function that the model may call."""
+
+    own_name: str
+    """In its file or class."""
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+    """In JSON, as chat templates show it."""
+
+
+def tool(function: Any = None, /, *, name: str | None = None, schema: Any = None) -> Any:
+    """Mark a function as a tool: the others of its file, or of its class, are none.
+
+    ``@tool``, ``@tool("name")`` or ``@tool(name=..., schema=...)``: the name that the model sees, if not the function's
+    own, and the JSON schema, if it is not to be made of types and docstring.
+    """
+    if not callable(function):
+        return lambda marked: _marked(marked, _Mark(name or function, schema))
+    return _marked(function, _Mark(name, schema))
+
+
+def _marked(function: Any, mark: _Mark) -> Any:
+    setattr(getattr(function, "__func__", function), _MARK, mark)
+    return function
+
+
+def mark_of(function: Any) -> _Mark | None:
+    """What `tool` has noted of a function; None where it is not marked."""
+    return getattr(function, _MARK, None)
+
+
+def tools_of(place: str) -> dict[str, Shown]:
+    """The tools of a file or module, by name, in its order.
+
+    Raises ConfigError where it cannot be imported, has none or two of a name, and for a function without types or a
+    docstring of its arguments.
+    """
+    with stand_ins.importable():
+        module = load_module(FUNCTIONS, place)
+    own, marked = {}, {}
+    for name, value in vars(module).items():
+        if mark_of(value):
+            marked[name] = value
+        elif inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+            own[name] = value
+    marked |= _registered(module.__name__)
+    if not (marked or own):
+        raise ConfigError(f"{FUNCTIONS}={place} defines no function. Write one with types and a docstring for each.")
+    return shown(f"{FUNCTIONS}={place}", marked or own)
+
+
+def _registered(module: str) -> dict[str, Callable[..., Any]]:
+    """The functions of a module that an installed verl has noted: its own decorator leaves no mark."""
+    registry = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
+    own = [entry for entry in registry.values() if entry.fn.__module__ == module]
+    return {entry.fn.__name__: tool(name=entry.name, schema=entry.tool_schema)(entry.fn) for entry in own}
+
+
+def shown(where: str, functions: Mapping[str, Callable[..., Any]]) -> dict[str, Shown]:
+    """Functions, given by their names in the file, by the names that the model sees. where: the setting, for messages.
+
+    Raises ConfigError where a function cannot be shown, or two have one name.
+    """
+    tools: dict[str, Shown] = {}
+    for own_name, function in functions.items():
+        schema = _schema(where, own_name, function)
+        name = schema["function"]["name"]
+        if name in tools and tools[name].function is not function:
+            raise ConfigError(f"{where}: {tools[name].own_name} and {own_name} are both the tool {name!r}. Rename one.")
+        tools.setdefault(name, Shown(own_name, function, schema))
+    return tools
+
+
+def _schema(where: str, own_name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    mark = mark_of(function) or _Mark(None, None)
+    if mark.schema is not None:
+        schema = as_json(f"{where}: {own_name}", mark.schema)
+    else:
+        schema = _inferred(f"{where}: {own_name} cannot be shown to the model", function)
+        # That of a function that was wrapped may be the wrapper's.
+        schema["function"]["name"] = own_name
+    if mark.name:
+        schema["function"]["name"] = mark.name
+    return schema
+
+
+def _inferred(where: str, function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    variadic = [str(given) for given in inspect.signature(function).parameters.values() if given.kind in many]
+    if variadic:
+        raise ConfigError(f"{where}: no schema can say {', '.join(variadic)}. Give each argument a name, or a list.")
+    try:
+        return get_json_schema(function)
+    except Exception as error:  # transformers raises several kinds, for missing types, docstrings, arguments
+        raise ConfigError(f"{where}: {error}. {_HOW}") from error
+
+
+def as_json(where: str, schema: Any) -> dict[str, Any]:
+    """A schema that a user has written, of which the caller may change a copy: a dictionary, or an object of verl's.
+
+    Raises ConfigError where it names no function.
+    """
+    if hasattr(schema, "model_dump"):
+        schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+    function = schema.get("function") if isinstance(schema, dict) else None
+    if not (isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"]):
+        raise ConfigError(
+            f"{where}: its schema must be {{'type': 'function', 'function': {{'name': …, 'description': …, "
+            f"'parameters': …}}}} (got {schema!r:.200})."
+        )
+    return {"type": "function", **copy.deepcopy(schema)}

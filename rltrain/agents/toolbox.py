@@ -1,0 +1,159 @@
+"""The tools of a run, wherever they come from, and what of them a trajectory uses.
+
+Functions of a file, verl's YAML file and methods of a class are one list of names to the model. A `Toolbox` loads
+them, in any process; a `Session` is one trajectory's: an instance of the class, and what the YAML file's tools keep.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rltrain.agents import stand_ins
+from rltrain.agents.calling import called, result
+from rltrain.agents.configured import TOOL_CONFIG, Opened, configured_tools
+from rltrain.agents.environments import ENVIRONMENT, class_of, methods_of
+from rltrain.agents.functions import FUNCTIONS, tools_of
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import user_traceback
+
+if TYPE_CHECKING:
+    from rltrain.config.schema import Config
+    from rltrain.config.schema.rollout import MultiTurnConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tools of a run are."""
+
+    functions: str | None = None
+    """FILE.py or package.module."""
+    tool_config: str | None = None
+    """verl's YAML file."""
+    environment: str | None = None
+    """FILE.py:NAME of a class."""
+    environment_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, turns: MultiTurnConfig) -> Places:
+        """Those of the configuration; none where ``multi_turn.enable=False``."""
+        if turns.enable is False:
+            return cls()
+        return cls(
+            turns.function_tool_path or None,
+            turns.tool_config_path or None,
+            turns.environment or None,
+            dict(turns.environment_kwargs),
+        )
+
+
+class Toolbox:
+    """The tools of ``places``, loaded. Raises ConfigError where that fails or two have one name."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self.functions = tools_of(places.functions) if places.functions else {}
+        self.configured = configured_tools(places.tool_config) if places.tool_config else {}
+        self._class = class_of(places.environment) if places.environment else None
+        self.methods = methods_of(places.environment or "", self._class) if self._class else {}
+        self.has_step = hasattr(self._class, "step")
+        """Whether the class is an environment, which answers whole turns."""
+        sources: list[tuple[str, dict[str, Any]]] = [
+            (f"{FUNCTIONS}={places.functions}", self.functions),
+            (f"{TOOL_CONFIG}={places.tool_config}", self.configured),
+            (f"{ENVIRONMENT}={places.environment}", self.methods),
+        ]
+        self.schemas: list[dict[str, Any]] = []
+        """In JSON, as chat templates show them: functions, tools of the YAML file, methods."""
+        origins: dict[str, str] = {}
+        for source, tools in sources:
+            for name, tool in tools.items():
+                if name in origins:
+                    raise ConfigError(f"the tool {name!r} is in {origins[name]} and in {source}. Rename one of them.")
+                origins[name] = source
+                self.schemas.append(tool.schema)
+
+    @property
+    def names(self) -> list[str]:
+        """What the model calls them, in the order of the schemas."""
+        return [schema["function"]["name"] for schema in self.schemas]
+
+    async def open(self, row: dict[str, Any], seed: int) -> Session:
+        """Begin a trajectory: the class has an instance of its own, which is reset.
+
+        row: data_source, extra_info, ground_truth. Raises what the user's code raises; then nothing is left open.
+        """
+        with ExitStack() as held:
+            # What a tool imports when it is called.
+            held.enter_context(stand_ins.importable())
+            kwargs = copy.deepcopy(self._places.environment_kwargs)
+            environment = await called(self._class, **kwargs) if self._class else None
+            session = Session(self, row, environment, held.pop_all())
+        if reset := getattr(environment, "reset", None):
+            try:
+                await called(reset, row, seed)
+            except BaseException:
+                await session.close()
+                raise
+        return session
+
+
+class Session:
+    """The tools of one trajectory."""
+
+    def __init__(self, toolbox: Toolbox, row: dict[str, Any], environment: Any, held: ExitStack) -> None:
+        extra = row.get("extra_info") or {}
+        self._toolbox, self._held = toolbox, held
+        self._opened = Opened(toolbox.configured, extra.get("tools_kwargs") or {})
+        self._names = frozenset(extra.get("tool_selection") or toolbox.names)
+        self.environment = environment
+        """The instance of the class; None without one."""
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a tool says: ``text``, ``reward`` (0 where it gives none), ``metrics``. Several calls may be under way.
+
+        Raises LookupError for a tool that the row does not have, and what the tool raises.
+        """
+        box = self._toolbox
+        if name not in self._names or name not in box.names:
+            raise LookupError(f"there is no tool {name!r}; there are {', '.join(sorted(self._names))}")
+        if name in box.configured:
+            return await self._opened.call(name, arguments)
+        function = (
+            box.functions[name].function
+            if name in box.functions
+            else getattr(self.environment, box.methods[name].own_name)
+        )
+        return result(await called(function, **arguments))
+
+    async def close(self) -> None:
+        """End the trajectory: ``close`` of the instance and ``release`` of verl's tools. What they raise is logged."""
+        with self._held:
+            if close := getattr(self.environment, "close", None):
+                try:
+                    await called(close)
+                except Exception as error:  # noqa: BLE001 - user code
+                    logger.warning("close of %s raised:\n%s", type(self.environment).__name__, user_traceback(error))
+            self.environment = None
+            await self._opened.release()
+
+
+def tool_schemas(cfg: Config) -> list[dict[str, Any]]:
+    """JSON schemas of the tools of a run; none without tools. Raises ConfigError as `Toolbox` does."""
+    return Toolbox(Places.of(cfg.actor_rollout_ref.rollout.multi_turn)).schemas
+
+
+class ToolCalls:
+    """The functions of ``place``, to be called by name. Raises ConfigError where they cannot be imported."""
+
+    def __init__(self, place: str) -> None:
+        self._toolbox = Toolbox(Places(functions=place))
+
+    async def __call__(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """``text`` and ``reward`` of a call, as `calling.result` has them."""
+        return result(await called(self._toolbox.functions[name].function, **arguments))

@@ -1,0 +1,93 @@
+"""Calls of a user's code, whatever it does, and what is made of what its tools return."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from rltrain.agents.calling import called, result
+from rltrain.agents.stand_ins import ToolResponse
+
+
+def run(function, /, *arguments, **named):
+    return asyncio.run(asyncio.wait_for(called(function, *arguments, **named), 10))
+
+
+def test_a_function_that_blocks_runs_beside_the_event_loop_and_an_async_one_on_it():
+    async def where():
+        return threading.current_thread()
+
+    assert run(where) is threading.main_thread()
+    assert run(threading.current_thread) is not threading.main_thread()
+    assert run(lambda: where()) is threading.main_thread(), "what a function returns is awaited on the loop"
+
+
+def test_an_argument_may_have_any_name():
+    assert run(lambda function, self: function + self, function=1, self=2) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(SystemExit(3), "SystemExit: 3"), (StopIteration(), "StopIteration"), (KeyboardInterrupt(), "Key")],
+)
+def test_what_would_end_the_event_loop_is_an_error_of_the_call(error, words):
+    def blocking():
+        raise error
+
+    async def on_the_loop():
+        raise error
+
+    with pytest.raises(RuntimeError, match=words):
+        run(blocking)
+    with pytest.raises(RuntimeError):
+        run(on_the_loop)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text", "reward", "metrics"),
+    [
+        ("hello", "hello", 0.0, {}),
+        ("", "", 0.0, {}),
+        ({"a": "é", "b": [1]}, '{"a": "é", "b": [1]}', 0.0, {}),
+        ({"at": np.float64(1.5)}, '{"at": 1.5}', 0.0, {}),
+        (["a", 1], '["a", 1]', 0.0, {}),
+        (7, "7", 0.0, {}),
+        (None, "None", 0.0, {}),
+        (ToolResponse(text="x"), "x", 0.0, {}),
+        (ToolResponse(), "", 0.0, {}),
+        (ToolResponse(text="x", image=[], video=None), "x", 0.0, {}),
+        (("text",), "text", 0.0, {}),
+        (("text", 1.5), "text", 1.5, {}),
+        (("text", 0), "text", 0.0, {}),
+        (("text", False), "text", 0.0, {}),
+        (("text", True), "text", 1.0, {}),
+        (("text", None), "text", 0.0, {}),
+        (("text", None, None), "text", 0.0, {}),
+        (
+            ({"a": 1}, 2.0, {"k": "v", "n": np.float32(0.5), "o": [1]}),
+            '{"a": 1}',
+            2.0,
+            {"k": "v", "n": 0.5, "o": "[1]"},
+        ),
+        ((ToolResponse(text="y"), -0.05, {"seen": 3}), "y", -0.05, {"seen": 3}),
+    ],
+)
+def test_what_a_tool_returns_is_a_text_a_reward_and_metrics(returned, text, reward, metrics):
+    assert result(returned) == {"text": text, "reward": reward, "metrics": metrics}
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "words"),
+    [
+        ((), TypeError, "a tuple of 0: it must be"),
+        (("a", 1, {}, 4), TypeError, "a tuple of 4: it must be"),
+        (("a", "much"), ValueError, "could not convert"),
+        (("a", float("nan")), ValueError, "must be a finite number"),
+        (ToolResponse(text="seen", image=[b"png"]), TypeError, "returned images, which are not in this version"),
+        ((ToolResponse(video=[b"mp4"]), 1.0), TypeError, "returned videos, which are not in this version"),
+    ],
+)
+def test_what_is_no_result_says_why(returned, error, words):
+    with pytest.raises(error, match=words):
+        result(returned)

@@ -1,0 +1,419 @@
+"""The tools of a run in one list, and those of one trajectory: a class's instance, and what verl's tools keep."""
+
+import asyncio
+import logging
+import pickle
+import sys
+
+import pytest
+
+from rltrain.agents import stand_ins
+from rltrain.agents.toolbox import Places, Toolbox
+from rltrain.base.errors import ConfigError
+
+ADD = '''
+def add(a: int, b: int = 0) -> str:
+    """Add two numbers.
+
+    Args:
+        a: One of them.
+        b: The other.
+    """
+    return str(a + b)
+'''
+SHOP = '''
+import rltrain
+
+class Base:
+    def balance(self) -> str:
+        """Tell what is left."""
+        return str(self.money)
+
+class Shop(Base):
+    closed = []
+
+    def __init__(self, money=10, names=None):
+        self.money, self.names = money, names if names is not None else []
+
+    def reset(self, row, seed):
+        self.money += row["extra_info"]["more"]
+        self.seed = seed
+
+    async def buy(self, item: str, price: int):
+        """Buy something.
+
+        Args:
+            item: Its name.
+            price: In coins.
+        """
+        if price > self.money:
+            raise ValueError("too dear")
+        self.money -= price
+        self.names.append(item)
+        return {"bought": self.names}, 0.5, {"price": price}
+
+    def score(self):
+        return float(self.money)
+
+    def close(self):
+        Shop.closed.append(self.seed)
+
+    def _check(self): pass
+'''
+KINDS = """
+class Kinds:
+    three = 3
+
+    @staticmethod
+    def one(x: int) -> str:
+        '''One.
+
+        Args:
+            x: X.
+        '''
+        return str(x)
+
+    @classmethod
+    def two(cls) -> str:
+        '''Two.'''
+        return cls.__name__
+
+    @property
+    def four(self):
+        return 4
+"""
+GUESS = "class Guess:\n    def step(self, text): return 'higher', 0.0, False\n    def helper(self): pass\n"
+TOOLS = '''
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+class Notes(BaseTool):
+    """Keeps what it is told, as long as the trajectory lasts."""
+    created, released, objects = [], [], 0
+
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        Notes.objects += 1
+        self.notes = {}
+
+    async def create(self, instance_id=None, **kwargs):
+        from verl.tools.schemas import ToolResponse as Again
+        instance_id, said = await super().create(instance_id)
+        assert isinstance(said, Again)
+        self.notes[instance_id] = [kwargs["create_kwargs"].get("first", "-")]
+        Notes.created.append(instance_id)
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.notes[instance_id].append(parameters["text"] + kwargs.get("mark", ""))
+        fields = kwargs["agent_data"].extra_fields
+        fields["calls"] = fields.get("calls", 0) + 1
+        return ToolResponse(text=self.config["sign"].join(self.notes[instance_id])), 0.25, {"calls": fields["calls"]}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        raise AssertionError("nobody asks")
+
+    async def release(self, instance_id, **kwargs):
+        Notes.released.append(instance_id)
+        del self.notes[instance_id]
+
+class Named(BaseTool):
+    """As classes of older versions: names its arguments, blocks, returns a bare text, and has a schema of its own."""
+    def get_openai_tool_schema(self):
+        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": {
+            "name": "named", "description": "N.", "parameters": {"type": "object", "properties": {}}}})
+
+    def create(self, instance_id=None, ground_truth=None):
+        self.truth = ground_truth
+        return "the only one"
+
+    def execute(self, instance_id, parameters):
+        return f"{instance_id} {self.truth}", 0.0, {}
+'''
+CONFIG = """
+tools:
+  - class_name: {folder}/tools_of_verl.py:Notes
+    config: {{type: native, sign: "+"}}
+    tool_schema:
+      type: function
+      function:
+        name: note
+        description: Note something.
+        parameters:
+          type: object
+          properties:
+            text: {{type: string, description: What}}
+          required: [text]
+  - class_name: {folder}/tools_of_verl.py:Named
+    config: {{}}
+"""
+ROW = {"data_source": "s", "ground_truth": "4", "extra_info": {"more": 5}}
+
+
+@pytest.fixture
+def places(tmp_path):
+    """places(functions=..., ...): files with these texts."""
+    (tmp_path / "tools_of_verl.py").write_text(TOOLS)
+
+    def write(functions=None, tool_config=None, environment=None, **kwargs):
+        found = {}
+        for key, text, name in (
+            ("functions", functions, "tools.py"),
+            ("tool_config", tool_config, "tools.yaml"),
+            ("environment", environment, "shop.py"),
+        ):
+            if text is not None:
+                (tmp_path / name).write_text(text.format(folder=tmp_path) if key == "tool_config" else text)
+                found[key] = str(tmp_path / name)
+        if environment is not None:
+            kind = environment.rpartition("class ")[2].partition(":")[0].partition("(")[0]
+            found["environment"] += f":{kind}"
+        return Places(**found, environment_kwargs=kwargs)
+
+    return write
+
+
+def conversation(toolbox, *calls, row=ROW, seed=7):
+    """What the tools say of calls, one after another, in a trajectory of its own."""
+
+    async def run():
+        session = await toolbox.open(row, seed)
+        try:
+            return [await session.call(name, arguments) for name, arguments in calls]
+        finally:
+            await session.close()
+
+    return asyncio.run(run())
+
+
+def test_tools_of_all_places_are_one_list_in_order(places):
+    box = Toolbox(pickle.loads(pickle.dumps(places(ADD, CONFIG, SHOP))))
+    assert box.names == ["add", "note", "named", "balance", "buy"]
+    assert [schema["function"]["name"] for schema in box.schemas] == box.names
+    assert box.schemas[1]["function"]["parameters"]["required"] == ["text"]
+    assert box.schemas[4]["function"]["parameters"]["properties"].keys() == {"item", "price"}
+    assert not box.has_step
+    assert Toolbox(Places()).schemas == []
+
+
+def test_a_name_in_two_places_is_refused_with_both(places):
+    with pytest.raises(ConfigError, match=r"'note' is in .*function_tool_path=.* and in .*tool_config_path="):
+        Toolbox(places(ADD.replace("add", "note"), CONFIG))
+    with pytest.raises(ConfigError, match=r"'buy' is in .*function_tool_path=.* and in .*environment=.*:Shop"):
+        Toolbox(places(ADD.replace("add", "buy"), None, SHOP))
+
+
+def test_each_trajectory_has_an_instance_that_is_reset_and_closed(places):
+    names: list[str] = []
+    box = Toolbox(places(None, None, SHOP, money=3, names=names))
+    said = conversation(box, ("buy", {"item": "ox", "price": 6}), ("balance", {}))
+    assert said[0] == {"text": '{"bought": ["ox"]}', "reward": 0.5, "metrics": {"price": 6}}
+    assert said[1]["text"] == "2"
+    assert conversation(box, ("buy", {"item": "ass", "price": 1}), seed=8)[0]["text"] == '{"bought": ["ass"]}'
+    assert names == [], "arguments are copied for each"
+
+    async def instances():
+        first, second = await box.open(ROW, 1), await box.open(ROW, 2)
+        shop = first.environment
+        assert shop is not second.environment
+        assert (shop.score(), shop.seed, shop.money) == (8.0, 1, 8)
+        await first.close()
+        await first.close()
+        await second.close()
+        return type(shop).closed
+
+    assert asyncio.run(instances()) == [7, 8, 1, 2]
+
+
+def test_an_environment_with_step_has_no_tools(places):
+    box = Toolbox(places(None, None, GUESS))
+    assert box.has_step
+    assert box.schemas == []
+    with pytest.raises(LookupError, match="there is no tool 'step'"):
+        conversation(box, ("step", {"text": "5"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            f"from rltrain import tool\n{GUESS}".replace("    def helper", "    @tool\n    def helper"),
+            "nobody would call helper",
+        ),
+        ("class Empty:\n    def reset(self, row, seed): pass\n", "neither step nor public methods"),
+        ("class Bad:\n    def use(self, x): pass\n", "use cannot be shown to the model"),
+        ("class_ = 3\ndef step(text): pass\nclass Gone: pass\ndel Gone", "no function 'Gone'"),
+        ("import nowhere\nclass Shop: pass", "cannot be imported"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_with_the_key(places, text, words):
+    with pytest.raises(ConfigError, match=words) as refusal:
+        Toolbox(places(None, None, text))
+    assert "multi_turn.environment=" in str(refusal.value)
+
+
+def test_what_is_no_class_is_refused(places, tmp_path):
+    place = places(ADD).functions
+    for name, words in ((f"{place}:add", "it is no class"), (place, "names no class. Write FILE.py:NAME")):
+        with pytest.raises(ConfigError, match=words):
+            Toolbox(Places(environment=name))
+
+
+def test_marked_static_and_inherited_methods_are_tools(places):
+    marked = SHOP.replace("    async def buy", "    @rltrain.tool(name='purchase')\n    async def buy")
+    box = Toolbox(places(None, None, marked))
+    assert box.names == ["purchase"]
+    assert conversation(box, ("purchase", {"item": "ox", "price": 1}))[0]["reward"] == 0.5
+    box = Toolbox(places(None, None, KINDS))
+    assert box.names == ["one", "two"]
+    assert [said["text"] for said in conversation(box, ("one", {"x": 1}), ("two", {}))] == ["1", "Kinds"]
+
+
+def test_what_goes_wrong_is_raised_and_the_instance_is_closed(places, caplog):
+    box = Toolbox(places(ADD, None, SHOP))
+    for call, error, words in (
+        (("sell", {}), LookupError, "there is no tool 'sell'; there are add, balance, buy"),
+        (("add", {"c": 1}), TypeError, "unexpected keyword argument 'c'"),
+        (("buy", {"item": "ox", "price": 99}), ValueError, "too dear"),
+    ):
+        with pytest.raises(error, match=words):
+            conversation(box, call, seed=words)
+    assert len(sys.modules[box._class.__module__].Shop.closed) == 3
+    with pytest.raises(KeyError, match="more"):
+        asyncio.run(box.open({"extra_info": {}}, 1))
+    assert "close of Shop raised" in caplog.text, "it has no seed yet"
+
+
+def test_close_never_raises(places, caplog):
+    text = SHOP.replace("Shop.closed.append(self.seed)", "raise SystemExit(4)")
+    assert conversation(Toolbox(places(None, None, text)), ("balance", {}))[0]["text"] == "15"
+    assert "SystemExit: 4" in caplog.text
+
+
+def test_a_row_may_have_some_of_the_tools_alone(places):
+    box = Toolbox(places(ADD, CONFIG))
+    row = ROW | {"extra_info": {"tool_selection": ["note"]}}
+    assert conversation(box, ("note", {"text": "x"}), row=row)[0]["text"] == "-+x"
+    with pytest.raises(LookupError, match="there is no tool 'add'; there are note"):
+        conversation(box, ("add", {"a": 1}), row=row)
+    for none in (None, []):
+        assert conversation(box, ("add", {"a": 1}), row={"extra_info": {"tool_selection": none}})[0]["text"] == "1"
+
+
+def test_a_tool_of_verls_is_created_once_a_trajectory_and_released_at_its_end(places):
+    box = Toolbox(places(None, CONFIG))
+    kind = box.configured["note"].kind
+    assert kind.objects == 0, "schemas need no object where the file has them"
+    kwargs = {"create_kwargs": {"first": "1"}, "execute_kwargs": {"mark": "!"}}
+    row = {"extra_info": {"tools_kwargs": {"note": kwargs, "named": {"create_kwargs": {"ground_truth": "4"}}}}}
+    said = conversation(box, ("note", {"text": "a"}), ("note", {"text": "b"}), ("named", {}), row=row)
+    assert said[1] == {"text": "1+a!+b!", "reward": 0.25, "metrics": {"calls": 2}}
+    assert said[2]["text"] == "the only one 4"
+    assert conversation(box, ("note", {"text": "c"}))[0] == {"text": "-+c", "reward": 0.25, "metrics": {"calls": 1}}
+    conversation(box)
+    assert kind.objects == 1
+    assert len(kind.created) == 2
+    assert kind.released == kind.created
+
+
+def test_calls_of_one_turn_share_what_the_tool_keeps(places):
+    box = Toolbox(places(None, CONFIG))
+
+    async def run():
+        session = await box.open(ROW, 1)
+        said = await asyncio.gather(*(session.call("note", {"text": text}) for text in "ab"))
+        await session.close()
+        return sorted(result["text"] for result in said)
+
+    assert asyncio.run(run()) == ["-+a", "-+a+b"]
+    assert len(box.configured["note"].kind.created) == 1
+
+
+def test_a_release_that_raises_is_logged(places, caplog, tmp_path):
+    files = places(None, CONFIG)
+    (tmp_path / "tools_of_verl.py").write_text(
+        TOOLS.replace("Notes.released.append(instance_id)", "raise OSError('busy')")
+    )
+    with caplog.at_level(logging.WARNING):
+        assert conversation(Toolbox(files), ("note", {"text": "x"}))[0]["reward"] == 0.25
+    assert "OSError: busy" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tools: [", "cannot be read"),
+        ("[]", "holds no list of tools"),
+        ("tools: []", "holds no list of tools"),
+        ("tools: [{{config: {{}}}}]", r"tools\[0\] has no class_name"),
+        ("tools: [{{class_name: a.B, config: 3}}]", r"config is 3; it must hold names"),
+        (
+            "tools: [{{class_name: a.B, config: {{type: mcp}}}}]",
+            "type=mcp: only native tools .* call the server in a function",
+        ),
+        ("tools: [{{class_name: a.B, config: {{type: benchmax}}}}]", "use type: native"),
+        ("tools: [{{class_name: nowhere.B, config: {{type: native}}}}]", "No module named 'nowhere'"),
+        ("tools: [{{class_name: verl.tools.search_tool.SearchTool, config: {{}}}}]", "install a version of verl"),
+        ("tools: [{{class_name: json.JSONDecoder, config: {{}}}}]", "no class with a method execute"),
+        ("tools: [{{class_name: json.dumps, config: {{}}}}]", "no class with a method execute"),
+        (CONFIG.replace("name: note", "nick: note"), r"tools\[0\].tool_schema: its schema must be"),
+        (
+            CONFIG.replace("Named", "Notes"),
+            r"tools\[1\] has no tool_schema, and its class raised:(.|\n)*Notes has no schema",
+        ),
+        (CONFIG.replace("name: note", "name: named"), "has two tools 'named'"),
+    ],
+)
+def test_a_yaml_file_that_cannot_be_used_says_what_to_mend(places, text, words):
+    with pytest.raises(ConfigError, match=words) as refusal:
+        Toolbox(places(None, text))
+    assert "multi_turn.tool_config_path=" in str(refusal.value)
+
+
+def test_a_yaml_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
+        Toolbox(Places(tool_config=str(tmp_path / "none.yaml")))
+
+
+def test_names_of_verl_are_importable_for_tools_alone(places):
+    assert "verl" not in sys.modules
+    box = Toolbox(places(None, CONFIG))
+    assert "verl" not in sys.modules
+
+    async def run():
+        sessions = [await box.open(ROW, number) for number in range(2)]
+        await sessions[0].close()
+        assert sys.modules["verl.tools.base_tool"].BaseTool is stand_ins.BaseTool
+        await sessions[1].close()
+        await sessions[1].close()
+
+    asyncio.run(run())
+    assert not [name for name in sys.modules if name.partition(".")[0] == "verl"]
+
+
+def test_records_of_verls_schemas_are_written_as_they_were_read():
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "F.",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "string", "minLength": 1}},
+                "required": ["x"],
+            },
+        },
+    }
+    record = stand_ins.OpenAIFunctionToolSchema.model_validate(schema)
+    assert record.function.parameters.properties["x"].type == "string"
+    assert record.function.strict is None
+    assert record.model_dump(exclude_unset=True, exclude_none=True) == schema
+    assert record == stand_ins.OpenAIFunctionToolSchema.model_validate(record)
+    response = stand_ins.ToolResponse(text="a", image=None)
+    assert (response.model_dump(), response.model_dump(exclude_none=True)) == (
+        {"text": "a", "image": None},
+        {"text": "a"},
+    )
+    assert repr(response) == "ToolResponse(text='a', image=None)"

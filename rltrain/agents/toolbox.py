@@ -17,13 +17,16 @@ from rltrain.agents.calling import called, result
 from rltrain.agents.configured import TOOL_CONFIG, Opened, configured_tools
 from rltrain.agents.environments import ENVIRONMENT, class_of, methods_of
 from rltrain.agents.functions import FUNCTIONS, tools_of
+from rltrain.base.env import shipped
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import user_traceback
+from rltrain.slots.program import asks_for_programs
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config
     from rltrain.config.schema.rollout import MultiTurnConfig
 
+_ALLOW = "actor_rollout_ref.rollout.multi_turn.allow_code_execution"
 logger = logging.getLogger(__name__)
 
 
@@ -82,6 +85,18 @@ class Toolbox:
     def names(self) -> list[str]:
         """What the model calls them, in the order of the schemas."""
         return [schema["function"]["name"] for schema in self.schemas]
+
+    def refuse_programs(self) -> None:
+        """Raise ConfigError where a tool runs programs that the model wrote (`slots.program.needs_programs`)."""
+        for tools in (self.functions, self.methods):
+            for name, tool in tools.items():
+                if asks_for_programs(tool.function):
+                    place = self._places.functions if tools is self.functions else self._places.environment
+                    key = FUNCTIONS if tools is self.functions else ENVIRONMENT
+                    raise ConfigError(
+                        f"{key}={place}: the tool {name!r} runs programs that the model wrote. Read "
+                        f"{shipped('docs/security.md')}, then set {_ALLOW}=True, or leave the tool out."
+                    )
 
     async def open(self, row: dict[str, Any], seed: int) -> Session:
         """Begin a trajectory: the class has an instance of its own, which is reset.
@@ -144,8 +159,15 @@ class Session:
 
 
 def tool_schemas(cfg: Config) -> list[dict[str, Any]]:
-    """JSON schemas of the tools of a run; none without tools. Raises ConfigError as `Toolbox` does."""
-    return Toolbox(Places.of(cfg.actor_rollout_ref.rollout.multi_turn)).schemas
+    """JSON schemas of the tools of a run; none without tools.
+
+    Raises ConfigError as `Toolbox` does, and for a tool that runs programs where those are not allowed.
+    """
+    turns = cfg.actor_rollout_ref.rollout.multi_turn
+    toolbox = Toolbox(Places.of(turns))
+    if not turns.allow_code_execution:
+        toolbox.refuse_programs()
+    return toolbox.schemas
 
 
 class ToolCalls:

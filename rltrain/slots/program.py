@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,44 @@ from rltrain.slots.limits import has_ended, kill_tree
 
 _JAIL = Path(__file__).with_name("jail.py")
 _MEMORY_MB = 1024
+_MARK = "__rltrain_needs_programs__"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What has become of a program."""
+
+    output: str
+    """What it printed until then, at most 8 MiB; or what its function returned, as JSON."""
+    exit_code: int | None
+    """0 where it came to its end; None where its time was over."""
+
+
+def needs_programs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a tool that runs programs: before a run it is refused unless they are allowed (`Limits`)."""
+    setattr(function, _MARK, True)
+    return function
+
+
+def asks_for_programs(function: Callable[..., Any]) -> bool:
+    """Whether `needs_programs` has marked a tool."""
+    return getattr(function, _MARK, False)
 
 
 def run_program(
     code: str, stdin: str = "", *, seconds: float, function: str | None = None, arguments: Sequence[Any] = ()
 ) -> str | None:
     """What the program prints (or its ``function`` returns, as JSON), "" if it fails, None if its time is over."""
+    ending = end_of_program(code, stdin, seconds=seconds, function=function, arguments=arguments)
+    if ending.exit_code is None:
+        return None
+    return "" if ending.exit_code else ending.output
+
+
+def end_of_program(
+    code: str, stdin: str = "", *, seconds: float, function: str | None = None, arguments: Sequence[Any] = ()
+) -> Ending:
+    """Run a program, or its ``function``, for at most so many seconds."""
     job: dict[str, Any] = {"code": code, "function": function, "arguments": list(arguments)}
     # RLIMIT_CPU counts whole seconds, so it is set beyond the wall clock, which decides.
     job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB, "parent": os.getpid()}
@@ -49,5 +82,5 @@ def run_program(
             kill_tree(process.pid)
             process.wait()
         stdout.seek(0)
-        output = "" if process.returncode else stdout.read(MAX_FILE_BYTES).decode(errors="replace")
-        return output if in_time else None
+        output = stdout.read(MAX_FILE_BYTES).decode(errors="replace")
+        return Ending(output, process.returncode if in_time else None)

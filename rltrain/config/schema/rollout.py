@@ -79,6 +79,8 @@ class MultiTurnConfig:
     """MiB of address space of a process in which tools run; 0: unlimited."""
     num_tool_processes: int = key(8, least=1, only_with=TOOLS)
     """Processes of an engine in which tools run, each a call at a time."""
+    allow_code_execution: bool = key(False, only_with=TOOLS)
+    """Let a tool run programs that the policy wrote (docs/security.md)."""
 
     @property
     def place(self) -> str:

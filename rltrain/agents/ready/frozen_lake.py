@@ -1,0 +1,36 @@
+"""FrozenLake: cross a lake of ice without falling into a hole. Each step is seen as the map with the player in it.
+
+Rows come from ``python -m rltrain.data_preprocess.frozen_lake``, whose maps stand in ``extra_info.make.desc``.
+"""
+
+from typing import Any
+
+from rltrain.agents.ready.gymnasium import TextEnv
+
+ACTIONS = ("left", "down", "right", "up")
+_PLAYER = "P"
+
+
+class FrozenLake(TextEnv):
+    """The environment of gymnasium, which is deterministic unless ``slippery``; 1 for the goal, else 0.
+
+    Args:
+        slippery: Whether a step may slip to one of the sides.
+        max_steps: Steps after which it is over.
+
+    Raises ConfigError without gymnasium.
+    """
+
+    def __init__(self, slippery: bool = False, max_steps: int | None = None) -> None:
+        super().__init__("FrozenLake-v1", ACTIONS, make={"is_slippery": slippery}, max_steps=max_steps)
+        self._render = _seen
+
+
+def _seen(env: Any, observation: Any) -> str:
+    """The map with the player in it, and the end in words."""
+    rows = [[cell.decode() for cell in row] for row in env.unwrapped.desc]
+    row, column = divmod(int(observation), len(rows[0]))
+    under = rows[row][column]
+    rows[row][column] = _PLAYER
+    ends = {"H": "\nYou fell into a hole.", "G": "\nYou reached the goal."}
+    return "\n".join("".join(cells) for cells in rows) + ends.get(under, "")

@@ -1,0 +1,128 @@
+"""Environments of gymnasium as conversations: an observation is rendered as text, a turn is read as an action.
+
+The first observation stands in the row's prompt (`TextEnv.first` writes it), so an environment begins with the seed of
+its row, ``extra_info.seed``, and all answers to a prompt begin alike. What the row holds under ``extra_info.make`` is
+handed to ``gymnasium.make`` beside ``make``.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import load_plugin
+
+_KEY = "actor_rollout_ref.rollout.multi_turn.environment_kwargs"
+# As a terminal is told of them.
+_COLOURED = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0?m", re.DOTALL)
+_NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "", "")
+_WORD = re.compile(r"\w+")
+
+
+class TextEnv:
+    """An environment of gymnasium with a discrete space of actions.
+
+    Args:
+        env_id: Such as ``Taxi-v4``.
+        actions: Names of the actions in their order; the last one in a turn is taken. Without them it says a number.
+        render: ``FILE.py:NAME`` of ``function(env, observation) -> str``; else what the environment renders as text
+            (``render_mode="ansi"``), or the observation as it is with ``make={"render_mode": None}``.
+        parse: ``FILE.py:NAME`` of ``function(text, env) -> action or None``.
+        make: Arguments of ``gymnasium.make``.
+        max_steps: Steps after which it is over.
+
+    Raises ConfigError without gymnasium, and for an environment that is not there.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        actions: Sequence[str] = (),
+        render: str | None = None,
+        parse: str | None = None,
+        make: Mapping[str, Any] | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        self._gymnasium = _imported()
+        try:
+            self._gymnasium.spec(env_id)
+        except self._gymnasium.error.Error as error:
+            raise ConfigError(f"{_KEY}.env_id={env_id}: gymnasium says: {error}") from error
+        self._id, self._make, self._max_steps = env_id, dict(make or {}), max_steps
+        self._actions = [name.lower() for name in actions]
+        self._render: Callable[..., str] = load_plugin(f"{_KEY}.render", render) if render else _rendered
+        self._parse: Callable[..., Any] = load_plugin(f"{_KEY}.parse", parse) if parse else self._named
+        self._env: Any = None
+        self._total, self._steps = 0.0, 0
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        """Begin with the seed of the row, or ``seed`` where it has none."""
+        self.first(row, seed)
+
+    def first(self, row: Mapping[str, Any], seed: int = 0) -> str:
+        """The first observation of a row as text, for its prompt."""
+        self.close()
+        extra = row.get("extra_info") or {}
+        # Parquet fills what a row lacks with nulls.
+        own = {name: value for name, value in (extra.get("make") or {}).items() if value is not None}
+        self._env = self._gymnasium.make(self._id, **{"render_mode": "ansi", **self._make, **own})
+        self._total, self._steps = 0.0, 0
+        observation, _ = self._env.reset(seed=int(extra.get("seed", seed)))
+        return self._render(self._env, observation)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """What the policy sees after its turn, the reward of the turn, and whether it is over."""
+        self._steps += 1
+        late = self._max_steps is not None and self._steps >= self._max_steps
+        action = self._parse(text, self._env)
+        if action is None:
+            return f"That is no action. {self._advice()}".strip(), 0.0, late
+        observation, reward, terminated, truncated, _ = self._env.step(action)
+        self._total += float(reward)
+        return self._render(self._env, observation), float(reward), bool(terminated or truncated or late)
+
+    def score(self) -> dict[str, float]:
+        """``score`` is the sum of the rewards."""
+        return {"score": self._total, "steps": float(self._steps)}
+
+    def close(self) -> None:
+        """Let go of the environment."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _named(self, text: str, env: Any) -> int | None:
+        words = _WORD.findall(text.lower())
+        if self._actions:
+            named = [self._actions.index(word) for word in words if word in self._actions]
+            return named[-1] if named else None
+        numbers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 9]
+        return numbers[-1] if numbers and numbers[-1] < env.action_space.n else None
+
+    def _advice(self) -> str:
+        if self._actions:
+            return f"Say one of {', '.join(self._actions)}."
+        return f"Say a number from 0 to {self._env.action_space.n - 1}." if self._parse == self._named else ""
+
+
+def _rendered(env: Any, observation: Any) -> str:
+    if env.render_mode != "ansi":
+        return str(observation)
+    return _COLOURED.sub(_in_words, env.render()).strip()
+
+
+def _in_words(piece: re.Match[str]) -> str:
+    """A piece in colour, which may be all that tells where the player is."""
+    code, text = piece.groups()
+    colours = [_NAMES[int(number) % 10] for number in code.split(";") if 30 <= int(number or 0) <= 47]
+    return f"<{' '.join(colours)} {text}>" if colours else text
+
+
+def _imported() -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ConfigError(
+            "environments of gymnasium need the package: pip install gymnasium, or rltrain[gymnasium]."
+        ) from error
+    return gymnasium

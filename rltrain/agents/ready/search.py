@@ -1,0 +1,236 @@
+"""Search in a corpus of one's own, by words (BM25), in an index on disk: sqlite's FTS5, so no server and no package.
+
+The index is built once for a corpus, whoever comes first; the others wait for it. It is named for the content of the
+corpus, appears whole or not at all, and is only read afterwards, by any number of processes.
+"""
+
+import argparse
+import fcntl
+import gzip
+import json
+import os
+import re
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rltrain.base.errors import DataError
+from rltrain.slots.limits import current_limits
+
+_LAYOUT = "1"  # of an index; another one is built anew
+_READ_BYTES = 1 << 22
+_BATCH = 2000
+# Of a query: a longer one would be compared with most of the corpus.
+_MAX_QUERY_CHARS, _MAX_WORDS = 1000, 32
+# Steps of sqlite between two looks at the clock, and the share of a call's deadline that a search may take.
+_STEPS, _SHARE_OF_DEADLINE = 100_000, 0.8
+_WORD = re.compile(r"\w+")
+# Nearly every passage has them: they tell nothing apart, and comparing all passages takes time.
+_COMMON = frozenset(
+    _WORD.findall(
+        "a an and are as at be been by did do does for from had has have he her his how i in is it its of on or she "
+        "that the their they this to was were what when where which who whom whose why will with"
+    )
+)
+
+
+class Search:
+    """A tool ``search`` over the passages of a file.
+
+    Args:
+        corpus: jsonl (also .gz) or parquet; a row has ``contents`` (its first line is the title), or ``title`` and
+            ``text``.
+        topk: Passages that a search returns.
+        tokenizer: What FTS5 divides texts by; ``trigram`` for texts without spaces between words.
+        folder: Where indexes are kept; unless given, ``.rltrain`` beside the corpus.
+
+    Raises DataError where the corpus cannot be read.
+    """
+
+    def __init__(
+        self, corpus: str, topk: int = 3, tokenizer: str = "porter unicode61", folder: str | None = None
+    ) -> None:
+        self._index = index_of(corpus, tokenizer, folder)
+        self._topk = topk
+
+    def search(self, query: str) -> str:
+        """Search for passages by words.
+
+        Args:
+            query: What to look for.
+        """
+        words = _words(str(query))
+        if not words:
+            return "Error: the query has no words."
+        try:
+            passages = _found(self._index, words, self._topk)
+        except sqlite3.OperationalError as error:
+            if "interrupted" not in str(error):
+                raise
+            return "Error: the search took too long. Use fewer or rarer words."
+        return "\n".join(f"Doc {rank}(Title: {title}) {text}" for rank, (title, text) in enumerate(passages, 1)) or (
+            "No passage has these words."
+        )
+
+
+def index_of(corpus: str, tokenizer: str = "porter unicode61", folder: str | None = None) -> Path:
+    """The index of a corpus, which is built where there is none. Raises DataError where the corpus cannot be read."""
+    path = Path(corpus).expanduser().absolute()
+    if not path.is_file():
+        raise DataError(f"corpus={corpus}: there is no such file. Give a jsonl or parquet file of passages.")
+    status = path.stat()
+    return _index_of(path, (status.st_size, status.st_mtime_ns), tokenizer, folder)
+
+
+# A process makes many instances.
+@cache
+def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str | None) -> Path:
+    kept = Path(folder).expanduser() if folder else path.parent / ".rltrain"
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        with (kept / "search.lock").open("a", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process that holds it
+            index = kept / f"search-{_name(path, changed, tokenizer, kept)}.sqlite"
+            if not index.exists():
+                _build(path, index, tokenizer)
+            return index
+    except (OSError, sqlite3.Error) as error:
+        raise DataError(
+            f"the index of corpus={path} cannot be kept in {kept}: {error}. Name another place with folder=…"
+        ) from error
+
+
+def _name(path: Path, changed: tuple[int, int], tokenizer: str, kept: Path) -> str:
+    """The digest of a corpus, which is kept as well: reading many gigabytes takes a while, in each process."""
+    known = kept / f"search-{xxhash.xxh64_hexdigest(f'{path} {tokenizer}'.encode())}.json"
+    with suppress(OSError, ValueError):
+        *earlier, digest = json.loads(known.read_text("utf-8"))
+        if tuple(earlier) == changed:
+            return digest
+    digest = _digest(path, tokenizer)
+    known.write_text(json.dumps([*changed, digest]), "utf-8")
+    return digest
+
+
+def _digest(path: Path, tokenizer: str) -> str:
+    digest = xxhash.xxh3_128(f"{_LAYOUT} {tokenizer} {path.suffix}".encode())
+    with path.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _build(path: Path, index: Path, tokenizer: str) -> None:
+    partial = index.with_suffix(f".{os.getpid()}")
+    try:
+        _write(path, partial, tokenizer)
+        os.replace(partial, index)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write(path: Path, index: Path, tokenizer: str) -> None:
+    with closing(sqlite3.connect(index)) as database:
+        # What is lost by a crash was not in place yet.
+        database.execute("PRAGMA journal_mode=OFF")
+        database.execute("PRAGMA synchronous=OFF")
+        quoted = tokenizer.replace("'", "''")
+        try:
+            database.execute(f"CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize='{quoted}')")
+        except sqlite3.OperationalError as error:
+            raise DataError(f"tokenizer={tokenizer!r}: sqlite {sqlite3.sqlite_version} says {error}.") from error
+        database.executemany("INSERT INTO passages VALUES (?, ?)", _passages(path))
+        database.execute("INSERT INTO passages(passages) VALUES ('optimize')")
+        database.commit()
+
+
+def _passages(path: Path) -> Iterator[tuple[str, str]]:
+    number = 0
+    for number, record in enumerate(_records(path), 1):
+        text, title = (record.get(name) for name in ("text", "title")) if isinstance(record, dict) else (None, None)
+        contents = record.get("contents") if isinstance(record, dict) else None
+        if isinstance(contents, str):
+            title, _, text = contents.partition("\n")
+        if not isinstance(text, str):
+            raise DataError(
+                f"{path}: row {number - 1} is no passage. A row has 'contents' (its first line is the title), or "
+                "'title' and 'text'."
+            )
+        yield _plain(title or ""), _plain(text)
+    if not number:
+        raise DataError(f"{path} has no passages.")
+
+
+def _records(path: Path) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            for batch in pq.ParquetFile(path).iter_batches(_BATCH):
+                yield from batch.to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path} cannot be read as parquet: {error}") from error
+        return
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                number += 1
+                yield json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: line {number} is no JSON: {error}") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _plain(text: Any) -> str:
+    """What sqlite can store: half a character (a lone surrogate) becomes a question mark."""
+    return str(text).strip().strip('"').encode(errors="replace").decode()
+
+
+def _words(query: str) -> list[str]:
+    words = list(dict.fromkeys(_WORD.findall(query[:_MAX_QUERY_CHARS].lower())))
+    return ([word for word in words if word not in _COMMON] or words)[:_MAX_WORDS]
+
+
+def _found(index: Path, words: list[str], most: int) -> list[tuple[str, str]]:
+    # In quotes nothing of a query is read as FTS5's own language. A connection for each search: methods of an instance
+    # may run in several threads, and opening one takes a fraction of a millisecond.
+    deadline = time.monotonic() + _SHARE_OF_DEADLINE * current_limits().timeout_s
+    with closing(sqlite3.connect(f"{index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+        database.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
+        query = " OR ".join(f'"{word}"' for word in words)
+        return database.execute(
+            "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank, rowid LIMIT ?", (query, most)
+        ).fetchall()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Build an index before a run, as that of millions of passages takes longer than a run waits for a tool."""
+    parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("corpus", help="jsonl (also .gz) or parquet, with contents, or title and text")
+    parser.add_argument("--tokenizer", default="porter unicode61", help="FTS5's; as in the run")
+    parser.add_argument("--folder", help="where to keep it; default: .rltrain beside the corpus")
+    parser.add_argument("--query", help="search for this afterwards")
+    given = parser.parse_args(argv)
+    try:
+        sys.stdout.write(f"{index_of(given.corpus, given.tokenizer, given.folder)}\n")
+        if given.query:
+            sys.stdout.write(Search(given.corpus, 3, given.tokenizer, given.folder).search(given.query) + "\n")
+    except DataError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Environments of gymnasium as conversations, and what is said where the package or the environment is not there."""
+
+import sys
+
+import pytest
+
+from rltrain.agents.ready.frozen_lake import FrozenLake
+from rltrain.agents.ready.gymnasium import TextEnv
+from rltrain.base.errors import ConfigError
+
+MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
+ROW = {"extra_info": {"seed": 3, "make": {"desc": MAP}}}
+OWN = """
+def seen(env, observation):
+    return f"at {observation}"
+
+def read(text, env):
+    return len(text) if len(text) < 4 else None
+"""
+
+
+def played(game, *turns):
+    return [game.step(turn) for turn in turns]
+
+
+def test_a_lake_is_crossed_by_words():
+    lake = FrozenLake()
+    assert lake.first(ROW) == "PFFF\nFHFH\nFFFH\nHFFG"
+    lake.reset(ROW, 0)
+    told = played(lake, "I go down", "Not up but DOWN", "right", "down", "right", "right.")
+    assert told[0] == ("SFFF\nPHFH\nFFFH\nHFFG", 0.0, False)
+    assert told[-1] == ("SFFF\nFHFH\nFFFH\nHFFP\nYou reached the goal.", 1.0, True)
+    assert lake.score() == {"score": 1.0, "steps": 6.0}
+    lake.close()
+
+
+def test_a_hole_ends_it_and_what_is_no_action_is_told():
+    lake = FrozenLake()
+    lake.reset(ROW, 0)
+    assert lake.step("fly") == ("That is no action. Say one of left, down, right, up.", 0.0, False)
+    told = played(lake, "right", "down")
+    assert told[-1] == ("SFFF\nFPFH\nFFFH\nHFFG\nYou fell into a hole.", 0.0, True)
+    assert lake.score() == {"score": 0.0, "steps": 3.0}
+
+
+def test_steps_are_bounded_also_those_that_are_none():
+    lake = FrozenLake(max_steps=2)
+    lake.reset(ROW, 0)
+    assert [done for *_, done in played(lake, "left", "fly")] == [False, True]
+
+
+def test_a_slippery_lake_repeats_itself_by_the_seed_of_its_row():
+    def path(seed, group):
+        lake = FrozenLake(slippery=True)
+        lake.reset({"extra_info": ROW["extra_info"] | {"seed": seed}}, group)
+        return [observation for observation, *_ in played(lake, *["left", "up"] * 6)]
+
+    assert path(1, 0) == path(1, 9)
+    assert len({tuple(path(seed, 0)) for seed in range(6)}) > 1
+
+
+def test_any_environment_of_text_is_played_by_numbers():
+    taxi = TextEnv("Taxi-v4")
+    first = taxi.first({"extra_info": {"seed": 1}})
+    assert first.startswith("+---------+\n")
+    # What a terminal shows by colours alone.
+    assert {"<yellow ", "<blue ", "<magenta "} == {
+        piece for piece in ("<yellow ", "<blue ", "<magenta ") if piece in first
+    }
+    assert "\x1b" not in first
+    told, reward, done = taxi.step("Action 1")
+    assert ("(North)" in told, reward, done) == (True, -1.0, False)
+    for turn in ("6", "-", "\u0661", "9" * 100):
+        assert taxi.step(turn) == ("That is no action. Say a number from 0 to 5.", 0.0, False)
+    assert taxi.score() == {"score": -1.0, "steps": 5.0}
+    cards = TextEnv("Blackjack-v1", ("stick", "hit"), make={"render_mode": None})
+    assert cards.first({"extra_info": {"seed": 1}}) == "(20, 7, 0)"
+    assert cards.step("Stick")[2] is True
+
+
+def test_rendering_and_reading_may_be_ones_own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = {"render": f"{tmp_path}/own.py:seen", "parse": f"{tmp_path}/own.py:read"}
+    cliff = TextEnv("CliffWalking-v1", **own)
+    assert cliff.first({}) == "at 36"
+    assert played(cliff, "", "1234") == [("at 24", -1.0, False), ("That is no action.", 0.0, False)]
+    with pytest.raises(ConfigError, match=r"environment_kwargs\.render="):
+        TextEnv("CliffWalking-v1", render=f"{tmp_path}/own.py:nothing")
+
+
+def test_what_is_not_there_is_said(monkeypatch):
+    with pytest.raises(ConfigError, match=r"environment_kwargs\.env_id=Lake-v1: gymnasium says: "):
+        TextEnv("Lake-v1")
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ConfigError, match=r"pip install gymnasium, or rltrain\[gymnasium\]"):
+        FrozenLake()

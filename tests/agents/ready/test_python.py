@@ -1,0 +1,101 @@
+"""The interpreter as a tool: what is told of a program, where it may run, and what it cannot reach."""
+
+import pytest
+
+from rltrain.agents.toolbox import ToolCalls, tool_schemas
+from rltrain.base.errors import ConfigError
+from rltrain.config.load import load_config
+from rltrain.slots.limits import Limits
+from rltrain.slots.service import Service
+from rltrain.slots.slot import Slot
+
+PLACE = "rltrain.agents.ready.python"
+TURNS = "actor_rollout_ref.rollout.multi_turn."
+IN_A_FILE = "from rltrain import tool\nfrom rltrain.agents.ready.python import python\ntool(python)\n"
+
+
+def slot(**limits):
+    return Slot(Service(ToolCalls, "the tool", "timeout", "memory"), Limits(**limits))
+
+
+@pytest.fixture(scope="module")
+def allowed():
+    with slot(timeout_s=10.0, allow_code_execution=True) as open_slot:
+        yield open_slot
+
+
+def told(open_slot, code):
+    outcome = open_slot.call(PLACE, "python", {"code": code})
+    assert outcome.status == "ok", outcome.error
+    return outcome.value["text"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("print(1)\nprint('\u00e9')", "1\n\u00e9"),
+        ("x = 6\nx * 7", "42"),
+        ("print(3);", "3"),
+        ("x = 1", "(The program printed nothing.)"),
+        ("```python\nprint({'a': 1})\n```", "{'a': 1}"),
+        ("print('before')\nexit()", "before"),
+        ("raise SystemExit('bye')", "bye"),
+        ("from __future__ import annotations\nx: int = 3\nx", "3"),
+        ("__name__", "'__main__'"),
+        ("print('\\ud800')", "?"),
+        ("import os\nos._exit(5)", "Error: the program has ended with exit code 5."),
+        ("x = (", "  File \"answer.py\", line 1\n    x = (\n        ^\nSyntaxError: '(' was never closed"),
+        ("'\x00'", "SyntaxError: source code string cannot contain null bytes"),
+        ("#" * 70_000, "Error: a program has at most 65,536 characters."),
+    ],
+)
+def test_a_program_is_told_as_in_a_notebook(allowed, code, words):
+    assert told(allowed, code) == words
+
+
+def test_an_error_is_shown_in_the_lines_of_the_program_alone(allowed):
+    text = told(allowed, "def half(n):\n    return n / 0\n\nprint('a')\nhalf(2)")
+    assert text.startswith(
+        'a\nTraceback (most recent call last):\n  File "answer.py", line 5, in <module>\n    half(2)'
+    )
+    assert '  File "answer.py", line 2, in half\n    return n / 0' in text
+    assert text.endswith("ZeroDivisionError: division by zero")
+    assert text.count("  File ") == 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('/etc/passwd').read()",
+        "open('/tmp/out', 'w')",
+        "import socket\nsocket.create_connection(('127.0.0.1', 1))",
+        "import subprocess\nsubprocess.run(['ls'])",
+        "import os\nos.kill(os.getppid(), 9)",
+    ],
+)
+def test_files_sockets_and_processes_are_out_of_reach(allowed, code):
+    text = told(allowed, code)
+    assert text.splitlines()[-1].startswith("PermissionError: ")
+    assert "jail.py" not in text
+
+
+def test_what_was_printed_in_time_is_told_of_a_program_that_does_not_end():
+    with slot(timeout_s=2.0, allow_code_execution=True) as open_slot:
+        assert told(open_slot, "print('a')\nwhile True:\n    pass") == "a\nError: the program was stopped after 1.6 s."
+        assert len(told(open_slot, "while True:\n    print('x' * 1000)")) <= 100_100
+        assert told(open_slot, "1 + 1") == "2"
+
+
+def test_nothing_runs_unless_it_was_allowed(tmp_path):
+    with slot(timeout_s=5.0) as open_slot:
+        outcome = open_slot.call(PLACE, "python", {"code": "1"})
+    assert (outcome.status, outcome.kind) == ("crashed", "ConfigError")
+    assert "allow_code_execution=False" in outcome.error
+    (tmp_path / "tools.py").write_text(IN_A_FILE)
+    for place in (PLACE, str(tmp_path / "tools.py")):
+        keys = [f"{TURNS}function_tool_path={place}"]
+        with pytest.raises(ConfigError, match=r"allow_code_execution=True, or leave the tool out") as refusal:
+            tool_schemas(load_config(keys).config)
+        assert f"function_tool_path={place}: the tool 'python' runs programs" in str(refusal.value)
+        (schema,) = tool_schemas(load_config([*keys, f"{TURNS}allow_code_execution=True"]).config)
+        assert list(schema["function"]["parameters"]["properties"]) == ["code"]

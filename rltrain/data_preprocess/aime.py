@@ -18,7 +18,8 @@ HUBS = {
 INSTRUCTION = 'Reason step by step. The last line must be "Answer: " followed by the final answer alone.'
 
 
-def _row(record: Record, at: At) -> Row:
+def to_row(record: Record, at: At) -> Row:
+    """The row of a problem, with the instruction of the options."""
     source = at.options.dataset
     fields = {name.lower(): value for name, value in record.items()}  # copies differ: Problem, problem, question
     if isinstance(fields.get("prompt"), list):
@@ -32,7 +33,7 @@ def _row(record: Record, at: At) -> Row:
     return row(source, text, number[1], ability="math", extra=extra, **at.place)
 
 
-main = converter(__doc__, HUBS, _row, name="aime", instruction=INSTRUCTION, unique=True)
+main = converter(__doc__, HUBS, to_row, name="aime", instruction=INSTRUCTION, unique=True)
 
 
 if __name__ == "__main__":

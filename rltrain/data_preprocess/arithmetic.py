@@ -14,7 +14,9 @@ _COMPUTE = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: 
 Problem = tuple[str, int, int]
 
 
-def generate(num_train: int, num_test: int, *, seed: int, max_operand: int, operators: str) -> dict[str, list[Row]]:
+def generate(
+    num_train: int, num_test: int, *, seed: int, max_operand: int, operators: str, min_operand: int = 0
+) -> dict[str, list[Row]]:
     """Train and test rows. No test problem is in train, not even with its operands swapped (7+12 for 12+7).
 
     Test problems are distinct; train problems are too until the possible ones run out, then they come again.
@@ -26,7 +28,9 @@ def generate(num_train: int, num_test: int, *, seed: int, max_operand: int, oper
         )
     if not 1 <= max_operand <= MAX_OPERAND:
         raise DataError(f"--max-operand {max_operand} is not between 1 and {MAX_OPERAND}.")
-    drawn = _draw(4 * (num_train + num_test) + 4, seed, max_operand, operators)
+    if not 0 <= min_operand <= max_operand:
+        raise DataError(f"--min-operand {min_operand} is not between 0 and --max-operand {max_operand}.")
+    drawn = _draw(4 * (num_train + num_test) + 4, seed, range(min_operand, max_operand + 1), operators)
     test: dict[Problem, Problem] = {}
     for problem in drawn:
         if len(test) < num_test:
@@ -34,19 +38,19 @@ def generate(num_train: int, num_test: int, *, seed: int, max_operand: int, oper
     train = [problem for problem in drawn if _key(problem) not in test]
     if len(test) < num_test or (num_train and not train):
         raise DataError(
-            f"--max-operand {max_operand} with --operators {operators!r} has too few problems for {num_test} held-out "
-            "ones. Try a larger --max-operand or a smaller --num-test."
+            f"--min-operand {min_operand} --max-operand {max_operand} with --operators {operators!r} has too few "
+            f"problems for {num_test} held-out ones. Try a larger --max-operand or a smaller --num-test."
         )
     repeated = [train[i % len(train)] for i in range(num_train)]
     return {"train": _rows(repeated, "train"), "test": _rows(list(test.values()), "test")}
 
 
-def _draw(count: int, seed: int, max_operand: int, operators: str) -> list[Problem]:
+def _draw(count: int, seed: int, operands: range, operators: str) -> list[Problem]:
     """Up to ``count`` distinct problems in random order."""
-    operators, size = "".join(dict.fromkeys(operators)), max_operand + 1
+    operators, size = "".join(dict.fromkeys(operators)), len(operands)
     space = len(operators) * size * size
     numbers = random.Random(seed).sample(range(space), min(count, space))
-    return [(operators[n // (size * size)], n // size % size, n % size) for n in numbers]
+    return [(operators[n // (size * size)], operands[n // size % size], operands[n % size]) for n in numbers]
 
 
 def _key(problem: Problem) -> Problem:
@@ -75,6 +79,7 @@ def convert(options: argparse.Namespace) -> Splits:
         options.num_test,
         seed=options.seed,
         max_operand=options.max_operand,
+        min_operand=options.min_operand,
         operators=options.operators,
     )
 
@@ -84,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__ or "", output="~/data/arithmetic")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training problems")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out problems")
-    parser.add_argument("--max-operand", type=at_least(1), default=99, help="operands are 0 to this")
+    parser.add_argument("--max-operand", type=at_least(1), default=99, help="operands are at most this")
+    parser.add_argument("--min-operand", type=at_least(0), default=0, help="and at least this")
     parser.add_argument("--operators", default="+", help="any of + - *")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other problems")
     return run(convert, parser.parse_args(argv))

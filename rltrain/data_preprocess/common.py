@@ -78,15 +78,18 @@ def row(
     extra: Mapping[str, Any] | None = None,
     images: Sequence[Mapping[str, Any]] | None = None,
     style: str = "rule",
+    agent_name: str | None = None,
 ) -> Row:
     """One row of verl's schema: a user message (after any system message) or a whole conversation, and its answer.
 
     ``ground_truth`` is a list where any of several answers is right. ``style="model"``: a reward model scores.
+    ``agent_name="tool_agent"``: tools answer the policy.
     """
     messages = [] if system is None else [{"role": "system", "content": system}]
     prompt = [{"role": "user", "content": question}] if isinstance(question, str) else question
     return {
         "data_source": data_source,
+        **({} if agent_name is None else {"agent_name": agent_name}),
         "prompt": [*messages, *({"role": message["role"], "content": message["content"]} for message in prompt)],
         **({} if images is None else {"images": list(images)}),
         "ability": ability,
@@ -276,6 +279,7 @@ def _write(rows: Sequence[Row], path: Path) -> None:
     truth = pa.list_(pa.string()) if several else pa.string()
     types = {
         "data_source": pa.string(),
+        "agent_name": pa.string(),
         "prompt": pa.list_(_MESSAGE),
         "images": pa.list_(_IMAGE),
         "ability": pa.string(),

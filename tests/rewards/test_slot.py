@@ -368,3 +368,13 @@ def test_what_a_served_reward_model_would_give_is_refused(custom):
         made.prepare("any")
     with ScoringSlot(custom(code, reward_router_address="judge:80")) as made:
         assert made.score(*CALL).value == 1.0
+
+
+def test_a_built_in_scorer_judges_the_last_turn_where_there_are_several():
+    """What a tool has said between the turns may look like an answer."""
+    whole = "I search. <answer>Rome</answer> is in a passage of the tool. I do not know."
+    with ScoringSlot(timeout_s=30) as open_slot:
+        assert open_slot.score("searchR1_nq", whole, ["Rome"], {}).value == 1.0
+        assert open_slot.score("searchR1_nq", whole, ["Rome"], {"last_turn": "I do not know."}).value == 0.0
+        assert open_slot.score("searchR1_nq", whole, ["Rome"], {"last_turn": ""}).value == 0.0
+        assert open_slot.score("searchR1_nq", whole, ["Oslo"], {"last_turn": "<answer>Oslo</answer>"}).value == 1.0

@@ -31,12 +31,18 @@ class ScorerOpener:
         try:
             if self.custom is None:
                 scorer = find_scorer(source)
-                return lambda _, solution, truth, extra: _read(source, scorer(solution, truth, extra))
+                return lambda _, solution, truth, extra: _read(source, scorer(_last(solution, extra), truth, extra))
             return _Lists(self.custom) if self.custom.batch else _Single(self.custom)
         except RltrainError:
             raise
         except BaseException as error:  # noqa: BLE001 - the import of a reward library may raise anything
             raise RewardError(f"cannot import what scores {source!r}:\n{user_traceback(error)}") from None
+
+
+def _last(solution: str, extra: dict[str, Any]) -> str:
+    """The last turn of the policy, where there are several: what a tool has said may look like an answer."""
+    turn = extra.get("last_turn")
+    return turn if isinstance(turn, str) else solution
 
 
 class _Single:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.agents.toolbox import tool_schemas
 from rltrain.base.errors import DataError
 from rltrain.config.schema import Config
 from rltrain.data.images import (
@@ -31,6 +30,7 @@ from rltrain.data.images import (
     with_parts,
 )
 from rltrain.data.loading import generation_eos, load_config, load_processor, load_tokenizer
+from rltrain.data.row_tools import RowTools, row_tools
 from rltrain.data.trial import CPU_S, memory_bound, trouble
 
 # More than any model reads, of one conversation.
@@ -56,8 +56,13 @@ class ChatEncoder:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     min_pixels: int | None = None
     max_pixels: int | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """JSON schemas that every conversation shows, unless it is given others."""
+    row_tools: RowTools = field(default_factory=RowTools)
+    """The tools that conversations show, unless they are given others."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """JSON schemas of all tools of the run."""
+        return self.row_tools.schemas
 
     def __getstate__(self) -> dict[str, Any]:
         return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
@@ -156,19 +161,22 @@ class ChatEncoder:
         return bounded_size(size, self.min_pixels, self.max_pixels, self._unit)
 
     def expanded(
-        self, conversations: Sequence[Sequence[Message]], sizes: Sequence[Sequence[tuple[int, int]]]
+        self,
+        conversations: Sequence[Sequence[Message]],
+        sizes: Sequence[Sequence[tuple[int, int]]],
+        tools: Tools = None,
     ) -> list[tuple[list[int], int, int]]:
         """Token ids of conversations, placeholders repeated for as many tokens as each image takes; of these images,
         the rows of pixels and the tokens.
 
-        sizes: width and height of the images of each, within the bounds. No pixel is looked at.
+        sizes: width and height of the images of each, within the bounds. No pixel is looked at. tools: as in `encode`.
         """
         parts = [with_parts(conversation, len(of)) for conversation, of in zip(conversations, sizes, strict=True)]
         plain = [place for place, of in enumerate(sizes) if not of]
-        ids = self.encode_batch([parts[place] for place in plain]) if plain else []
+        ids = self.encode_batch([parts[place] for place in plain], tools=tools) if plain else []
         encoded = {place: (tokens, 0, 0) for place, tokens in zip(plain, ids, strict=True)}
         seeing = [place for place, of in enumerate(sizes) if of]
-        texts = self._templated([parts[place] for place in seeing], tokenize=False) if seeing else []
+        texts = self._templated([parts[place] for place in seeing], tokenize=False, tools=tools) if seeing else []
         for place, text in zip(seeing, texts, strict=True):
             num_rows = [self._num_rows(size) for size in sizes[place]]
             tokens = self._expand(text, num_rows)
@@ -333,7 +341,7 @@ def chat_encoder(cfg: Config) -> ChatEncoder:
         template_kwargs=dict(cfg.data.apply_chat_template_kwargs),
         min_pixels=cfg.data.min_pixels,
         max_pixels=cfg.data.max_pixels,
-        tools=tool_schemas(cfg),
+        row_tools=row_tools(cfg),
     )
 
 

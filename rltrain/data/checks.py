@@ -1,6 +1,6 @@
 """What a file and a row of verl's parquet schema must hold."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class Keys:
 
     def optional(self) -> tuple[str, ...]:
         """Columns that are read where they are there."""
-        return ("ability", "extra_info")
+        return ("ability", "extra_info", "agent_name")
 
 
 def check_columns(path: str, names: Sequence[str], keys: Keys) -> None:
@@ -76,7 +76,7 @@ def row_problem(record: dict[str, Any], keys: Keys) -> str | None:
     source, reward = record[keys.source], record["reward_model"]
     of_reward = reward if isinstance(reward, dict) else {}
     style, truth = of_reward.get("style"), of_reward.get("ground_truth")
-    ability, extra = record.get("ability"), record.get("extra_info")
+    ability, extra, agent = record.get("ability"), record.get("extra_info"), record.get("agent_name")
     fields = (
         (keys.source, source, isinstance(source, str) and source, "a name such as 'openai/gsm8k'"),
         ("reward_model", reward, isinstance(reward, dict), "{'style': 'rule', 'ground_truth': …}"),
@@ -89,12 +89,23 @@ def row_problem(record: dict[str, Any], keys: Keys) -> str | None:
         ),
         ("ability", ability, isinstance(ability, str | None), "text or null"),
         ("extra_info", extra, isinstance(extra, dict | None), "a struct such as {'index': 0}"),
+        ("agent_name", agent, isinstance(agent, str | None), "text, such as tool_agent, or null"),
+        *_fields_of_tools(extra if isinstance(extra, dict) else {}),
         (VIDEOS, record.get(VIDEOS), not record.get(VIDEOS), "empty: videos are not in this version"),
     )
     wrong = (
         f"field {name!r} is {_short(value)}; it must be {wanted}." for name, value, fine, wanted in fields if not fine
     )
     return _prompt_problem(record[keys.prompt], keys.prompt) or next(wrong, None)
+
+
+def _fields_of_tools(extra: dict[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
+    kwargs, selection = extra.get("tools_kwargs"), extra.get("tool_selection")
+    are_names = isinstance(selection, list) and all(isinstance(name, str) for name in selection)
+    yield "extra_info.tool_selection", selection, selection is None or are_names, "a list of names of tools"
+    nested = kwargs.values() if isinstance(kwargs, dict) else [kwargs]
+    fine = all(isinstance(value, dict | None) for value in nested)
+    yield "extra_info.tools_kwargs", kwargs, fine, "{NAME of a tool: {'create_kwargs': {…}, 'execute_kwargs': {…}}}"
 
 
 def _prompt_problem(prompt: Any, name: str) -> str | None:

@@ -147,7 +147,7 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
     )
     messages, inside = _taken_out(messages)
     pictures = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
-    columns = (data.reward_fn_key, "reward_model", "ability", "extra_info")
+    columns = (data.reward_fn_key, "reward_model", "ability", "extra_info", "agent_name")
     fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
     plain = {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
     try:
@@ -230,8 +230,14 @@ class RowTable(Sequence[dict[str, Any]]):
 
 def _as_verl(row: PromptRow) -> dict[str, Any]:
     reward = {"style": row.reward_style, "ground_truth": row.ground_truth}
-    fields = {"data_source": row.data_source, "prompt": row.prompt, "raw_prompt": row.prompt, "ability": row.ability}
-    return fields | {"reward_model": reward, "extra_info": row.extra_info, "index": row.extra_info.get("index", 0)}
+    fields: dict[str, Any] = {
+        "data_source": row.data_source,
+        "prompt": row.prompt,
+        "raw_prompt": row.prompt,
+        "ability": row.ability,
+    }
+    fields |= {"reward_model": reward, "extra_info": row.extra_info, "index": row.extra_info.get("index", 0)}
+    return fields | ({"agent_name": row.agent_name} if row.agent_name else {})
 
 
 def is_verls(made: Callable[..., Any]) -> bool:

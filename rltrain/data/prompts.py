@@ -8,10 +8,9 @@ process that needs a prompt reads and processes them itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -213,31 +212,13 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded | str]:
     stream: Iterator[PromptRow] = iter(rows)
     deadline = 0.0
     for start in range(0, len(rows), _ENCODE_CHUNK_ROWS):
-        prompts = [row.prompt for row in islice(stream, _ENCODE_CHUNK_ROWS)]
-
-        def encode(first: int, chunk: list[Any]) -> list[Encoded]:
-            encoder.try_template(chunk, rows.num_images[first : first + len(chunk)].tolist())
-            if not len(with_images):
-                # Else a model that could see would be trained on the word.
-                for messages in filter(has_slot, chunk):
-                    if encoder.has_tower:
-                        with_parts(messages, 0)
-                return [(ids, (0, 0, 0)) for ids in encoder.encode_batch(chunk)]
-            sizes = [rows.image_sizes(position) for position in range(first, first + len(chunk))]
-            expansions = encoder.expanded(
-                chunk, [[encoder.bounded_size(size) for size in image_sizes] for image_sizes in sizes]
-            )
-            return [
-                (ids, (len(of), num_rows, num_tokens))
-                for (ids, num_rows, num_tokens), of in zip(expansions, sizes, strict=True)
-            ]
-
+        chunk = list(islice(stream, _ENCODE_CHUNK_ROWS))
         try:
-            yield from encode(start, prompts)
+            yield from _encode_chunk(rows, encoder, start, chunk)
         except DataError:
             deadline = deadline or time.monotonic() + _SEARCH_S
             num_wrong = 0
-            for outcome in _one_by_one(start, prompts, encode):
+            for outcome in _one_by_one(rows, encoder, start, chunk):
                 num_wrong += isinstance(outcome, str)
                 yield outcome
                 if num_wrong and time.monotonic() > deadline:
@@ -246,13 +227,37 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded | str]:
                 raise
 
 
-def _one_by_one(
-    start: int, prompts: list[Any], encode: Callable[[int, list[Any]], list[Encoded]]
-) -> Iterator[Encoded | str]:
-    """What ``encode`` makes of each prompt from row ``start`` on, or says of it."""
-    for position, prompt in enumerate(prompts, start):
+def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[PromptRow]) -> list[Encoded]:
+    """Token ids and counts of the images of rows from ``first`` on. Raises DataError."""
+    if problem := next(filter(None, map(encoder.row_tools.problem, chunk)), None):
+        raise DataError(problem)
+    prompts = [row.prompt for row in chunk]
+    encoder.try_template(prompts, rows.num_images[first : first + len(chunk)].tolist())
+    encoded: dict[int, Encoded] = {}
+    for tools, numbers in encoder.row_tools.groups(chunk):
+        group = [prompts[number] for number in numbers]
+        if not rows.num_images.any():
+            # Else a model that could see would be trained on the word.
+            for messages in filter(has_slot, group):
+                if encoder.has_tower:
+                    with_parts(messages, 0)
+            encoded |= {
+                number: (ids, (0, 0, 0))
+                for number, ids in zip(numbers, encoder.encode_batch(group, tools=tools), strict=True)
+            }
+            continue
+        sizes = [[encoder.bounded_size(size) for size in rows.image_sizes(first + number)] for number in numbers]
+        for number, of, expansion in zip(numbers, sizes, encoder.expanded(group, sizes, tools), strict=True):
+            ids, num_rows, num_tokens = expansion
+            encoded[number] = (ids, (len(of), num_rows, num_tokens))
+    return [encoded[number] for number in range(len(chunk))]
+
+
+def _one_by_one(rows: Rows, encoder: ChatEncoder, start: int, chunk: Sequence[PromptRow]) -> Iterator[Encoded | str]:
+    """What becomes of each row from ``start`` on, or is wrong with it."""
+    for position, row in enumerate(chunk, start):
         try:
-            yield from encode(position, [prompt])
+            yield from _encode_chunk(rows, encoder, position, [row])
         except DataError as error:
             yield str(error)
 

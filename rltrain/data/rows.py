@@ -42,6 +42,8 @@ class PromptRow:
     reward_style: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    agent_name: str | None = None
+    """Who leads the conversation (`row_tools`); None: the run's default."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +295,7 @@ def _build(record: dict[str, Any], keys: Keys) -> PromptRow:
         reward_style=reward.get("style") or "rule",
         ground_truth=reward.get("ground_truth"),
         extra_info=record.get("extra_info") or {},
+        agent_name=record.get("agent_name") or None,
     )
 
 

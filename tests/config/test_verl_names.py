@@ -507,6 +507,21 @@ def test_keys_of_agents_are_noted_where_verl_knows_them_and_refused_where_not():
     assert notes(f"{A}rollout.multi_turn.enable=False", f"{A}rollout.agent.default_agent_loop=single_turn_agent") == []
 
 
+def test_tools_that_prompts_show_are_those_that_may_be_called():
+    for name in ("tool_config_path", "function_tool_path"):
+        (line,) = problems(f"data.{name}=a")
+        assert f"use actor_rollout_ref.rollout.multi_turn.{name}" in line
+        assert problems(f"data.{name}=a", f"{A}rollout.multi_turn.{name}=b")
+        load_config([*BASE, f"data.{name}=a", f"{A}rollout.multi_turn.{name}=a"])
+
+
+def test_a_limit_of_answers_to_the_policy_that_is_never_reached_says_nothing():
+    both = [f"{A}rollout.multi_turn.max_{who}_turns=5" for who in ("user", "assistant")]
+    load_config([*BASE, f"{A}rollout.multi_turn.function_tool_path=t.py", *both])
+    assert "at most one turn more" in problems(both[0])[0]
+    assert "at most one turn more" in problems(both[0], f"{A}rollout.multi_turn.max_assistant_turns=6")[0]
+
+
 @pytest.mark.parametrize(
     ("key", "recipe"),
     [

@@ -21,9 +21,8 @@ OWNERS = frozenset(
 
 # Keys of rollout.multi_turn in verl 0.3 to main that decide nothing there, or nothing that is decided here.
 _OF_TURNS = {
-    **dict.fromkeys(
-        ("max_turns", "use_inference_chat_template", "num_repeat_rollouts"), "verl does not read it either"
-    ),
+    **dict.fromkeys(("max_turns", "num_repeat_rollouts"), "verl does not read it either"),
+    "use_inference_chat_template": "an answer keeps the tokens that were sampled, those of reasoning too",
     "*continuous_token*": "an answer's tokens are always only appended",
     **dict.fromkeys(
         ("tokenization_sanity_check_mode", "enable_tokenization_sanity_check"),
@@ -136,6 +135,7 @@ NO_EFFECT = {
     "data.image_patch_size": "the processor knows its patch size",
     "data.return_full_prompt": "the prompt is always kept",
     "data.return_multi_modal_inputs": "images are read and processed where they are needed",
+    "data.need_tools_kwargs": "a row says so itself, by need_tools_kwargs in its extra_info",
     "data.return_raw_chat=False": "messages are always kept",
     "data.return_raw_input_ids": "token ids are always kept",
     "data.trust_remote_code": "see actor_rollout_ref.model.trust_remote_code",

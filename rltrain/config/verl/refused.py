@@ -16,8 +16,11 @@ _SYNCHRONOUS = (
     "training is synchronous here, on devices that all roles share: leave it out; "
     "actor_rollout_ref.rollout.tail=carry_over (or oversample) keeps a step from waiting for its longest answers"
 )
-_LOOPS = "loops of one's own are not in this version: tools are functions of multi_turn.function_tool_path"
-_TOOLS = "tools are functions in this version: use multi_turn.function_tool_path, the file in which they are"
+_LOOPS = (
+    "loops of verl's classes are not in this version: who answers the policy is a class with step or with tools, "
+    "multi_turn.environment=FILE.py:NAME"
+)
+_SHOWN = "prompts show the tools that may be called, and no others: use actor_rollout_ref.rollout.multi_turn.{}"
 _MANAGER = (
     "a reward manager of one's own reads verl's batch of tensors, which no process has here: write what it computes "
     "for an answer as a function (custom_reward_function.path and name), or for many with "
@@ -51,8 +54,12 @@ REFUSED = {
     _R
     + "multi_turn.interaction_config_path": "verl's own later versions have no interactions: who answers the policy is "
     "a class with step, multi_turn.environment=FILE.py:NAME",
-    _R + "multi_turn.completion_callback": _TOOLS,
-    _R + "multi_turn.max_user_turns!=null": "nobody but tools answers the policy: use multi_turn.max_assistant_turns",
+    _R + "multi_turn.completion_callback": _LOOPS,
+    _R
+    + "multi_turn.max_user_turns!=${"
+    + _R
+    + "multi_turn.max_assistant_turns}": "an answer that is answered so often "
+    "has at most one turn more: use multi_turn.max_assistant_turns",
     _R + "chat_scheduler": _LOOPS,
     _R + "use_fire_sampling": "FIRE sampling is not in this version: leave it out",
     _R + "nnodes": _SYNCHRONOUS,
@@ -84,8 +91,10 @@ REFUSED = {
     "data.tokenizer!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
     "data.mm_processor_kwargs*": "images are made by the processor of model.path as it is saved there: use "
     "data.min_pixels and data.max_pixels, or change preprocessor_config.json in that folder",
-    "data.tool_config_path": _TOOLS,
-    "data.function_tool_path": _TOOLS,
+    **{
+        f"data.{name}!=${{{_R}multi_turn.{name}}}": _SHOWN.format(name)
+        for name in ("tool_config_path", "function_tool_path")
+    },
     "*reward_manager.source!=register": _MANAGER,
     "reward_model.reward_manager=limited|rate_limited": "use naive: at most reward.num_workers answers are scored at "
     "once, and a limit on requests belongs into your function",
@@ -141,7 +150,7 @@ _RECIPE = (
     "this is a key of {}, a trainer of verl's recipes with a loss or data of its own, which is not in this version: "
     "leave it out for plain PPO or GRPO"
 )
-_NOBODY_S = "no version of verl has this key, and answers are single-turn, without tools: leave it out"
+_NOBODY_S = "no version of verl has this key: leave it out"
 # Keys of verl's recipes and forks, looked at last: what they turn on is not here, and a note would hide that.
 OTHERS = {
     _R + "agent.*": _NOBODY_S,

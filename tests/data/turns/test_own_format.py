@@ -3,6 +3,7 @@
 import pytest
 
 from rltrain.base.errors import ConfigError
+from rltrain.data.row_tools import RowTools
 from rltrain.data.turns.calls import FORMATS, Call
 from rltrain.data.turns.detect import format_of
 from tests.data.turns.families import SCHEMAS
@@ -38,12 +39,12 @@ parse.stop_tokens = ["<|over|>"]
 def own(tmp_path, family):
     """The format of a function of a file."""
     encoder = family("hermes")
-    encoder.tools = SCHEMAS
+    encoder.row_tools = RowTools(SCHEMAS)
     yield lambda code, name="parse": (
         (tmp_path / "own.py").write_text(code),
         format_of(f"{tmp_path / 'own.py'}:{name}", encoder),
     )[1]
-    encoder.tools = []
+    encoder.row_tools = RowTools()
 
 
 @pytest.mark.parametrize("name", OF_VERL)

@@ -1,0 +1,100 @@
+"""Who leads the conversation of a row, and which tools its prompt shows: columns ``agent_name`` and ``extra_info``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rltrain.agents.toolbox import Places, Toolbox
+from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import is_plugin, load_plugin
+from rltrain.config.schema import Config
+
+if TYPE_CHECKING:
+    from rltrain.data.rows import PromptRow
+
+SINGLE_TURN, TOOLS, ENVIRONMENT = "single_turn_agent", "tool_agent", "env_agent"
+_PLACES = "actor_rollout_ref.rollout.multi_turn.function_tool_path, tool_config_path or environment"
+
+
+@dataclass(frozen=True)
+class RowTools:
+    """The tools of a run, and which of them each row has."""
+
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    """In JSON, as chat templates show them: of all tools."""
+    has_step: bool = False
+    """Whether the run has an environment that answers whole turns."""
+    default_agent: str = SINGLE_TURN
+    """Of rows without ``agent_name``."""
+    enabled: bool = True
+    """False: every row has one turn, whatever it asks for."""
+
+    def agent_of(self, row: PromptRow) -> str:
+        """``single_turn_agent``, ``tool_agent``, ``env_agent`` or FILE.py:NAME."""
+        return (row.agent_name or self.default_agent) if self.enabled else SINGLE_TURN
+
+    def of(self, row: PromptRow) -> list[dict[str, Any]]:
+        """JSON schemas of the tools that the row's prompt shows, and that may be called.
+
+        None for an answer of one turn or to an environment. In the order of ``extra_info.tool_selection``, if the row
+        has one, which may not be empty.
+        """
+        if self.agent_of(row) in (SINGLE_TURN, ENVIRONMENT):
+            return []
+        by_name = {schema["function"]["name"]: schema for schema in self.schemas}
+        return [by_name[name] for name in row.extra_info.get("tool_selection") or by_name if name in by_name]
+
+    def groups(self, rows: Sequence[PromptRow]) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
+        """The rows, by number, that show the same tools; with their schemas."""
+        groups: dict[tuple[str, ...], tuple[list[dict[str, Any]], list[int]]] = {}
+        for number, row in enumerate(rows):
+            schemas = self.of(row)
+            names = tuple(schema["function"]["name"] for schema in schemas)
+            groups.setdefault(names, (schemas, []))[1].append(number)
+        yield from groups.values()
+
+    def problem(self, row: PromptRow) -> str | None:
+        """What the row asks for and the run lacks; None where there is nothing."""
+        agent = self.agent_of(row)
+        if problem := self._problem_of_agent(agent):
+            return f"its agent_name is {agent!r}, {problem}"
+        if agent in (SINGLE_TURN, ENVIRONMENT) or not self.schemas:
+            return None
+        names = [schema["function"]["name"] for schema in self.schemas]
+        for name in row.extra_info.get("tool_selection") or ():
+            if name not in names:
+                return f"its extra_info.tool_selection has {name!r}; the tools of the run are {', '.join(names)}."
+        if row.extra_info.get("need_tools_kwargs") and not row.extra_info.get("tools_kwargs"):
+            return "its extra_info.need_tools_kwargs is true, and it has no extra_info.tools_kwargs."
+        return None
+
+    def _problem_of_agent(self, agent: str) -> str | None:
+        if agent == SINGLE_TURN:
+            return None
+        if agent == TOOLS:
+            return None if self.schemas else f"and the run has no tools: name them with {_PLACES}."
+        if agent == ENVIRONMENT:
+            lacking = "and actor_rollout_ref.rollout.multi_turn.environment names no class with step."
+            return None if self.has_step else lacking
+        if not is_plugin(agent):
+            return f"which is not known: use {SINGLE_TURN}, {TOOLS}, {ENVIRONMENT}, or FILE.py:NAME of your own."
+        try:
+            load_plugin("agent_name", agent)
+        except ConfigError as error:
+            return f"which cannot be used: {error}"
+        return None
+
+
+def row_tools(cfg: Config) -> RowTools:
+    """Those of a run. Raises ConfigError where its tools cannot be loaded."""
+    rollout = cfg.actor_rollout_ref.rollout
+    toolbox = Toolbox(Places.of(rollout.multi_turn))
+    usual = ENVIRONMENT if toolbox.has_step else TOOLS if toolbox.schemas else SINGLE_TURN
+    return RowTools(
+        toolbox.schemas,
+        toolbox.has_step,
+        rollout.agent.default_agent_loop or usual,
+        rollout.multi_turn.enable is not False,
+    )

@@ -1,0 +1,194 @@
+"""Who leads the conversation of a row, and which tools its prompt shows: columns ``agent_name`` and ``extra_info``."""
+
+import re
+
+import pytest
+
+from rltrain.base.errors import ConfigError, DataError
+from rltrain.config.load import load_config
+from rltrain.data.chat import ChatEncoder
+from rltrain.data.prompts import encode_prompts
+from rltrain.data.row_tools import RowTools, row_tools
+from rltrain.data.rows import read_rows
+from tests.pictures import RED
+from tests.tiny_tools import TOOLS
+from tests.tiny_vision import save_tiny_vision_model
+
+# The names stand in the prompt, as words that the tokenizer knows.
+NAMES = ("what", "is", "system")
+SCHEMAS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in NAMES]
+SHOWING = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+
+
+@pytest.fixture
+def encoder(tokenizer_folder):
+    """encoder(...): of a template that shows the names of tools."""
+    own = ChatEncoder(str(tokenizer_folder)).tokenizer.chat_template
+
+    def make(**changes):
+        tools = RowTools(**{"schemas": SCHEMAS, "default_agent": "tool_agent"} | changes)
+        return ChatEncoder(str(tokenizer_folder), chat_template=SHOWING + own, row_tools=tools)
+
+    return make
+
+
+@pytest.fixture
+def rows(tmp_path, write, good_row):
+    """rows((agent_name, extra_info), ...): of a file."""
+
+    def make(*asked):
+        made = [
+            good_row(i, agent_name=agent, extra_info={"index": i, **extra}) for i, (agent, extra) in enumerate(asked)
+        ]
+        return read_rows(write(tmp_path / "rows.parquet", made))
+
+    return make
+
+
+def shown(encoder, rows):
+    """The names of tools in front of each prompt."""
+    store = encode_prompts(rows, encoder, 99)
+    texts = encoder.decode_batch([store.prompt(i) for i in range(len(store))], special=True)
+    return [text.partition("<|start|>")[0].split() for text in texts]
+
+
+def test_each_prompt_shows_the_tools_of_its_row(encoder, rows):
+    found = rows(
+        (None, {}),
+        ("tool_agent", {"tool_selection": ["system", "what"]}),
+        ("single_turn_agent", {"tool_selection": ["is"]}),
+        ("tool_agent", {"tool_selection": []}),
+        (None, {"tool_selection": ["is"]}),
+        ("single_turn_agent", {}),
+    )
+    everything = list(NAMES)
+    assert shown(encoder(), found) == [everything, ["system", "what"], [], everything, ["is"], []]
+    assert shown(encoder(enabled=False), found) == [[]] * 6
+    assert shown(encoder(default_agent="single_turn_agent"), found)[0] == []
+    assert shown(encoder(has_step=True, default_agent="env_agent"), found)[0] == []
+    assert found[1].agent_name == "tool_agent"
+    assert found[0].agent_name is None
+
+
+def test_the_tools_of_a_row_count_towards_the_length_of_its_prompt(encoder, rows):
+    found = rows((None, {}), (None, {"tool_selection": ["is"]}), ("single_turn_agent", {}))
+    lengths = [len(encoder().encode(row.prompt, tools=encoder().row_tools.of(row))) for row in found]
+    assert lengths == [lengths[2] + 3, lengths[2] + 1, lengths[2]]
+    store = encode_prompts(found, encoder(), lengths[1], filter_overlong=True)
+    assert store.row_index.tolist() == [1, 2]
+    assert store.lengths.tolist() == lengths[1:]
+
+
+def test_prompts_with_images_show_them_too(tmp_path, write, good_row):
+    folder = save_tiny_vision_model(tmp_path / "model", "qwen2_vl", tied=False)
+    own = ChatEncoder(str(folder)).tokenizer.chat_template
+    schemas = [{"type": "function", "function": {"name": name}} for name in "123"]
+    encoder = ChatEncoder(str(folder), chat_template=SHOWING + own, row_tools=RowTools(schemas))
+    asked = [{"role": "user", "content": "<image>1"}]
+    made = [
+        good_row(i, prompt=asked, images=[RED], extra_info={"tool_selection": [name]}, agent_name="tool_agent")
+        for i, name in enumerate("123")
+    ]
+    made[1]["agent_name"] = "single_turn_agent"
+    store = encode_prompts(read_rows(write(tmp_path / "rows.parquet", made)), encoder, 500)
+    texts = encoder.decode_batch([store.prompt(i) for i in range(3)], special=True)
+    bare = ChatEncoder(str(folder)).encode_prompt(asked, [RED]).tokens
+    assert [text.startswith(name) for text, name in zip(texts, "123", strict=True)] == [True, False, True]
+    assert store.prompt(1).tolist() == bare.tolist()
+    assert store.image_tokens.tolist() == [store.image_tokens[0]] * 3
+
+
+AGENT = "async def agent(chat, row, seed):\n    await chat.reply()\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "words"),
+    [
+        (
+            ("tool_agnt", {}),
+            {},
+            "'tool_agnt', which is not known: use single_turn_agent, tool_agent, env_agent, or FILE.py:",
+        ),
+        (("tool_agent", {}), {"schemas": []}, "'tool_agent', and the run has no tools: name them with"),
+        (
+            ("env_agent", {}),
+            {},
+            "'env_agent', and actor_rollout_ref.rollout.multi_turn.environment names no class with step",
+        ),
+        (("{folder}/gone.py:agent", {}), {}, "which cannot be used: agent_name="),
+        (("{folder}/own.py:agnt", {}), {}, "no function 'agnt'"),
+        (
+            (None, {"tool_selection": ["is", "nothing"]}),
+            {},
+            "tool_selection has 'nothing'; the tools of the run are what, is",
+        ),
+        ((None, {"need_tools_kwargs": True}), {}, "need_tools_kwargs is true, and it has no extra_info.tools_kwargs"),
+    ],
+)
+def test_what_a_row_asks_for_in_vain_is_an_error_that_names_it(encoder, rows, tmp_path, asked, changes, words):
+    (tmp_path / "own.py").write_text(AGENT)
+    agent, extra = asked
+    agent = agent and agent.format(folder=tmp_path)
+    found = rows(("single_turn_agent", {}), (agent, extra))
+    with pytest.raises(DataError, match=re.escape(words)) as refusal:
+        encode_prompts(found, encoder(**changes), 99)
+    assert f"{tmp_path}/rows.parquet' row 1: its " in str(refusal.value)
+    encode_prompts(found, encoder(enabled=False, **changes), 99)
+
+
+def test_all_rows_that_ask_in_vain_are_counted(encoder, rows):
+    with pytest.raises(DataError, match="3 or more prompts cannot be used"):
+        encode_prompts(rows(*[("x", {})] * 3), encoder(), 99)
+
+
+def test_what_a_row_may_ask_for(encoder, rows, tmp_path):
+    (tmp_path / "own.py").write_text(AGENT)
+    kwargs = {"what": {"create_kwargs": {"truth": "4"}}}
+    asked = [
+        (f"{tmp_path}/own.py:agent", {}),
+        ("env_agent", {}),
+        (None, {"need_tools_kwargs": True, "tools_kwargs": kwargs}),
+    ]
+    names = list(NAMES)
+    assert shown(encoder(has_step=True), rows(*asked)) == [names, [], names]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"agent_name": 3}, "field 'agent_name' is int 3; it must be text, such as tool_agent"),
+        (
+            {"extra_info": {"tool_selection": "is"}},
+            "field 'extra_info.tool_selection' is str 'is'; it must be a list of",
+        ),
+        ({"extra_info": {"tool_selection": [1]}}, "field 'extra_info.tool_selection' is list"),
+        ({"extra_info": {"tools_kwargs": "x"}}, "field 'extra_info.tools_kwargs' is str 'x'; it must be {NAME"),
+        ({"extra_info": {"tools_kwargs": {"is": 3}}}, "field 'extra_info.tools_kwargs' is dict"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused(tmp_path, write, good_row, changes, words):
+    with pytest.raises(DataError, match=re.escape(words)):
+        read_rows(write(tmp_path / "rows.parquet", [good_row(**changes)]))
+
+
+def test_the_tools_of_a_run_decide_who_leads_by_default(tmp_path):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "guess.py").write_text("class Guess:\n    def step(self, text): return '', 0.0, True\n")
+    key = "actor_rollout_ref.rollout.multi_turn."
+
+    def of(*settings):
+        found = row_tools(load_config(list(settings)).config)
+        return [schema["function"]["name"] for schema in found.schemas], found.default_agent, found.enabled
+
+    tools, guess = f"{key}function_tool_path={tmp_path}/tools.py", f"{key}environment={tmp_path}/guess.py:Guess"
+    assert of() == ([], "single_turn_agent", True)
+    assert of(tools) == (["add"], "tool_agent", True)
+    assert of(guess) == ([], "env_agent", True)
+    assert of(tools, guess, "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent") == (
+        ["add"],
+        "tool_agent",
+        True,
+    )
+    assert of(tools, f"{key}enable=False") == ([], "single_turn_agent", False)
+    with pytest.raises(ConfigError, match=r"gone.py is not a Python file"):
+        of(f"{key}function_tool_path={tmp_path}/gone.py")

@@ -49,9 +49,10 @@ def add(a: int, b: int) -> str:
 '''
 
 
-def save_calling_model(folder: Path, seed: int = 0) -> Path:
+def save_calling_model(folder: Path, seed: int = 0, call: str = CALL) -> Path:
     """A random two-layer Qwen3."""
-    tokenizer = Tokenizer(models.WordLevel({token: id for id, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    vocabulary = {call if id == CALL_ID else token: id for id, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(

@@ -49,8 +49,8 @@ def add(a: int, b: int) -> str:
 '''
 
 
-def save_calling_model(folder: Path, seed: int = 0, call: str = CALL) -> Path:
-    """A random two-layer Qwen3."""
+def save_calling_tokenizer(folder: Path, call: str = CALL) -> None:
+    """One token a character, and one for the whole ``call``; with a template that knows tools."""
     vocabulary = {call if id == CALL_ID else token: id for id, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -61,6 +61,11 @@ def save_calling_model(folder: Path, seed: int = 0, call: str = CALL) -> Path:
     )  # fmt: skip
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
+
+
+def save_calling_model(folder: Path, seed: int = 0, call: str = CALL) -> Path:
+    """A random two-layer Qwen3."""
+    save_calling_tokenizer(folder, call)
     config = Qwen3Config(
         vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False,

@@ -22,6 +22,7 @@ from rltrain.run import dry_run
 from rltrain.run.preflight import models as preflight_models
 from rltrain.run.preflight import settings as preflight
 from tests.tiny import save_tiny_tokenizer, write_arithmetic
+from tests.tiny_tools import save_calling_tokenizer
 from tests.tiny_vision import picture, save_tiny_vision_model
 
 FOLDER = Path(__file__).parent.parent.parent / "examples"
@@ -52,6 +53,12 @@ TEXT = {
         num_experts_per_tok=8, norm_topk_prob=True,
     ),
 }  # fmt: skip
+# Those whose chat template knows tools.
+TOOLS = {
+    "Qwen2.5-3B-tools": Qwen2Config(**_sizes(2048, 11_008, 36, 16, 2, 151_936, 32_768), tie_word_embeddings=True),
+    "Qwen2.5-7B-tools": TEXT["Qwen2.5-7B"],
+    "Qwen2.5-32B-tools": TEXT["Qwen2.5-32B"],
+}
 # The family of each, with the sizes of its text model and of its tower.
 VISION = {
     "Qwen2.5-VL-3B": ("qwen2_5_vl", [16, 24, 24], _sizes(2048, 11_008, 36, 16, 2, 151_936, 128_000), {
@@ -90,6 +97,9 @@ RECIPES = {
     "math/qwen3_30b_a3b_dapo.sh": ("Qwen3-30B-A3B", "sums", "256 (8 answers to each prompt)"),
     "grpo_7b_boba_64gpu.sh": ("R1-Distill-7B", "sums", "2,048 (16 answers to each prompt)"),
     "grpo_1_5b_boba_8gpu.sh": ("R1-Distill-1.5B", "sums", "512 (16 answers to each prompt)"),
+    "agents/retool_qwen2_5_7b.sh": ("Qwen2.5-7B-tools", "sums", "1,024 (16 answers to each prompt)"),
+    "agents/retool_qwen2_5_7b_npu.sh": ("Qwen2.5-7B-tools", "sums", "512 (16 answers to each prompt)"),
+    "agents/retool_qwen2_5_32b.sh": ("Qwen2.5-32B-tools", "sums", "8,192 (16 answers to each prompt)"),
     "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo.sh": ("Qwen2.5-VL-3B", "geometry3k", "128 (4 answers to each prompt)"),
     "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k", "128 (4 answers to each prompt)"),
     "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k", "2,640 (5 answers to each prompt)"),
@@ -136,8 +146,8 @@ def made(tmp_path_factory):
     (folder / "sums").mkdir()
     for split, count in (("train", 1100), ("test", 4)):
         write_arithmetic(folder / "sums" / f"{split}.parquet", range(count))
-    for name, config in TEXT.items():
-        save_tiny_tokenizer(folder / name)
+    for name, config in (TEXT | TOOLS).items():
+        (save_calling_tokenizer if name in TOOLS else save_tiny_tokenizer)(folder / name)
         config.update({"eos_token_id": 1, "bos_token_id": None})
         config.save_pretrained(folder / name)
         save_file({"nothing": torch.zeros(1)}, folder / name / "model.safetensors")

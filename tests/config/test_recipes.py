@@ -211,6 +211,28 @@ def the_row(stem: str) -> Row:
     return next(row for row in ROWS if str(row) == stem)
 
 
+# What verl's recipe and its guide for Ascend say of ReTool: prompts of a step and of a mini-batch, answers,
+# their length, turns, sequence parallelism, tensor parallelism, share of memory, clipping, answers in validation.
+_TOOL_KEYS = (
+    "data.train_batch_size", f"{_A}ppo_mini_batch_size", "actor_rollout_ref.rollout.n", "data.max_response_length",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns", f"{_A}ulysses_sequence_parallel_size",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size", "actor_rollout_ref.rollout.gpu_memory_utilization",
+    f"{_A}clip_ratio_high", f"{_A}clip_ratio_c", f"{_A}optim.lr", f"{_A}use_kl_loss",
+    "actor_rollout_ref.rollout.val_kwargs.n",
+)  # fmt: skip
+RETOOL = {
+    "retool_qwen2_5_7b-H100": (64, 16, 16, 20_480, 16, 4, 4, 0.9, 0.28, 10.0, 1e-6, False, 30),
+    "retool_qwen2_5_7b_npu-910B": (32, 16, 16, 20_480, 16, 4, 2, 0.9, 0.28, 10.0, 1e-6, False, 30),
+    "retool_qwen2_5_32b-H100": (512, 64, 16, 16_384, 8, 8, 4, 0.9, 0.28, 10.0, 1e-6, False, 1),
+}
+
+
+@pytest.mark.parametrize("name", RETOOL)
+def test_a_recipe_with_tools_says_what_its_source_says(name, typed):
+    config = load_config(typed(the_row(name))).config
+    assert tuple(get(config, key) for key in _TOOL_KEYS) == RETOOL[name]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_says_what_its_source_says(name, typed):
     config = load_config(typed(the_row(name))).config

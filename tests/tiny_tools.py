@@ -63,13 +63,15 @@ def save_calling_tokenizer(folder: Path, call: str = CALL) -> None:
     fast.save_pretrained(folder)
 
 
-def save_calling_model(folder: Path, seed: int = 0, call: str = CALL) -> Path:
+def save_calling_model(
+    folder: Path, seed: int = 0, call: str = CALL, heads: int = 2, kv_heads: int = 1, positions: int = 1024
+) -> Path:
     """A random two-layer Qwen3."""
     save_calling_tokenizer(folder, call)
     config = Qwen3Config(
-        vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False,
-        eos_token_id=END_ID, pad_token_id=0, bos_token_id=None, initializer_range=0.2,
+        vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=positions,
+        tie_word_embeddings=False, eos_token_id=END_ID, pad_token_id=0, bos_token_id=None, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -36,8 +36,8 @@ def class_of(place: str) -> type:
 def methods_of(place: str, kind: type) -> dict[str, Shown]:
     """The methods of a class that are tools, by the names that the model sees; none where it has ``step``.
 
-    Raises ConfigError for a method that cannot be shown, for a class with neither tools nor ``step``, and for one that
-    has ``step`` beside tools that are marked.
+    Raises ConfigError for a class with neither tools nor ``step``, and for one that has ``step`` beside tools that are
+    marked.
     """
     where = f"{ENVIRONMENT}={place}"
     methods = _public(kind)

@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rltrain.agents import stand_ins
@@ -35,11 +36,36 @@ class _Mark:
 class Shown:
     """A function that the model may call."""
 
+    where: str
+    """The setting, for messages."""
     own_name: str
     """In its file or class."""
     function: Callable[..., Any]
-    schema: dict[str, Any]
-    """In JSON, as chat templates show it."""
+
+    @cached_property
+    def name(self) -> str:
+        """What the model calls it."""
+        mark = mark_of(self.function) or _Mark(None, None)
+        written = self._written(mark.schema)["function"]["name"] if mark.schema is not None else None
+        # Not the function's: that of one that was wrapped may be the wrapper's.
+        return mark.name or written or self.own_name
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """In JSON, as chat templates show it. Raises ConfigError for a function without types or docstring.
+
+        Made when it is asked for: it takes transformers, which processes that call tools need not import.
+        """
+        mark = mark_of(self.function) or _Mark(None, None)
+        if mark.schema is not None:
+            schema = self._written(mark.schema)
+        else:
+            schema = _inferred(f"{self.where}: {self.own_name} cannot be shown to the model", self.function)
+        schema["function"]["name"] = self.name
+        return schema
+
+    def _written(self, schema: Any) -> dict[str, Any]:
+        return as_json(f"{self.where}: {self.own_name}", schema)
 
 
 def tool(function: Any = None, /, *, name: str | None = None, schema: Any = None) -> Any:
@@ -66,8 +92,7 @@ def mark_of(function: Any) -> _Mark | None:
 def tools_of(place: str) -> dict[str, Shown]:
     """The tools of a file or module, by name, in its order.
 
-    Raises ConfigError where it cannot be imported, has none or two of a name, and for a function without types or a
-    docstring of its arguments.
+    Raises ConfigError where it cannot be imported, and has none or two of a name.
     """
     with stand_ins.importable():
         module = load_module(FUNCTIONS, place)
@@ -93,29 +118,17 @@ def _registered(module: str) -> dict[str, Callable[..., Any]]:
 def shown(where: str, functions: Mapping[str, Callable[..., Any]]) -> dict[str, Shown]:
     """Functions, given by their names in the file, by the names that the model sees. where: the setting, for messages.
 
-    Raises ConfigError where a function cannot be shown, or two have one name.
+    Raises ConfigError where two have one name.
     """
     tools: dict[str, Shown] = {}
     for own_name, function in functions.items():
-        schema = _schema(where, own_name, function)
-        name = schema["function"]["name"]
-        if name in tools and tools[name].function is not function:
-            raise ConfigError(f"{where}: {tools[name].own_name} and {own_name} are both the tool {name!r}. Rename one.")
-        tools.setdefault(name, Shown(own_name, function, schema))
+        tool = Shown(where, own_name, function)
+        earlier = tools.setdefault(tool.name, tool)
+        if earlier.function is not function:
+            raise ConfigError(
+                f"{where}: {earlier.own_name} and {own_name} are both the tool {tool.name!r}. Rename one."
+            )
     return tools
-
-
-def _schema(where: str, own_name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    mark = mark_of(function) or _Mark(None, None)
-    if mark.schema is not None:
-        schema = as_json(f"{where}: {own_name}", mark.schema)
-    else:
-        schema = _inferred(f"{where}: {own_name} cannot be shown to the model", function)
-        # That of a function that was wrapped may be the wrapper's.
-        schema["function"]["name"] = own_name
-    if mark.name:
-        schema["function"]["name"] = mark.name
-    return schema
 
 
 def _inferred(where: str, function: Callable[..., Any]) -> dict[str, Any]:

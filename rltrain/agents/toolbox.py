@@ -10,6 +10,7 @@ import copy
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rltrain.agents import stand_ins
@@ -71,20 +72,22 @@ class Toolbox:
             (f"{TOOL_CONFIG}={places.tool_config}", self.configured),
             (f"{ENVIRONMENT}={places.environment}", self.methods),
         ]
-        self.schemas: list[dict[str, Any]] = []
-        """In JSON, as chat templates show them: functions, tools of the YAML file, methods."""
         origins: dict[str, str] = {}
         for source, tools in sources:
-            for name, tool in tools.items():
+            for name in tools:
                 if name in origins:
                     raise ConfigError(f"the tool {name!r} is in {origins[name]} and in {source}. Rename one of them.")
                 origins[name] = source
-                self.schemas.append(tool.schema)
+        self.names = list(origins)
+        """What the model calls them: functions, tools of the YAML file, methods."""
 
-    @property
-    def names(self) -> list[str]:
-        """What the model calls them, in the order of the schemas."""
-        return [schema["function"]["name"] for schema in self.schemas]
+    @cached_property
+    def schemas(self) -> list[dict[str, Any]]:
+        """In JSON, as chat templates show them, in the order of the names.
+
+        Raises ConfigError for a function that cannot be shown. Imports transformers.
+        """
+        return [tool.schema for tools in (self.functions, self.configured, self.methods) for tool in tools.values()]
 
     def refuse_programs(self) -> None:
         """Raise ConfigError where a tool runs programs that the model wrote (`slots.program.needs_programs`)."""
@@ -158,16 +161,14 @@ class Session:
             await self._opened.release()
 
 
-def tool_schemas(cfg: Config) -> list[dict[str, Any]]:
-    """JSON schemas of the tools of a run; none without tools.
-
-    Raises ConfigError as `Toolbox` does, and for a tool that runs programs where those are not allowed.
-    """
+def toolbox_of(cfg: Config) -> Toolbox:
+    """The tools of a run. Raises ConfigError as `Toolbox` does, and for a tool that runs programs
+    where those are not allowed."""
     turns = cfg.actor_rollout_ref.rollout.multi_turn
     toolbox = Toolbox(Places.of(turns))
     if not turns.allow_code_execution:
         toolbox.refuse_programs()
-    return toolbox.schemas
+    return toolbox
 
 
 class ToolCalls:

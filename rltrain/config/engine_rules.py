@@ -35,9 +35,6 @@ def _turns(config: Config) -> Iterator[str]:
         yield f"{setting}: there are no tools. Name the file of their functions, {path}=tools.py, or leave it out."
     if not turns.place:
         return
-    for name, place in turns.places.items():
-        if name != path:
-            yield f"{name}={place}: tools are functions in this version: use multi_turn.function_tool_path."
     tools = " ".join(f"{name}={place}" for name, place in turns.places.items())
     if rollout.agent.default_agent_loop == "single_turn_agent":
         yield f"{tools} and {loop}=single_turn_agent: say one of them, as rows of both kinds are not in this version."

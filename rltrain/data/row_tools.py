@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rltrain.agents.toolbox import Places, Toolbox
+from rltrain.agents.toolbox import toolbox_of
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.schema import Config
@@ -90,7 +90,7 @@ class RowTools:
 def row_tools(cfg: Config) -> RowTools:
     """Those of a run. Raises ConfigError where its tools cannot be loaded."""
     rollout = cfg.actor_rollout_ref.rollout
-    toolbox = Toolbox(Places.of(rollout.multi_turn))
+    toolbox = toolbox_of(cfg)
     usual = ENVIRONMENT if toolbox.has_step else TOOLS if toolbox.schemas else SINGLE_TURN
     return RowTools(
         toolbox.schemas,

@@ -211,7 +211,7 @@ def test_a_function_of_two_names_is_one_tool_and_two_of_one_name_are_refused(wri
 )
 def test_a_file_without_a_usable_tool_is_refused_with_the_key(written, text, words):
     with pytest.raises(ConfigError, match=words) as refusal:
-        tools_of(written(text))
+        [tool.schema for tool in tools_of(written(text)).values()]
     assert "multi_turn.function_tool_path=" in str(refusal.value)
 
 

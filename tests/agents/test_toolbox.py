@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import pickle
+import subprocess
 import sys
 
 import pytest
@@ -250,7 +251,7 @@ def test_an_environment_with_step_has_no_tools(places):
 )
 def test_a_class_that_cannot_be_used_is_refused_with_the_key(places, text, words):
     with pytest.raises(ConfigError, match=words) as refusal:
-        Toolbox(places(None, None, text))
+        _ = Toolbox(places(None, None, text)).schemas
     assert "multi_turn.environment=" in str(refusal.value)
 
 
@@ -417,3 +418,20 @@ def test_records_of_verls_schemas_are_written_as_they_were_read():
         {"text": "a"},
     )
     assert repr(response) == "ToolResponse(text='a', image=None)"
+
+
+def test_who_calls_tools_imports_neither_torch_nor_transformers(places, tmp_path):
+    code = f"""
+import asyncio, sys
+from rltrain.agents.toolbox import Places, Toolbox
+box = Toolbox({places(ADD, CONFIG, SHOP)!r})
+async def run():
+    session = await box.open({ROW!r}, 1)
+    said = [await session.call("add", {{"a": 2}}), await session.call("note", {{"text": "x"}})]
+    await session.close()
+    return said, box.names, {{"torch", "transformers", "ray"}} & set(sys.modules)
+print(asyncio.run(run()))
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "'text': '2'" in told
+    assert told.endswith("['add', 'note', 'named', 'balance', 'buy'], set())\n")

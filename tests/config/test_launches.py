@@ -4,8 +4,9 @@ A launch is a block of ``launches/*.txt``: the script's path in verl (with the k
 its version and kind, what happens to it, and the words after ``python -m verl.trainer.main_ppo`` with all variables of
 the shell expanded. ``HOME`` and ``DATA`` stand for folders. What happens is ``runs``; ``refused: words`` where a
 decision of docs/from-verl.md refuses it and the message has these words; or ``not yet: words`` for a gap.
-Kinds other than ``text`` and ``images`` (FSDP, the latter with prompts that have images) are outside of the promise.
-Models and files are replaced by small ones, a vision-language model by one of its family.
+Kinds other than ``text``, ``images`` (FSDP, the latter with prompts that have images) and ``tools`` are outside of the
+promise. Models and files are replaced by small ones, a vision-language model by one of its family, and the files of
+settings of verl's examples with tools by files that set the same.
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,47 @@ from rltrain.run import dry_run
 from rltrain.run.preflight import settings as preflight
 from tests.pictures import RED
 from tests.tiny import save_tiny_adapter, save_tiny_model, save_tiny_reward_model, write_arithmetic
+from tests.tiny_tools import save_calling_model
 from tests.tiny_vision import FAMILIES, save_tiny_vision_model
 
 FOLDER = Path(__file__).parent / "launches"
+EXAMPLES = "HOME/verl/examples/sglang_multiturn/config"
+# Of the example files that launches name: what differs from the defaults.
+CONFIG = """
+defaults:
+  - ppo_trainer
+  - _self_
+actor_rollout_ref:
+  rollout:
+    name: sglang
+    multi_turn: {{enable: true, max_assistant_turns: {turns}{more}}}
+"""
+TOOLS = """
+from verl.tools.base_tool import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+
+class Tool(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text="4"), 0.0, {}
+
+class CustomRLHFDataset:
+    def __init__(self, data_files, tokenizer, processor, config, max_samples=-1):
+        self.config = config
+
+    def __len__(self):
+        return 5000
+
+    def __getitem__(self, row):
+        messages = [{"role": "user", "content": f"{row}+1=?"}]
+        reward = {"ground_truth": str(row + 1), "style": "rule"}
+        return {"data_source": "arithmetic", "prompt": messages, "reward_model": reward, "agent_name": "tool_agent"}
+"""
+TOOL_CONFIG = """
+tools:
+  - class_name: {code}:Tool
+    config: {{type: native}}
+    tool_schema: {{type: function, function: {{name: tool, description: A tool., parameters: {{
+      type: object, properties: {{answer: {{type: string, description: A number.}}}}, required: [answer]}}}}}}
+"""
 MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
 # Part of a model's name -> its model_type; the first that fits.
 KINDS = {
@@ -101,8 +140,25 @@ def seeing(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory):
+    """What stands for models and files of a launch with tools, and for the folder of their configurations."""
+    folder = tmp_path_factory.mktemp("calling")
+    (folder / "gsm8k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
+    (folder / "geo3k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
+    (folder / "search_multiturn_grpo.yaml").write_text(CONFIG.format(turns=4, more=", format: hermes"))
+    code, tools = folder / "dataset.py", folder / "tools.yaml"
+    code.write_text(TOOLS)
+    tools.write_text(TOOL_CONFIG.format(code=code))
+    model = save_calling_model(folder / "model", heads=16, kv_heads=16, positions=131_072)
+    return folder, dict.fromkeys(MODELS, model) | {
+        "data.custom_cls.path": code,
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path": tools,
+    }
+
+
 @pytest.fixture
-def walk(stand_ins, seeing, monkeypatch, capsys):
+def walk(stand_ins, seeing, calling, monkeypatch, capsys):
     """walk(launch): None, or the text of the refusal."""
     # The devices and packages of the machine that the script was written for.
     monkeypatch.setattr(preflight, "look_at_devices", lambda loaded: [])
@@ -119,11 +175,14 @@ def walk(stand_ins, seeing, monkeypatch, capsys):
 
     def run(launch: Launch) -> str | None:
         settings = [word.lstrip("+").partition("=") for word in launch.words]
-        replaced = stand_ins | (seeing(launch) if launch.kind == "images" else {})
+        configs, tools = calling
+        replaced = stand_ins | tools if launch.kind != "text" else stand_ins
+        replaced |= seeing(launch) if launch.kind == "images" else {}
+        words = [word.replace(EXAMPLES, str(configs)) if word.startswith("--") else word for word in launch.words]
         instead = [f"{key}={replaced[key]}" for key, _, value in settings if key in replaced and value != "null"]
         # A script that names no number was written for verl's default.
         devices = [] if any("n_gpus_per_node=" in word for word in launch.words) else ["trainer.n_gpus_per_node=8"]
-        code = main([*launch.words, *instead, *devices, "--dry-run"])
+        code = main([*words, *instead, *devices, "--dry-run"])
         out, error = capsys.readouterr()
         assert code in (0, 2), error
         return None if code == 0 else error + out[out.find("a run would refuse") :]
@@ -153,7 +212,7 @@ def share(kind: str, version: str | None = None) -> tuple[int, int, int]:
     return ends.count("runs"), ends.count("refused"), len(ends)
 
 
-@pytest.mark.parametrize(("kind", "least"), [("text", 60), ("images", 15)])
+@pytest.mark.parametrize(("kind", "least"), [("text", 60), ("images", 15), ("tools", 15)])
 def test_every_launch_runs_that_no_decision_refuses(kind, least):
     """``pytest -s`` prints the shares."""
     for version in [*sorted({launch.version for launch in LAUNCHES if launch.kind == kind}), None]:

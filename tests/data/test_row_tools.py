@@ -192,3 +192,11 @@ def test_the_tools_of_a_run_decide_who_leads_by_default(tmp_path):
     assert of(tools, f"{key}enable=False") == ([], "single_turn_agent", False)
     with pytest.raises(ConfigError, match=r"gone.py is not a Python file"):
         of(f"{key}function_tool_path={tmp_path}/gone.py")
+
+
+def test_a_tool_that_runs_programs_needs_the_permission():
+    key = "actor_rollout_ref.rollout.multi_turn."
+    python = f"{key}function_tool_path=rltrain.agents.ready.python"
+    with pytest.raises(ConfigError, match="'python' runs programs that the model wrote"):
+        row_tools(load_config([python]).config)
+    assert row_tools(load_config([python, f"{key}allow_code_execution=True"]).config).default_agent == "tool_agent"

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rltrain.agents.toolbox import tool_schemas
+from rltrain.agents.toolbox import toolbox_of
 from rltrain.base.columns import names as c
 from rltrain.data.chat import chat_encoder
 from tests.tiny_tools import CALL_ID, END_ID, TOOLS, save_calling_model, tool_run
@@ -139,4 +139,4 @@ def test_prompts_show_the_tools(calling, tools, tmp_path):
     cfg = load_config(small_run(calling, ("t", "v"), tmp_path, **tools)).config
     text = chat_encoder(cfg).written([{"role": "user", "content": "1+2=?"}])
     assert text.startswith("<|im_start|>system\nadd\n<|im_end|>")
-    assert [schema["function"]["name"] for schema in tool_schemas(cfg)] == ["add"]
+    assert [schema["function"]["name"] for schema in toolbox_of(cfg).schemas] == ["add"]

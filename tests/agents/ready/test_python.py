@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.agents.toolbox import ToolCalls, tool_schemas
+from rltrain.agents.toolbox import ToolCalls, toolbox_of
 from rltrain.base.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.slots.limits import Limits
@@ -95,7 +95,7 @@ def test_nothing_runs_unless_it_was_allowed(tmp_path):
     for place in (PLACE, str(tmp_path / "tools.py")):
         keys = [f"{TURNS}function_tool_path={place}"]
         with pytest.raises(ConfigError, match=r"allow_code_execution=True, or leave the tool out") as refusal:
-            tool_schemas(load_config(keys).config)
+            toolbox_of(load_config(keys).config)
         assert f"function_tool_path={place}: the tool 'python' runs programs" in str(refusal.value)
-        (schema,) = tool_schemas(load_config([*keys, f"{TURNS}allow_code_execution=True"]).config)
+        (schema,) = toolbox_of(load_config([*keys, f"{TURNS}allow_code_execution=True"]).config).schemas
         assert list(schema["function"]["parameters"]["properties"]) == ["code"]

@@ -1,6 +1,14 @@
-"""The interpreter under the name and argument that models trained on ReTool-SFT call: code_interpreter(code)."""
+"""The interpreter under the name and argument that models trained on ReTool-SFT call."""
 
-from rltrain import tool
-from rltrain.agents.ready.python import python
+from rltrain.agents.ready import python
+from rltrain.slots.program import needs_programs
 
-tool(python, name="code_interpreter")
+
+@needs_programs
+def code_interpreter(code: str) -> str:
+    """A tool for executing code.
+
+    Args:
+        code: The code to execute.
+    """
+    return python.python(code)

@@ -1,0 +1,75 @@
+"""Environments as TRL's ``environment_factory`` takes them, as classes of ours.
+
+TRL makes one without arguments, calls ``reset(**row)``, shows its other public methods as tools, whatever they are
+called, and asks ``get_reward()`` where there is one. What ``reset`` returns, TRL writes behind the prompt when it
+generates; here a prompt is whole before the run, so the row has to hold it already.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rltrain.agents.calling import called
+from rltrain.agents.functions import tool
+from rltrain.base.errors import DataError
+
+_RESET, _REWARD = "reset", "get_reward"
+
+
+def adapted(factory: Callable[[], Any]) -> type:
+    """A class for ``multi_turn.environment``: ``Env = adapted(TheirEnvironment)`` in a file, named FILE.py:Env.
+
+    factory: a class of TRL's kind, or a function that makes an instance. Raises TypeError where it has no ``reset``.
+    """
+    kind = factory if inspect.isclass(factory) else type(factory())
+    methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
+    if _RESET not in methods:
+        raise TypeError(f"{kind.__name__} has no reset(**row), so it is no environment of TRL's kind.")
+    # Under names of ours: a tool of theirs may be called step, score or close.
+    members: dict[str, Any] = {
+        f"tool_{name}": tool(_handed_on(name, method), name=name)
+        for name, method in methods.items()
+        if not name.startswith("_") and name not in (_RESET, _REWARD)
+    }
+    if _REWARD in methods:
+        members["score"] = _handed_on(_REWARD, methods[_REWARD])
+    return type(kind.__name__, (_Adapted,), {**members, "factory": staticmethod(factory), "__doc__": kind.__doc__})
+
+
+class _Adapted:
+    factory: Callable[[], Any]
+
+    def __init__(self) -> None:
+        self._theirs = self.factory()
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        """Begin with the fields of ``extra_info``, data_source, ground_truth and seed, as far as theirs takes them.
+
+        Raises DataError where theirs returns a text that ``extra_info.observation`` does not hold.
+        """
+        extra = dict(row.get("extra_info") or {})
+        observation = await called(self._theirs.reset, **_fitting(self._theirs.reset, row, extra, seed))
+        if observation is not None and observation != extra.get("observation"):
+            raise DataError(
+                f"reset of {type(self).__name__} returned {observation!r:.200}, which the policy is to read: write it "
+                "at the end of the row's prompt, and as extra_info.observation."
+            )
+
+
+def _fitting(reset: Callable[..., Any], row: Mapping[str, Any], extra: dict[str, Any], seed: int) -> dict[str, Any]:
+    given = {"seed": seed, "data_source": row.get("data_source"), "ground_truth": row.get("ground_truth"), **extra}
+    parameters = inspect.signature(reset).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _handed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method with the arguments, types and words of theirs, which calls it."""
+
+    @functools.wraps(method)
+    def handed_on(self: _Adapted, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._theirs, name)(*arguments, **named)
+
+    return handed_on

@@ -1,0 +1,85 @@
+"""What comes along, as a run names it: loaded by its module or class, shown to the model, called in a trajectory."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rltrain.agents.toolbox import Places, Toolbox
+from rltrain.base.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[3]
+NONE = {"render_mode": None}
+READY = "rltrain.agents.ready."
+BOTH = """
+from rltrain import tool
+from rltrain.agents.ready.calculator import calculator
+from rltrain.agents.ready.python import python
+
+tool(calculator)
+tool(python)
+"""
+
+
+def shown(box):
+    return {schema["function"]["name"]: list(schema["function"]["parameters"]["properties"]) for schema in box.schemas}
+
+
+@pytest.mark.parametrize(
+    ("name", "tools"), [("calculator", {"calculator": ["expression"]}), ("python", {"python": ["code"]})]
+)
+def test_a_module_holds_one_tool(name, tools):
+    assert shown(Toolbox(Places(functions=READY + name))) == tools
+
+
+def test_several_are_a_file_of_ones_own(tmp_path):
+    (tmp_path / "tools.py").write_text(BOTH)
+    box = Toolbox(Places(functions=str(tmp_path / "tools.py")))
+    assert shown(box) == {"calculator": ["expression"], "python": ["code"]}
+
+
+def test_the_interpreter_of_retool_is_called_as_its_models_learnt_and_asks_for_leave():
+    box = Toolbox(Places(functions=str(ROOT / "examples" / "agents" / "retool_tools.py")))
+    assert shown(box) == {"code_interpreter": ["code"]}
+    with pytest.raises(ConfigError, match=r"'code_interpreter' runs programs .*allow_code_execution=True"):
+        box.refuse_programs()
+
+
+def test_each_trajectory_searches_the_corpus_of_the_run(tmp_path):
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"title": "Oslo", "text": "Oslo is the capital of Norway."}))
+
+    async def asked(**kwargs):
+        box = Toolbox(Places(environment=READY + "search:Search", environment_kwargs=kwargs))
+        assert shown(box) == {"search": ["query"]}
+        sessions = [await box.open({"extra_info": {}}, seed) for seed in range(4)]
+        told = await asyncio.gather(*(each.call("search", {"query": "capital of Norway?"}) for each in sessions))
+        for each in sessions:
+            await each.close()
+        return {said["text"] for said in told}
+
+    found = asyncio.run(asked(corpus=str(tmp_path / "corpus.jsonl"), topk=2))
+    assert found == {"Doc 1(Title: Oslo) Oslo is the capital of Norway."}
+    with pytest.raises(DataError, match="no such file"):
+        asyncio.run(asked(corpus=str(tmp_path / "other.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("place", "kwargs", "extra", "turn", "told"),
+    [
+        ("guess:Guess", {"cost": 0.1}, {"low": 1, "high": 9, "number": 4}, "5", ("lower", 0.0, False)),
+        ("frozen_lake:FrozenLake", {}, {"make": {"desc": ["SF", "HG"]}}, "right", ("SP\nHG", 0.0, False)),
+        ("gymnasium:TextEnv", {"env_id": "CliffWalking-v1", "make": NONE}, {}, "0", ("24", -1.0, False)),
+    ],
+)  # fmt: skip
+def test_games_have_steps_and_no_tools(place, kwargs, extra, turn, told):
+    async def played():
+        box = Toolbox(Places(environment=READY + place, environment_kwargs=kwargs))
+        assert (box.has_step, box.schemas) == (True, [])
+        session = await box.open({"extra_info": extra}, 0)
+        said = session.environment.step(turn)
+        assert set(session.environment.score()) > {"score"}
+        await session.close()
+        return said
+
+    assert asyncio.run(played()) == told

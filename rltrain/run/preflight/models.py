@@ -20,6 +20,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
+from rltrain.data.turns.calls import FORMATS
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.seam import Seam
 from rltrain.models.attention.ulysses import heads_problem
@@ -161,18 +162,23 @@ def _chat(cfg: Config, config: Any, findings: Findings) -> None:
 
 
 def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> None:
-    """Whether the chat template can go on behind a call, token by token."""
-    turns = cfg.actor_rollout_ref.rollout.multi_turn
-    if not turns.place:
-        return
-    seam = Seam(encoder, encoder.tools, format_of(turns.format, encoder))
-    if problem := seam.problem(("tool",)):
-        findings.problems.append(
-            f"{' '.join(f'{name}={place}' for name, place in turns.places.items())}: the chat template of "
-            f"{encoder.path} cannot be continued behind a call: {problem} Give one that can with "
-            "actor_rollout_ref.model.custom_chat_template."
-        )
-    findings.notes += [f"{encoder.path}: {note}" for note in seam.notes]
+    """Whether the chat template can go on behind a call, and behind a turn that an environment answers."""
+    turns, row_tools = cfg.actor_rollout_ref.rollout.multi_turn, encoder.row_tools
+    named = " ".join(f"{name}={place}" for name, place in turns.places.items())
+    seams = []
+    if row_tools.schemas:
+        seams.append((Seam(encoder, row_tools.schemas, format_of(turns.format, encoder)), "tool", "a call"))
+    if row_tools.has_step:
+        # No call is read, so any format without stop tokens of its own does.
+        seams.append((Seam(encoder, [], FORMATS["hermes"]), "user", "a turn"))
+    for seam, role, what in seams:
+        if problem := seam.problem((role,)):
+            findings.problems.append(
+                f"{named}: the chat template of {encoder.path} cannot be continued behind {what}: {problem} Give one "
+                "that can with actor_rollout_ref.model.custom_chat_template."
+            )
+    notes = [f"{encoder.path}: {note}" for seam, _, _ in seams for note in seam.notes]
+    findings.notes += list(dict.fromkeys(notes))
 
 
 def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:

@@ -4,7 +4,7 @@
 # and steps, answers to a prompt and passages those of Search-R1's own train_grpo.sh. Not theirs: words are compared (BM25)
 # and no embeddings, on each node and not by a server; up to 4 turns as in the paper; 1600 characters of a result.
 # Data: python -m rltrain.data_preprocess.search_r1 --output data/search_r1
-# Corpus: Search-R1's wiki-18.jsonl.gz; its index is built once, before the run, and takes hours:
+# Corpus: Search-R1's wiki-18.jsonl.gz; its index is built once, before the run (twice the size of the texts):
 #       python -m rltrain.agents.ready.search data/wiki-18.jsonl.gz
 set -euo pipefail
 DATA="${DATA:-data/search_r1}"

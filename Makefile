@@ -46,6 +46,7 @@ bench:  ## tables under bench/results (bench/README.md); python -m bench.ages sa
 	$(PYTHON) -m bench.weight_sync
 	$(PYTHON) -m bench.rewards
 	$(PYTHON) -m bench.learning
+	$(PYTHON) -m bench.turns
 
 bench-peers:  ## whole steps against TRL, which is installed into .bench-env (a few GB) and, for pictures, .bench-env/images
 	$(PYTHON) -m bench.step

@@ -32,7 +32,6 @@ _MAX_TRACEBACK_CHARS = 4000
 _MACHINERY = (
     "asyncio",
     "importlib",
-    "concurrent.futures",
     "rltrain",
     "rltrain.agents",
     "rltrain.base",

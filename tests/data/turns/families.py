@@ -56,6 +56,21 @@ FAMILIES = {
         ["<bos>", "<|turn>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'],
         "gemma4",
     ),
+    "deepseek_v4": (
+        ["<｜end▁of▁sentence｜>"],
+        ["<｜begin▁of▁sentence｜>", "｜DSML｜", "<tool_result>", "</tool_result>"],
+        "deepseek_v4",
+    ),
+    "seed": (
+        ["<seed:eos>"],
+        ["<seed:bos>", "<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"],
+        "seed",
+    ),
+    "minimax": (
+        ["[e~["],
+        ["]~!b[", "]~b]", "<minimax:tool_call>", "</minimax:tool_call>", "<response>", "</response>"],
+        "minimax",
+    ),
     "lfm": (["<|im_end|>"], ["<|im_start|>", "<|tool_response_start|>", "<|tool_response_end|>"], None),
     "counting": (["<|im_end|>"], ["<|im_start|>"], "hermes"),
 }  # fmt: skip

@@ -140,6 +140,16 @@ def test_a_call_that_is_cut_is_one_problem(name):
         ("gemma4", "<|tool_call>call:look_up{text:<|\"|>abc}<tool_call|>"),
         ("gemma4", "<|tool_call>look_up{}<tool_call|>"),
         ("gemma4", "<|tool_call>call:look_up{a:" + "[" * 100 + "]" * 100 + "}<tool_call|>"),
+        ("seed", "<seed:tool_call>\n<parameter=text>abc</parameter>\n</seed:tool_call>"),
+        ("seed", "<seed:tool_call>\n<function=look_up>\n<parameter=text>abc\n</function>\n</seed:tool_call>"),
+        ("minimax", "<minimax:tool_call>\nlook_up(text=3)\n</minimax:tool_call>"),
+        ("minimax", '<minimax:tool_call>\n<invoke name="">\n</invoke>\n</minimax:tool_call>'),
+        ("minimax", '<minimax:tool_call>\n<invoke name="look_up">\n<parameter name="text"\n</invoke>\n'),
+        ("minimax", '<minimax:tool_call><invoke name="look_up"><parameter name="text">a</invoke></minimax:tool_call>'),
+        ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n</｜DSML｜tool_calls>'),
+        ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="text" '
+         'string="maybe">a</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'),
+        ("deepseek_v4", "<｜DSML｜tool_calls>\n</｜DSML｜tool_calls>"),
     ],
 )  # fmt: skip
 def test_a_call_that_cannot_be_read_is_said_in_words(name, text):
@@ -158,7 +168,19 @@ def test_a_call_behind_one_that_cannot_be_read_is_read():
     assert parsed.text == "and then"
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm"])
+@pytest.mark.parametrize("name", ["minimax", "deepseek_v4"])
+def test_calls_of_a_block_before_one_that_cannot_be_read_are_read(name):
+    first, second = (FORMATS[name].write("look_up", {"text": text}) for text in ("one", "two"))
+    opening, _, call = first.partition("\n")
+    call, _, closing = call.rpartition("\n")
+    block = f"{opening}\n{call}\n{call.replace('parameter name=', 'parameter nam')}\n{closing}\n{second}"
+    parsed = read(name, block)
+    assert parsed.calls == [Call("look_up", {"text": "one"}), Call("look_up", {"text": "two"})]
+    assert len(parsed.problems) == 1
+    assert read(name, f"{opening}\n{call}\n{call}\n{closing}").calls == [Call("look_up", {"text": "one"})] * 2
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "seed", "minimax", "deepseek_v4"])
 def test_several_calls_keep_their_order_and_the_text_around_them(name):
     calls = [Call("look_up", {"count": number}) for number in range(3)]
     written = "\n".join(FORMATS[name].write(call.name, call.arguments) for call in calls)
@@ -192,6 +214,26 @@ def test_several_calls_keep_their_order_and_the_text_around_them(name):
          "<|observation|>", [Call("look_up", {"count": 3})]),
         ("qwen3_coder", "Checking.<tool_call>\n<function=look_up>\n<parameter=count>3</parameter>\n</function>",
          [Call("look_up", {"count": 3})]),
+        ("seed", "<seed:think>a</seed:think>Checking.\n\n<seed:tool_call>\n<function=look_up>\n"
+         "<parameter=rows>[1, 'a', None]</parameter>\n<parameter=sure>True</parameter>\n"
+         "<parameter=text>\n two\nlines </parameter>\n</function>\n"
+         "</seed:tool_call><seed:eos>",
+         [Call("look_up", {"rows": [1, "a", None], "sure": True, "text": "\n two\nlines "})]),
+        ("minimax", 'Checking.<minimax:tool_call><invoke name="look_up"><parameter name="text">3</parameter></invoke>'
+         '\n<invoke name="look_up">\n</invoke></minimax:tool_call>[e~[',
+         [Call("look_up", {"text": "3"}), Call("look_up", {})]),
+        # V3.2, V4.1, and a parameter that does not say what it is.
+        ("deepseek_v4", 'Checking.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter '
+         'name="count" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+         "<｜end▁of▁sentence｜>",
+         [Call("look_up", {"count": 3})]),
+        ("deepseek_v4", 'Checking.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="look_up">\n<｜DSML｜ parameter '
+         'name="text" string="true">3</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls><｜end▁of▁sentence｜>',
+         [Call("look_up", {"text": "3"})]),
+        ("deepseek_v4", 'Checking.<｜DSML｜tool_calls><｜DSML｜invoke name="look_up"><｜DSML｜parameter name="text">3'
+         '</｜DSML｜parameter><｜DSML｜parameter name="more" string="false">{"a": [1]}</｜DSML｜parameter>'
+         "</｜DSML｜invoke>",
+         [Call("look_up", {"text": "3", "more": {"a": [1]}})]),
         ("gemma4", '<|tool_call>call:look_up{rows:[1,<|"|>a<|"|>,true],more:{<|"|>k<|"|>:null},x:1.5}',
          [Call("look_up", {"rows": [1, "a", True], "more": {"k": None}, "x": 1.5})]),
     ],
@@ -209,7 +251,7 @@ def test_ids_are_kept_as_the_model_wrote_them():
     assert [call.id for call in read("mistral", listed).calls] == ["abcdefghi"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "seed", "minimax"])
 @pytest.mark.parametrize(
     ("schema", "value", "read_as"),
     [
@@ -243,9 +285,39 @@ def test_untyped_values_take_the_schema_s_type(name, schema, value, read_as):
     assert FORMATS[name].parse(text, schemas).calls == [Call("f", {"x": read_as})]
 
 
-def test_values_without_a_schema_are_text_for_qwen_and_json_for_glm():
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "seed", "minimax"])
+@pytest.mark.parametrize(
+    ("kind", "value", "read_as"),
+    [
+        ("array", "[1, 2, 3]", [1, 2, 3]),
+        ("array", "[{'a': 1}, \"b\", -2.5]", [{"a": 1}, "b", -2.5]),
+        ("object", "{'a': {'b': (1, None)}}", {"a": {"b": [1, None]}}),
+        ("array", "__import__('os').system('touch {marker}')", None),
+        ("object", "{{'a': open('{marker}', 'w')}}", None),
+        ("array", "[x for x in [open('{marker}', 'w')]]", None),
+    ],
+)
+def test_what_python_would_read_is_read_and_never_run(name, kind, value, read_as, tmp_path):
+    """The cases of verl's test of its parser for Qwen 3, whose first version ran the value."""
+    marker = tmp_path / "marker"
+    value = value.format(marker=marker) if read_as is None else value
+    schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": kind}}}}}]
+    text = FORMATS[name].write("f", {"x": value})
+    assert FORMATS[name].parse(text, schemas).calls == [Call("f", {"x": value if read_as is None else read_as})]
+    assert not marker.exists()
+
+
+def test_text_that_says_so_is_text_and_what_is_no_json_is_too():
+    schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}]
+    text = FORMATS["deepseek_v4"].write("f", {"x": "[1]", "y": [1], "z": "null"})
+    assert FORMATS["deepseek_v4"].parse(text, schemas).calls == [Call("f", {"x": "[1]", "y": [1], "z": "null"})]
+    damaged = text.replace(">[1]<", ">[1<")
+    assert FORMATS["deepseek_v4"].parse(damaged, []).calls == [Call("f", {"x": "[1", "y": "[1", "z": "null"})]
+
+
+def test_values_without_a_schema_are_text_for_qwen_and_json_for_others():
     for schemas in ([], [{"function": {"name": "f"}}], [{"function": {"name": "f", "parameters": {"properties": []}}}]):
-        for name, read_as in (("qwen3_coder", "3"), ("glm", 3)):
+        for name, read_as in (("qwen3_coder", "3"), ("glm", 3), ("seed", 3), ("minimax", 3)):
             text = FORMATS[name].write("f", {"x": "3"})
             assert FORMATS[name].parse(text, schemas).calls == [Call("f", {"x": read_as})]
 
@@ -258,6 +330,14 @@ def hostile(name):
     pieces += ["{", "[", "<", '"', "\\", " ", "\n", "\0", "🙂", "\ud800", '{"a":', "<tool_call>", "</tool_call>"]
     pieces += ["<think>"]
     pieces += ["<parameter=a>", "</parameter>", "<arg_key>a</arg_key><arg_value>", "</arg_value>", "9", "<|", "|>"]
+    pieces += [
+        '<invoke name="',
+        '<invoke name="f">',
+        '<parameter name="a">',
+        "</invoke>",
+        "<｜DSML｜",
+        "<seed:tool_call>",
+    ]
     pieces += ["<|channel|>commentary to=functions.f <|message|>", "[TOOL_CALLS]", '<|"|>', ";", "```json"]
     yield from pieces
     for piece in pieces:

@@ -1,6 +1,7 @@
 """Formats by name: those of verl, and a function of the user's own."""
 
-from dataclasses import replace
+import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from rltrain.data.turns.calls import FORMATS, Call
 from rltrain.data.turns.detect import format_of
 from tests.data.turns.families import SCHEMAS
 
+PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 # Of verl's ToolParser registry.
 OF_VERL = [
     "hermes", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi", "gemma4", "deepseek_v4", "llama3_json",
@@ -59,14 +61,7 @@ def test_a_name_that_is_none_is_told_with_those_that_are(family):
         format_of("hermess", family("hermes"))
     assert all(name in str(refusal.value) for name in [*FORMATS, "FILE.py:NAME"])
     with pytest.raises(ConfigError, match="the chat template writes calls in none"):
-        format_of("auto", replace(family("lfm"), row_tools=RowTools(SCHEMAS)))
-
-
-def test_without_tools_no_turn_has_a_call(family):
-    text = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>'
-    said = format_of("auto", family("hermes")).parse(text, [])
-    assert (said.calls, said.problems, said.reasoning) == ([], [], "Hm.")
-    assert said.text == '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+        format_of("auto", family("lfm"))
 
 
 def test_a_function_of_ones_own_reads_calls(own):
@@ -76,6 +71,15 @@ def test_a_function_of_ones_own_reads_calls(own):
     assert parsed.calls == [Call("look_up", {"text": "a", "of": 2}), Call("f", {"x": "1", "of": 2})]
     assert parsed.problems == []
     assert parsed.text.endswith("f(x=1)")
+
+
+def test_the_function_of_the_page_reads_what_it_says(own):
+    code = re.search(r"```python\n(# calls.py.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    call_format = own(code)
+    said = "<think>@add(a=1)</think>@add(a=2)<|call|>"
+    assert call_format.parse(said, SCHEMAS).calls == [Call("add", {"a": "2"})]
+    assert call_format.parse("@add(2)", SCHEMAS).problems == ["an argument is written KEY=VALUE."]
+    assert call_format.stop_tokens == ("<|call|>",)
 
 
 def test_what_it_raises_or_returns_is_a_call_that_cannot_be_read(own, caplog):

@@ -190,7 +190,7 @@ def written_out(name, calls):
     """Turns as the template writes them in the history."""
     return [
         {"id": f"call{number:05d}", "type": "function",
-         "function": {"name": call.name, "arguments": call.arguments if not name.startswith("deepseek")
+         "function": {"name": call.name, "arguments": call.arguments if name not in ("deepseek", "deepseek_once")
                       else '{"text": "' + call.arguments["text"] + '"}'}}
         for number, call in enumerate(calls)
     ]  # fmt: skip

@@ -1,0 +1,23 @@
+"""The table of families in docs/agents.md is what `python -m bench.turns` writes."""
+
+import re
+
+from bench.turns import PAGE, TITLES, rows_of, with_table
+from tests.tiny_families import CALLING
+
+
+def test_the_table_of_families_is_the_one_that_is_written():
+    page = PAGE.read_text(encoding="utf-8")
+    rows = rows_of(page)
+    assert list(rows) == list(CALLING)
+    assert all(row.count(" | ") == len(TITLES) - 1 for row in rows.values())
+    # But for when and with which versions.
+    made = "`python -m bench.turns`, .*"
+    assert re.sub(made, "", with_table(page, list(rows.values()))) == re.sub(made, "", page)
+
+
+def test_what_the_table_says_is_within_the_bounds_of_the_tests():
+    for name, row in rows_of(PAGE.read_text(encoding="utf-8")).items():
+        *_, contexts, gap = row.strip("| ").split(" | ")
+        assert int(contexts) > 20
+        assert float(gap) < CALLING[name].most

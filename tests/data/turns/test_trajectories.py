@@ -1,0 +1,134 @@
+"""Trajectories of random conversations: decoded, each is what its template writes for the whole conversation.
+
+The policy's turns are those that the template would write, so that nothing but the context can differ. Rules that
+differ, and why: reasoning of earlier turns is dropped by some templates behind a user's message, a past answer of
+gpt-oss ends otherwise than the last one, and a few templates know one call a turn, one group of results, or no user's
+message behind a call.
+"""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.data.turns.calls import FORMATS, Call
+from rltrain.data.turns.seam import Seam
+from tests.data.turns.families import FAMILIES, PLAIN, SCHEMAS
+
+ASK = {"role": "user", "content": "What is 3 + 4?"}
+NAMES = [schema["function"]["name"] for schema in SCHEMAS]
+# Of what templates cannot do, as in test_seam.
+ONE_CALL = ("llama", "harmony", "gemma")  # a call of Gemma ends the turn
+ONCE = ("deepseek_once",)
+NO_USER_BEHIND_A_CALL = ("mistral", "deepseek_once")
+AS_TEXT = ("deepseek", "deepseek_once")
+REASONS = {"thinking", "coder", "glm", "minimax"}
+# What templates drop at a user's message, and write or not in front of an answer.
+REASONING = re.compile(r"<think>\n?(?:thought)?\n?</think>\n{0,2}|<think>\n(?=\Z)")
+
+words = st.lists(
+    st.sampled_from(["42", "a", "\n", "  ", "{", "}", '"', "é🙂", "</x>", "'s", "\\", "7 > 3", "\t", "  x"])
+)
+
+
+@st.composite
+def texts(draw, marks):
+    """Words of a tool or a user, with the texts of special tokens among them; templates may trim its ends."""
+    parts = draw(st.lists(st.one_of(words.map(" ".join), st.sampled_from(marks), st.text(max_size=5)), max_size=5))
+    return "x" + "".join(part for part in parts if "\r" not in part) + "."
+
+
+@st.composite
+def exchanges(draw, name):
+    """(calls, messages) of up to four turns."""
+    ends, special, _ = FAMILIES[name]
+    text = texts([*ends, *special, *(mark for mark in PLAIN if mark.strip()), "<｜User｜>", "<｜Assistant｜>"])
+    turns = []
+    for _ in range(1 if name in ONCE else draw(st.integers(1, 4))):
+        most = 1 if name in ONE_CALL else 3
+        called = draw(st.lists(st.sampled_from(NAMES), min_size=name in NO_USER_BEHIND_A_CALL, max_size=most))
+        calls = [Call(each, {"text": draw(st.sampled_from(["some", "3", "a b"]))}) for each in called]
+        messages = [{"role": "tool", "name": call.name, "content": draw(text)} for call in calls]
+        turns.append((calls, messages or [{"role": "user", "content": draw(text)}]))
+    return turns
+
+
+def turn_of(name, calls):
+    """A turn as a message of the history."""
+    if not calls:
+        return {"role": "assistant", "content": "xANSWERx", "reasoning_content": "thought"}
+    functions = [
+        {
+            "name": call.name,
+            "arguments": f'{{"text": "{call.arguments["text"]}"}}' if name in AS_TEXT else call.arguments,
+        }
+        for call in calls
+    ]
+    called = [
+        {"id": f"call{number:05d}", "type": "function", "function": function}
+        for number, function in enumerate(functions)
+    ]
+    return {"role": "assistant", "content": "", "reasoning_content": "thought", "tool_calls": called}
+
+
+def shared(left, right):
+    pairs = zip(left, right, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def sampled(encoder, seam, history, turn):
+    """Token ids of the turn as the template writes it, to the token that ends it; None where it drops the turn."""
+    before = encoder.written(history, tools=SCHEMAS)
+    after = encoder.written([*history, turn], answered=True, tools=SCHEMAS)
+    ids = encoder.tokenizer(after[shared(before, after) :], add_special_tokens=False)["input_ids"]
+    ends = [place for place, token in enumerate(ids) if token in seam.stop_token_ids]
+    # GLM's past turns end with the next role's token, which nothing has written yet.
+    return ids[: ends[0] + 1] if ends else [*ids, *encoder.tokenizer.convert_tokens_to_ids(["<|observation|>"])]
+
+
+def trajectory_of(encoder, seam, name, turns):
+    """(token ids of the trajectory, the history as messages)."""
+    history, ids = [ASK], list(encoder.encode([ASK], tools=SCHEMAS))
+    for calls, messages in turns:
+        turn = turn_of(name, calls)
+        policy = sampled(encoder, seam, history, turn)
+        if name == "glm":
+            policy[-1] = encoder.tokenizer.convert_tokens_to_ids("<|observation|>" if calls else "<|user|>")
+        said = [Call(call.name, call.arguments, f"call{number:05d}") for number, call in enumerate(calls)]
+        ids += [*policy, *seam.context(policy[-1], said, messages)]
+        named = [
+            message | ({"tool_call_id": f"call{number:05d}"} if calls else {})
+            for number, message in enumerate(messages)
+        ]
+        history += [turn, *named]
+    return ids, history
+
+
+def normal(name, text, has_users):
+    if name == "harmony":
+        text = text.replace("<|return|>", "<|end|>")
+        text = re.sub(r"<\|start\|>assistant<\|channel\|>analysis<\|message\|>.*?<\|end\|>", "", text)
+    return REASONING.sub("", text) if name in REASONS and has_users else text
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "counting"])
+def test_a_trajectory_decodes_to_the_whole_render(family, name):
+    encoder = family(name)
+    seam = Seam(encoder, SCHEMAS, FORMATS[FAMILIES[name][2] or "hermes"])
+    special = set(encoder.tokenizer.all_special_ids)
+
+    @settings(max_examples=60, deadline=None)
+    @given(exchanges(name))
+    def check(turns):
+        ids, history = trajectory_of(encoder, seam, name, turns)
+        (text,) = encoder.decode_batch([ids], special=True)
+        whole = encoder.written(history, tools=SCHEMAS)
+        has_users = any(not calls for calls, _ in turns)
+        assert normal(name, text, has_users) == normal(name, whole, has_users)
+        # And of special tokens it has those of the same conversation whose texts hold none.
+        plain = [(calls, [message | {"content": "x."} for message in messages]) for calls, messages in turns]
+        others, _ = trajectory_of(encoder, seam, name, plain)
+        assert [each for each in ids if each in special] == [each for each in others if each in special]
+
+    check()

@@ -59,7 +59,8 @@ class RowTools:
         """What the row asks for and the run lacks; None where there is nothing."""
         agent = self.agent_of(row)
         if problem := self._problem_of_agent(agent):
-            return f"its agent_name is {agent!r}, {problem}"
+            said = "its agent_name" if row.agent_name else "actor_rollout_ref.rollout.agent.default_agent_loop"
+            return f"{said} is {agent!r}, {problem}"
         if agent in (SINGLE_TURN, ENVIRONMENT) or not self.schemas:
             return None
         names = [schema["function"]["name"] for schema in self.schemas]

@@ -85,6 +85,7 @@ class Kinds:
 """
 GUESS = "class Guess:\n    def step(self, text): return 'higher', 0.0, False\n    def helper(self): pass\n"
 TOOLS = '''
+import asyncio
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.rollout_trace import rollout_trace_op
@@ -100,6 +101,7 @@ class Notes(BaseTool):
 
     async def create(self, instance_id=None, **kwargs):
         from verl.tools.schemas import ToolResponse as Again
+        await asyncio.sleep(0.01)
         instance_id, said = await super().create(instance_id)
         assert isinstance(said, Again)
         self.notes[instance_id] = [kwargs["create_kwargs"].get("first", "-")]

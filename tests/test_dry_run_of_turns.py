@@ -54,13 +54,13 @@ def test_an_environment_needs_no_format_of_calls(dry, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "key", "what"),
+    ("old", "new", "key"),
     [
-        ("</tool_response>", "</tool_response>{{ loop.index0 }}", "function_tool_path", "a call"),
-        ("{{ message.role }}", "{{ message.role }}{{ messages | length }}", "environment", "a turn"),
+        ("</tool_response>", "</tool_response>{{ loop.index0 }}", "function_tool_path"),
+        ("{{ message.role }}", "{{ message.role }}{{ messages | length }}", "environment"),
     ],
 )
-def test_a_template_that_cannot_go_on_is_refused_with_the_key(dry, tmp_path, old, new, key, what):
+def test_a_template_that_cannot_go_on_is_refused_with_the_key(dry, tmp_path, old, new, key):
     (tmp_path / "own.jinja").write_text(TEMPLATE.replace(old, new))
     changes = {"actor_rollout_ref__model__custom_chat_template": tmp_path / "own.jinja"}
     if key == "environment":
@@ -68,7 +68,7 @@ def test_a_template_that_cannot_go_on_is_refused_with_the_key(dry, tmp_path, old
     code, text = dry(**changes)
     assert code == 2
     assert f"multi_turn.{key}=" in text
-    assert f"cannot be continued behind {what}:" in text
+    assert "cannot be continued behind a turn: " in text
 
 
 def test_a_place_that_cannot_be_loaded_is_refused_before_models(dry, tmp_path):

@@ -139,13 +139,15 @@ def _inferred(where: str, function: Callable[..., Any]) -> dict[str, Any]:
     if variadic:
         raise ConfigError(f"{where}: no schema can say {', '.join(variadic)}. Give each argument a name, or a list.")
     try:
-        return get_json_schema(function)
+        return as_json(where, get_json_schema(function))
     except Exception as error:  # transformers raises several kinds, for missing types, docstrings, arguments
         raise ConfigError(f"{where}: {error}. {_HOW}") from error
 
 
 def as_json(where: str, schema: Any) -> dict[str, Any]:
-    """A schema that a user has written, of which the caller may change a copy: a dictionary, or an object of verl's.
+    """A schema as verl shows it, so that prompts are those of verl, token by token: a copy.
+
+    schema: a dictionary, or an object of verl's.
 
     Raises ConfigError where it names no function.
     """
@@ -157,4 +159,19 @@ def as_json(where: str, schema: Any) -> dict[str, Any]:
             f"{where}: its schema must be {{'type': 'function', 'function': {{'name': …, 'description': …, "
             f"'parameters': …}}}} (got {schema!r:.200})."
         )
-    return {"type": "function", **copy.deepcopy(schema)}
+    schema = copy.deepcopy(schema)
+    function = _ordered(schema["function"], "name", "description", "parameters", "strict", others=False)
+    if isinstance(function.get("parameters"), dict):
+        parameters = function["parameters"] = _ordered(function["parameters"], "type", "properties", "required")
+        if isinstance(parameters.get("properties"), dict):
+            parameters["properties"] = {
+                name: _ordered(value, "type", "description", "enum") if isinstance(value, dict) else value
+                for name, value in parameters["properties"].items()
+            }
+    return {"type": schema.get("type", "function"), "function": function}
+
+
+def _ordered(values: dict[str, Any], *names: str, others: bool = True) -> dict[str, Any]:
+    """Names in verl's order, since chat templates write them as they come; then the others, if they are wanted."""
+    first = {name: values[name] for name in names if name in values}
+    return first | ({name: value for name, value in values.items() if name not in first} if others else {})

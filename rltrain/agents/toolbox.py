@@ -128,7 +128,11 @@ class Session:
         extra = row.get("extra_info") or {}
         self._toolbox, self._held = toolbox, held
         self._opened = Opened(toolbox.configured, extra.get("tools_kwargs") or {})
-        self._names = frozenset(extra.get("tool_selection") or toolbox.names)
+        chosen = frozenset(extra.get("tool_selection") or toolbox.names)
+        self.names = [name for name in toolbox.names if name in chosen]
+        """What the model may call."""
+        self.stateless = environment is None and not toolbox.configured
+        """Whether calls leave nothing behind."""
         self.environment = environment
         """The instance of the class; None without one."""
 
@@ -138,8 +142,8 @@ class Session:
         Raises LookupError for a tool that the row does not have, and what the tool raises.
         """
         box = self._toolbox
-        if name not in self._names or name not in box.names:
-            raise LookupError(f"there is no tool {name!r}; there are {', '.join(sorted(self._names))}")
+        if name not in self.names:
+            raise LookupError(f"there is no tool {name!r}; there are {', '.join(sorted(self.names))}")
         if name in box.configured:
             return await self._opened.call(name, arguments)
         function = (
@@ -169,14 +173,3 @@ def toolbox_of(cfg: Config) -> Toolbox:
     if not turns.allow_code_execution:
         toolbox.refuse_programs()
     return toolbox
-
-
-class ToolCalls:
-    """The functions of ``place``, to be called by name. Raises ConfigError where they cannot be imported."""
-
-    def __init__(self, place: str) -> None:
-        self._toolbox = Toolbox(Places(functions=place))
-
-    async def __call__(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """``text`` and ``reward`` of a call, as `calling.result` has them."""
-        return result(await called(self._toolbox.functions[name].function, **arguments))

@@ -9,6 +9,7 @@ RltrainError                  exit code
 ├── DiskError                 74    not enough space, or a write that the system refuses
 ├── WorkerError               1     a worker raised: ours to fix, or the user's own code
 ├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
+├── AgentError                75    tools, environments or agents fail, not the policy: safe to run again
 ├── StorageError              75    storage that does not answer now, to a read or a write: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
 │   └── NodesMissing          75    nodes or devices that were waited for in vain: they may come
@@ -116,6 +117,12 @@ class StorageError(RltrainError):
 
 class SyncError(RltrainError):
     """The rollout engine does not compute with the trainer's weights. A new process, which starts a new engine, may."""
+
+    exit_code = 75
+
+
+class AgentError(RltrainError):
+    """Most trajectories of a step could not go on: what runs tools, environments or agents does not work now."""
 
     exit_code = 75
 

@@ -32,6 +32,7 @@ _MAX_TRACEBACK_CHARS = 4000
 _MACHINERY = (
     "asyncio",
     "importlib",
+    "concurrent.futures",
     "rltrain",
     "rltrain.agents",
     "rltrain.base",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rltrain.base.plugin import is_plugin
+from rltrain.config.agents import NAMES, SINGLE_TURN, several_turns, who_answers
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES, engines_with
@@ -27,17 +29,15 @@ def engine_problems(config: Config) -> Iterator[str]:
 def _turns(config: Config) -> Iterator[str]:
     """What several turns need, and what they cannot stand beside."""
     rollout, turns = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.multi_turn
-    path = f"{_R}multi_turn.function_tool_path"
-    loop, without = f"{_R}agent.default_agent_loop", not turns.place
-    asking = {f"{_R}multi_turn.enable=True": turns.enable is True and without}
-    asking[f"{loop}=tool_agent"] = rollout.agent.default_agent_loop == "tool_agent" and without
-    for setting in (setting for setting, asks in asking.items() if asks):
-        yield f"{setting}: there are no tools. Name the file of their functions, {path}=tools.py, or leave it out."
-    if not turns.place:
+    path, loop = f"{_R}multi_turn.function_tool_path", f"{_R}agent.default_agent_loop"
+    name = rollout.agent.default_agent_loop
+    if name is not None and name not in NAMES and not is_plugin(name):
+        yield f"{loop}={name}: there is no such agent. Use {', '.join(NAMES)}, or FILE.py:NAME of one of your own."
+    elif name in NAMES and name != SINGLE_TURN and not turns.place:
+        yield f"{loop}={name}: there are no tools. Name the file of their functions, {path}=tools.py, or leave it out."
+    if not several_turns(rollout):
         return
-    tools = " ".join(f"{name}={place}" for name, place in turns.places.items())
-    if rollout.agent.default_agent_loop == "single_turn_agent":
-        yield f"{tools} and {loop}=single_turn_agent: say one of them, as rows of both kinds are not in this version."
+    tools = who_answers(rollout)
     engine = ENGINES.get(rollout.name)  # an unknown name is refused elsewhere
     if engine and not engine.several_turns:
         yield f"{tools}: rollout.name={rollout.name} samples one turn. Use {engines_with('several_turns')}."

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rltrain.agents.toolbox import toolbox_of
-from rltrain.base.errors import ConfigError
+from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import is_plugin, load_plugin
+from rltrain.config.agents import AGENT_KEY, ENVIRONMENT, SINGLE_TURN, TOOLS, several_turns, who_answers
 from rltrain.config.schema import Config
 
 if TYPE_CHECKING:
-    from rltrain.data.rows import PromptRow
+    from rltrain.data.rows import PromptRow, Rows
 
-SINGLE_TURN, TOOLS, ENVIRONMENT = "single_turn_agent", "tool_agent", "env_agent"
 _PLACES = "actor_rollout_ref.rollout.multi_turn.function_tool_path, tool_config_path or environment"
 
 
@@ -30,6 +31,8 @@ class RowTools:
     """Of rows without ``agent_name``."""
     enabled: bool = True
     """False: every row has one turn, whatever it asks for."""
+    several_turns: bool = True
+    """Whether anybody is there to answer a turn."""
 
     def agent_of(self, row: PromptRow) -> str:
         """``single_turn_agent``, ``tool_agent``, ``env_agent`` or FILE.py:NAME."""
@@ -81,6 +84,8 @@ class RowTools:
             return None if self.has_step else lacking
         if not is_plugin(agent):
             return f"which is not known: use {SINGLE_TURN}, {TOOLS}, {ENVIRONMENT}, or FILE.py:NAME of your own."
+        if not self.several_turns:
+            return "and the run has one turn an answer: set actor_rollout_ref.rollout.multi_turn.enable=True."
         try:
             load_plugin("agent_name", agent)
         except ConfigError as error:
@@ -98,4 +103,17 @@ def row_tools(cfg: Config) -> RowTools:
         toolbox.has_step,
         rollout.agent.default_agent_loop or usual,
         rollout.multi_turn.enable is not False,
+        several_turns(rollout),
+    )
+
+
+def check_agents(cfg: Config, tools: RowTools, splits: Mapping[str, Rows]) -> None:
+    """Raise DataError where somebody is there to answer turns, and no row lets them."""
+    rollout, all_rows = cfg.actor_rollout_ref.rollout, chain.from_iterable(splits.values())
+    if not several_turns(rollout) or any(tools.agent_of(row) != SINGLE_TURN for row in all_rows):
+        return
+    paths = ", ".join(rows.paths for rows in splits.values())
+    raise DataError(
+        f"{who_answers(rollout)}: no row of {paths} is answered: each is of {SINGLE_TURN}. Write who leads it into its "
+        f"column agent_name ({TOOLS}, {ENVIRONMENT} or FILE.py:NAME), or set {AGENT_KEY}."
     )

@@ -13,6 +13,7 @@ from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import custom_rows
 from rltrain.data.prompts import PromptStore, check_limit_images, check_vocabulary, encode_prompts
+from rltrain.data.row_tools import check_agents
 from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.trainer.plan import ImageSizes
 
@@ -53,6 +54,7 @@ def load_data(cfg: Config) -> Data:
         sources = ", ".join(rows[split].data_sources())
         prompts_left, num_dropped = logs.count(len(prompts[split]), "prompt"), prompts[split].num_dropped
         log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, num_dropped)
+    check_agents(cfg, encoder.row_tools, rows)
     return Data(rows, prompts, encoder)
 
 

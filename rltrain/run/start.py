@@ -15,6 +15,7 @@ from rltrain.base import logs
 from rltrain.base.device import Device, get_device, threads_per_worker
 from rltrain.base.env import worker_environment
 from rltrain.base.stop import Stop
+from rltrain.config.agents import needs_rows
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
@@ -100,7 +101,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     owes = owes_validation(cfg, folder.path, start.step, plan.total_steps)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
-        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if cfg.reward_model.enable else None})
+        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if needs_rows(cfg) else None})
         try_collectives(group)
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
     ppo = None

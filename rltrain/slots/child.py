@@ -16,12 +16,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, BinaryIO
 
 from rltrain.base import stacks
 from rltrain.base.errors import RltrainError
 from rltrain.base.plugin import user_traceback
-from rltrain.slots.limits import impose
+from rltrain.slots.limits import Limits, impose
 from rltrain.slots.reaper import fork_below
 from rltrain.slots.service import MAX_RESULT_BYTES, Service
 
@@ -42,20 +42,7 @@ def main(descriptor: int, parent: int) -> None:
 
     A request is the name of a function and the calls to make (their arguments), or None to import it.
     """
-    if sys.platform.startswith("linux"):
-        fork_below(parent, descriptor)
-        # The first to go when the machine runs out of memory.
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
-            stream.write("900")
-    # A copy of the stderr that the slot keeps apart, made before prints are turned to the pipe.
-    faulthandler.enable(file=os.dup(2))
-    stacks.offer()
-    _print_by_lines()
-    channel = socket.socket(fileno=descriptor)
-    requests = channel.makefile("rb")
-    # Before any code of the user's runs: memory that an import takes counts too.
-    limits = pickle.load(requests)
-    impose(limits)
+    channel, requests, limits = opened(descriptor, parent)
     service: Service = pickle.load(requests)
     functions: dict[str, Callable[..., Any]] = {}
     pid = os.getpid()
@@ -69,6 +56,26 @@ def main(descriptor: int, parent: int) -> None:
             if os.getpid() != pid:  # the function forked; a second reply would be taken for that to the next request
                 os._exit(0)
             channel.sendall(b"".join(_line(result, service) for result in results))
+
+
+def opened(descriptor: int, parent: int) -> tuple[socket.socket, BinaryIO, Limits]:
+    """Make of this process one that can be killed with all it starts, under the limits that it is sent first. Returns
+    its connection, what comes by it, and the limits."""
+    if sys.platform.startswith("linux"):
+        fork_below(parent, descriptor)
+        # The first to go when the machine runs out of memory.
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
+            stream.write("900")
+    # A copy of the stderr that the slot keeps apart, made before prints are turned to the pipe.
+    faulthandler.enable(file=os.dup(2))
+    stacks.offer()
+    _print_by_lines()
+    channel = socket.socket(fileno=descriptor)
+    requests = channel.makefile("rb")
+    # Before any code of the user's runs: memory that an import takes counts too.
+    limits: Limits = pickle.load(requests)
+    impose(limits)
+    return channel, requests, limits
 
 
 def failure(error: BaseException) -> dict[str, Any]:

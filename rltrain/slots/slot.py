@@ -9,37 +9,24 @@ leave grandchildren running.
 """
 
 import json
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from rltrain.base.env import slot_environment
 from rltrain.base.errors import storable
-from rltrain.slots.limits import Limits, has_ended, kill_tree, send
+from rltrain.slots.limits import Limits
 from rltrain.slots.output import Printed, lost_process
+from rltrain.slots.process import START_TIMEOUT_S, ChildProcess
 from rltrain.slots.service import MAX_RESULT_BYTES, Outcome, Service
 
-START_TIMEOUT_S = 120.0
-# For the reaper to end what is left, and then itself.
-_END_S = 3.0
 # The kind of an outcome whose process waited for one of multiprocessing's that has ended.
 ORPHANED = "lost process"
 _CRASH_CHARS = 2000
 # Calls of an ``async`` function that are under way at once in a process.
 _AT_ONCE = 16
 _STATUSES = ("ok", "timeout", "crashed", "rejected")
-# The parent's own sys.path, since it may have been changed by the command or a plugin; -c and not -m, so that it is set
-# before anything of rltrain is imported.
-_COMMAND = "import sys; sys.path[:] = {path!r}; from rltrain.slots.child import main; main({fd}, {parent})"
 
 
 class _Expired(Exception):
@@ -61,7 +48,7 @@ class Slot:
     def __init__(self, service: Service, limits: Limits | None = None):
         self._service = service
         self._limits = limits or Limits()
-        self._process: subprocess.Popen | None = None
+        self._process: ChildProcess | None = None
         self._printed = Printed()
         self._start()
 
@@ -104,7 +91,7 @@ class Slot:
             raise RuntimeError("the slot is closed")
         if self._awaits_reply:  # an interrupt came before it, and the next call would take it for its own
             self._restart()
-        elif has_ended(self._process):  # since the last call, so it must not cost this one
+        elif self._process.has_ended:  # since the last call, so it must not cost this one
             self._printed.add(f"{self._bury()[0]['error']}\nbetween two {self._service.call}s; restarted\n".encode())
         if name in self._prepared:
             return self._prepared[name]
@@ -130,16 +117,8 @@ class Slot:
         """End the process, and those it started, now."""
         if self._process is None:
             return
-        self._channel.close()
-        send([self._process.pid], signal.SIGTERM)
-        has_ended(self._process, _END_S)
-        # Before `wait`: once it is waited for, its id may belong to another process.
-        kill_tree(self._process.pid)
-        self._process.wait()
-        self._printed.drain()  # its last words
-        self._printed.close()
+        self._process.close()
         self._process = None
-        self._crash_log.close()
 
     def _call_together(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
         # The process keeps the deadline of each call itself.
@@ -184,45 +163,33 @@ class Slot:
         return [outcome_of(result) for result in results], is_lost
 
     def _start(self) -> None:
-        self._channel, far_end = socket.socketpair()
-        # Gets the interpreter's first words and faulthandler's last ones. The child soon turns its stderr to the pipe,
-        # so that prints do not bury them.
-        self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._printed.renew()
         self._awaits_reply = False
         self._prepared: dict[str, bool] = {}  # name of a function -> whether it is ``async``
-        with far_end:
-            code = _COMMAND.format(path=sys.path, fd=far_end.fileno(), parent=os.getpid())
-            # A process group of its own, which `kill_tree` can end as one.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=self._printed.writer,
-                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True, env=slot_environment(),
-            )  # fmt: skip
         # A large service (reward_kwargs) may fill the socket, and an interpreter that fails to start never reads it.
-        self._channel.settimeout(START_TIMEOUT_S)
-        with suppress(OSError):  # the next call says how it has ended
-            self._channel.sendall(pickle.dumps(self._limits) + pickle.dumps(self._service))
+        opening = pickle.dumps(self._limits) + pickle.dumps(self._service)
+        self._process = ChildProcess("rltrain.slots.child", opening, self._printed)
 
     def _restart(self) -> None:
         self.close()
         self._start()
 
     def _exchange(self, request: tuple[str, list[Sequence[Any]] | None], timeout_s: float) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + timeout_s
+        assert self._process is not None
+        channel, deadline = self._process.channel, time.monotonic() + timeout_s
         num_results = 1 if request[1] is None else len(request[1])
         reply = bytearray()
         self._awaits_reply = True
         try:
-            self._channel.settimeout(timeout_s)
-            self._channel.sendall(pickle.dumps(request))
+            channel.settimeout(timeout_s)
+            channel.sendall(pickle.dumps(request))
             # The deadline is over all parts of a reply: one timeout per read would begin anew with every byte.
             while reply.count(b"\n") < num_results:
                 if (remaining := deadline - time.monotonic()) <= 0:
                     raise _Expired
-                ready = wait([self._channel, self._printed.reader], remaining)
+                ready = wait([channel, self._printed.reader], remaining)
                 self._printed.drain()  # a full pipe would block the process
-                if self._channel in ready:
-                    received = self._channel.recv(MAX_RESULT_BYTES)
+                if channel in ready:
+                    received = channel.recv(MAX_RESULT_BYTES)
                     reply += received
                     if not received or len(reply) > num_results * MAX_RESULT_BYTES:
                         raise _Died
@@ -248,17 +215,9 @@ class Slot:
         """Replace a process that has ended: how, where in the user's code if it could still say so, and whether by a
         signal such as anybody may send."""
         assert self._process is not None
-        process, in_time = self._process, has_ended(self._process, _END_S)
-        self._crash_log.seek(0)
-        last_words = self._crash_log.read(_CRASH_CHARS).decode(errors="replace").strip()
-        self._restart()
-        code, owner = process.returncode, self._service.function
-        if not in_time:
-            return {"status": "crashed", "error": f"{owner} broke the connection to its process"}, False
-        number = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
-        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {number}"
-        error = f"{owner}'s process {how}" + (f":\n{last_words}" if last_words else "")
-        return {"status": "crashed", "error": error}, code in (-signal.SIGKILL, -signal.SIGTERM)
+        how, is_killed = self._process.end()
+        self._start()
+        return {"status": "crashed", "error": f"{self._service.function}{how}"}, is_killed
 
 
 def outcome_of(result: dict[str, Any]) -> Outcome:

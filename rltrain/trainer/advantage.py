@@ -49,7 +49,7 @@ class Advantages:
             self.kl_coef = progress.kl_coef
 
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
-        """A(x, y) of every sample, as ``advantage`` [n].
+        """A(x, y) of every sample, as ``advantage`` [n]; 0 for those that are left out, of which layout has none.
 
         A token estimator also leaves the columns ``advantages`` and ``returns``; ``advantage`` is then the mean over
         the answer, and the whitening returned is applied where the advantages enter the loss.
@@ -67,17 +67,22 @@ class Advantages:
             # Tokens stay as they are in the store: two numbers travel with the update instead of a second copy of the
             # column.
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
+        there = np.flatnonzero(~samples[c.LEFT_OUT])
         terms = {
-            name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error))
+            name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error)[there])
             for name in self._cfg.algorithm.gdpo_reward_keys
         }
         # Whitening is over the tokens that count in the loss.
-        scores, groups, lengths = (torch.from_numpy(samples[name]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS))
-        baselines = torch.from_numpy(samples[c.BASELINE]) if self._passes.greedy_baseline else None
-        rounding = torch.from_numpy(self._rounding(samples, coef))
+        scores, groups, lengths = (
+            torch.from_numpy(samples[name][there]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS)
+        )
+        baselines = torch.from_numpy(samples[c.BASELINE][there]) if self._passes.greedy_baseline else None
+        rounding = torch.from_numpy(self._rounding(samples, coef)[there])
         inputs = OutcomeInputs(scores, groups, lengths, terms, baselines, rounding)
         advantages: Tensor = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
-        samples.update({c.ADVANTAGE: advantages.double().numpy()})
+        values = np.zeros(len(samples))
+        values[there] = advantages.double().numpy()
+        samples.update({c.ADVANTAGE: values})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)
 
     def _kl_penalty(self, samples: Samples) -> Metrics:
@@ -101,6 +106,6 @@ class Advantages:
     def silent(self, samples: Samples) -> NDArray[np.bool_]:
         """Samples [n] without any gradient, which the update may leave out."""
         if not self._passes.skips_silent:
-            return np.zeros(len(samples), dtype=bool)
+            return np.array(samples[c.LEFT_OUT])
         # Exactly 0 and not nearly: a group that scores alike gets 0, and any other advantage has a gradient.
         return ~samples[c.SIGNAL] if self._passes.token_advantages else samples[c.ADVANTAGE] == 0

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rltrain.algorithms.advantages import SCORE_ROUNDING
 from rltrain.base.columns import names as c
@@ -19,6 +20,7 @@ from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids
+from rltrain.trainer.left_out import failed_of, refuse_failures
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import Progress
@@ -115,6 +117,7 @@ class Experience:
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
         with timer("gen"):
             generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started), rank_listener)
+        refuse_failures(generated, self._policy.failure)
         samples = generated
         if self.line.stops_early:
             samples, ids, waiting = self.line.collect_complete(started, generated)
@@ -126,8 +129,10 @@ class Experience:
         # A reward model's score has no fixed scale, so it is no solve rate.
         if c.RULE_SCORE in samples.numbers:
             # A scorer without `acc` may give any number, and a sampler is promised a rate from 0 to 1.
-            solved = accuracy(samples).clip(0, 1).reshape(-1, n).mean(1)
-            self.sampler.observe(samples[c.ROW][::n].tolist(), solved)
+            present = ~failed_of(samples).reshape(-1, n)
+            solved = (accuracy(samples).clip(0, 1).reshape(-1, n) * present).sum(1) / present.sum(1).clip(1)
+            known = present.any(1)
+            self.sampler.observe(samples[c.ROW][::n][known].tolist(), solved[known])
         return _Round(samples, generated, metrics | {"reward/compute_s": self._rewards.seconds})
 
     def _draw(self) -> list[Prompt]:
@@ -147,7 +152,7 @@ class Experience:
             values = samples[c.RULE_SCORE if c.RULE_SCORE in samples.numbers else c.MODEL_SCORE]
         else:
             values = known_number(samples, metric, self._cfg.reward.on_error)
-        values = values.reshape(-1, self._plan.answers_per_prompt)
+        values = _without_failed(values, failed_of(samples), self._plan.answers_per_prompt)
         if self._plan.answers_per_prompt < 2:  # nothing to compare an answer with, so none is left out, as in verl
             return np.arange(len(values))
         # A difference is something to learn from, however small, unless it is the rounding of a sum.
@@ -196,3 +201,10 @@ class Experience:
             )
             greedy, _ = self._policy.generate(task)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
+
+
+def _without_failed(values: NDArray[np.float64], failed: NDArray[np.bool_], n: int) -> NDArray[np.float64]:
+    """Values of answers [prompts, n]; in the place of one that has failed stands that of another to its prompt."""
+    values, failed = values.reshape(-1, n), failed.reshape(-1, n)
+    other = np.take_along_axis(values, failed.argmin(axis=1, keepdims=True), 1)
+    return np.where(failed, np.where(failed.all(axis=1, keepdims=True), 0.0, other), values)

@@ -321,14 +321,16 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
 def turn_metrics(samples: Samples) -> Metrics:
     """What tools were asked and answered; nothing without tools.
 
-    num_turns counts as verl does: turns of the policy, what answers them, and the prompt. Of agent/… sums over answers;
-    context_share: of the answers' tokens those that the policy did not write; tool_s: seconds of an answer's calls.
+    num_turns counts as verl does: turns of the policy, what answers them, and the prompt. Of agent/… sums over answers
+    (failed: trajectories that could not go on); context_share: of the answers' tokens those that the policy did not
+    write; tool_s: seconds of an answer's calls.
     """
     if c.NUM_TURNS not in samples.numbers:
         return {}
     totals = {name: float(samples[name].sum()) for name in c.OF_TURNS if name != c.NUM_TURNS}
     return _spread("num_turns", 2 * samples[c.NUM_TURNS]) | {
         **{f"agent/{name}": total for name, total in totals.items()},
+        "agent/failed": float(samples[c.AGENT_FAILED].sum()),
         "agent/context_share": 1 - float(samples[c.POLICY_TOKENS].sum() / max(1, samples[c.RESPONSE_LENGTH].sum())),
         "agent/tool_s/mean": float(samples[c.TOOL_S].mean()),
         "agent/tool_s/max": float(samples[c.TOOL_S].max()),

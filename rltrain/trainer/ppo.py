@@ -29,6 +29,7 @@ from rltrain.trainer.advantage import Advantages, Whitening
 from rltrain.trainer.alarms import Alarms
 from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
 from rltrain.trainer.experience import Experience
+from rltrain.trainer.left_out import left_out, present
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.overlap import Overlap, OverlappedPass
@@ -100,7 +101,9 @@ class PPOTrainer:
             record = StepRecord(step, metrics, bytes_before)
             # Before any update: a run that stops here still has the weights of the step before.
             self._alarms.damaged(metrics)
-            record.metrics |= self._alarms.collapsed(samples[c.SCORE])
+            compares = not passes.token_advantages
+            samples.update({c.LEFT_OUT: left_out(samples, compares=compares)})
+            record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
             if overlap:
                 record.measured = join(overlap.measured)
                 record.metrics["perf/overlap_share"] = overlap.share
@@ -121,7 +124,8 @@ class PPOTrainer:
             with timer("adv"):  # A(x, y)
                 # Estimators have no micro-batches. The layout says on which rank an answer's tokens are put together,
                 # and the report measures on it how evenly tokens are spread.
-                record.layouts["adv"] = self._lay_out(samples, "old_log_prob")
+                there = np.flatnonzero(~samples[c.LEFT_OUT])
+                record.layouts["adv"] = self._lay_out(samples, "old_log_prob", there)
                 whitening, adv_metrics = self.advantages.estimate(samples, self.actor, record.layouts["adv"])
                 record.metrics |= adv_metrics
             if self.critic:
@@ -171,7 +175,7 @@ class PPOTrainer:
 
     def _update_actor(self, samples: Samples, whitening: Whitening, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.actor_rollout_ref.actor, record.step
-        mini_batches = self._actor_mini_batches(step)
+        mini_batches = self._there(samples, self._actor_mini_batches(step))
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Samples without gradient are left out only after everything was counted, so the loss stays the same.
         silent = self.advantages.silent(samples)
@@ -210,6 +214,7 @@ class PPOTrainer:
         plan, cfg, step = self.plan, self.cfg.critic, record.step
         size = plan.critic_prompts_per_mini_batch
         mini_batches = cut_prompts(plan, size, cfg.ppo_epochs, step, self.cfg.data.seed if cfg.shuffle else None)
+        mini_batches = self._there(samples, mini_batches)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
         record.layouts["update_critic"] = layout = self._cut(samples, "update_critic", mini_batches)
@@ -237,8 +242,9 @@ class PPOTrainer:
         metrics |= m.throughput_metrics(samples, metrics, plan.num_devices, tokens)
         metrics |= flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
         metrics |= decode_metrics(metrics, self.model_sizes, plan.num_devices)
-        metrics |= m.sample_metrics(samples, cfg.data.max_prompt_length) | m.turn_metrics(samples)
-        metrics |= m.reward_metrics(samples, accuracy(samples), weighted=bool(cfg.reward.weights))
+        seen = present(samples)
+        metrics |= m.sample_metrics(seen, cfg.data.max_prompt_length) | m.turn_metrics(samples)
+        metrics |= m.reward_metrics(seen, accuracy(seen), weighted=bool(cfg.reward.weights))
         spread = rank_tokens(record.layouts["adv"], num_tokens(samples))
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)
         through_driver, between_nodes = ((self._bytes() - record.bytes_before) / len(samples)).tolist()
@@ -258,6 +264,11 @@ class PPOTrainer:
     def _cut(self, samples: Samples, name: str, mini_batches: list[Ids]) -> Layout:
         ranks, work = self.plan.ranks[PASSES[name].role], self._workload(samples, updates=PASSES[name].updates)
         return lay_out(mini_batches, work, ranks, self.plan.budgets[name], self.actor.nodes(ranks))
+
+    @staticmethod
+    def _there(samples: Samples, mini_batches: list[Ids]) -> list[Ids]:
+        """Mini-batches without the samples that are left out."""
+        return [ids[~samples[c.LEFT_OUT][ids]] for ids in mini_batches]
 
     def _actor_mini_batches(self, step: int) -> list[Ids]:
         cfg = self.cfg.actor_rollout_ref.actor

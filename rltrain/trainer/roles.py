@@ -133,6 +133,8 @@ class Policy(_Remote):
         self._calls = 0
         self.lengths = ResponseLengths()
         self._of_sync: Metrics = {}
+        self.failure = ""
+        """Why the first trajectory of the newest generation that could not go on could not."""
         self._passes = passes
         # Under bypass the engine is the old policy, and there is no other column of old log-probs.
         self._old = c.ROLLOUT_LOG_PROBS if passes.bypass else c.OLD_LOG_PROBS
@@ -181,6 +183,7 @@ class Policy(_Remote):
         is_asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
         self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
         metrics = self._of_sync | m.generation_metrics([finished for *_, finished in handle.results])
+        self.failure = next((finished.failure for *_, finished in handle.results if finished.failure), "")
         # Where a validation comes first, it is that which brings the new weights, and the step tells of it.
         self._of_sync = {} if task.is_learnt_from else {name: metrics[name] for name in m.OF_SYNC if name in metrics}
         return samples, metrics

@@ -20,6 +20,7 @@ from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.controller.samples import Samples
+from rltrain.trainer.left_out import refuse_failures
 from rltrain.trainer.metrics import Answered, turn_metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards
@@ -89,6 +90,7 @@ class Validation:
             some_rows = rows[first : first + at_once]
             task = GenerateTask("val", some_rows, num_samples, sampling, seed, step, is_learnt_from=False)
             parts.append(self._policy.generate(task)[0])
+            refuse_failures(parts[-1], self._policy.failure)
             if stop.requested:
                 return None
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])

@@ -51,8 +51,9 @@ class HybridWorker(Models, Advantages):
         self.residency = residency = Residency(device)
         self.actor = actor = ActorRefWorker(self._cfg, passes, residency)
         self.rollout = RolloutWorker(
-            self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates, actor.text_log_probs
-        )
+            self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates,
+            actor.text_log_probs, self._rows,
+        )  # fmt: skip
         self.roles += [self.actor, self.rollout, *([self.actor.frozen] if passes.trains else [])]
         if "critic" in passes.roles:
             self.critic = CriticWorker(self._cfg, passes, residency)

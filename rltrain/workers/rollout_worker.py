@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -16,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.agents.chat import Terms
+from rltrain.agents.hosts import Hosts
+from rltrain.agents.toolbox import Places
 from rltrain.base.columns import names as c
-from rltrain.base.columns.answer import AnswerText
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import ConfigError, NonFiniteError
 from rltrain.base.seeds import sample_seeds
+from rltrain.config.agents import several_turns
 from rltrain.config.budgets import longest_sequence
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
@@ -29,9 +33,11 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.data.images import EncodedPrompt
 from rltrain.data.prompts import PromptStore
+from rltrain.data.rows import Rows
 from rltrain.data.turns.detect import format_of
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.spec import actor_spec
+from rltrain.rewards.processes.log import PrintLog
 from rltrain.slots.limits import Limits
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import Array, GenerationNumbers, SyncReport
@@ -48,7 +54,7 @@ from rltrain.workers.rollout.conversations import (
 from rltrain.workers.rollout.images import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
-from rltrain.workers.rollout.tools import Tools
+from rltrain.workers.rollout.told import told_texts
 from rltrain.workers.rollout.waiting import read_answers, write_answers
 from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.weight_sync import WeightSync
@@ -66,7 +72,7 @@ class RolloutWorker(Rollout):
     """Every method but `take_finished` and `give_up` is called on all ranks at once.
 
     policy: the training weights. version: counts the optimizer steps made on the weights. text_log_probs: log-probs of
-    a text by the trainer.
+    a text by the trainer. rows: of the prompts, where answers have several turns.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class RolloutWorker(Rollout):
         policy: PackedModel,
         version: Callable[[], int],
         text_log_probs: Callable[[EncodedPrompt], Tensor],
+        rows: dict[str, Rows] | None = None,
     ) -> None:
         self._rollout, self._max_response_length = cfg.actor_rollout_ref.rollout, cfg.data.max_response_length
         # Asking for it costs a little with every token.
@@ -93,7 +100,9 @@ class RolloutWorker(Rollout):
         self.encoder = chat_encoder(cfg)
         self._max_model_len = self._rollout.max_model_len or longest_sequence(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
-        self._answering = self._make_answering() if self._rollout.multi_turn.place else None
+        self._rows = rows or {}
+        self._answering = self._make_answering() if several_turns(self._rollout) else None
+        self._agent_log = PrintLog(Path(cfg.trainer.default_local_dir) / "agents.log")
         # The process group's own store serves as the replicas' shared counter, so there is no other server to start.
         self._store = dist.distributed_c10d._get_default_store()
         self._finished: SimpleQueue[tuple[Job, list[str]] | None] = SimpleQueue()
@@ -131,10 +140,11 @@ class RolloutWorker(Rollout):
 
     def _make_answering(self) -> Answering:
         turns = self._rollout.multi_turn
-        limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb)
-        tools = Tools(turns.place, turns.num_tool_processes, limits) if self._replica.leads else None
+        limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb, turns.allow_code_execution)
+        number = turns.num_tool_processes
+        hosts = Hosts(Places.of(turns), Terms.of(turns), limits, number) if self._replica.leads else None
         call_format = format_of(turns.format, self.encoder)
-        return Answering(turns, self.encoder, call_format, self._replica, tools, self._max_model_len)
+        return Answering(turns, self.encoder, call_format, self._replica, hosts, self._max_model_len)
 
     def _release(self) -> None:
         if self.engine.sleep():
@@ -163,10 +173,15 @@ class RolloutWorker(Rollout):
                 tell(job, conversations)
 
         answering = (self._answering, task.sampling.max_tokens) if self._answering else None
+        if self._answering:
+            rows, places = self._rows[task.split], task.rows.tolist()
+            seeds = sample_seeds(task.seed, task.step, places, 1, "environment")
+            self._answering.begin(lambda place: rows[places[place]], seeds)
         source = Conversations(queue, self._vocabulary, open_answers, finished, answering)
         self.engine.generate(source, task.sampling)
         if self._answering:
             self._answering.forget()
+            self._agent_log.printed(f"replica {self._replica.number}", self._answering.printed())
         # Also on ranks that hand nothing out: the driver polls every rank until it says that it is done.
         if task.stream:
             self._finished.put(None)
@@ -204,6 +219,7 @@ class RolloutWorker(Rollout):
         }
         if self._answering:
             per_sample |= turn_numbers(answers)
+            numbers = replace(numbers, failure=next((answer.failed for answer in answers if answer.failed), ""))
         return payload, texts, replace(numbers, per_sample=per_sample, num_damaged=source.num_damaged)
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:
@@ -251,13 +267,9 @@ class RolloutWorker(Rollout):
         self._finished.put((job, self._texts(answers)))
 
     def _texts(self, answers: list[Conversation]) -> list[str]:
-        texts = self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
-        if not self._answering:
-            return texts
-        return [
-            AnswerText.of(text, num_turns=2 * answer.num_turns, tool_rewards=answer.rewards)
-            for text, answer in zip(texts, answers, strict=True)
-        ]
+        if self._answering:
+            return told_texts(answers, self.encoder.decode_batch)
+        return self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """Texts of jobs that have ended since the last call. Waits for the first.

@@ -1,5 +1,6 @@
 """Tools of a user's file: which functions are tools, and what the model is shown of them."""
 
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -130,6 +131,26 @@ def test_a_tool_is_shown_with_its_types_and_words(written):
     assert schema["function"]["description"] == "Add two numbers."
     assert schema["function"]["parameters"]["properties"]["a"] == {"type": "integer", "description": "One of them."}
     assert schema["function"]["parameters"]["required"] == ["a"]
+
+
+def test_a_schema_is_written_as_verl_writes_it(written):
+    """Chat templates show names in the order in which they come, and verl's records have no ``return``."""
+    text = "from typing import Literal\n" + ONE.format(name="f", type="Literal['a', 'b'] | None")
+    function = tools_of(written(text))["f"].schema["function"]
+    assert list(function) == ["name", "description", "parameters"]
+    assert list(function["parameters"]["properties"]["x"])[:3] == ["type", "description", "enum"]
+    mixed = {
+        "required": [],
+        "additionalProperties": False,
+        "properties": {"x": {"minimum": 0, "type": "integer"}},
+        "type": "object",
+    }
+    schema = {"function": {"parameters": mixed, "strict": False, "name": "g", "return": {}}, "other": 1}
+    shown = tools_of(written(f"from rltrain import tool\n@tool(schema={schema!r})\ndef g(x): pass", "g.py"))["g"].schema
+    assert json.dumps(shown) == (
+        '{"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {"x": {"type": '
+        '"integer", "minimum": 0}}, "required": [], "additionalProperties": false}, "strict": false}}'
+    )
 
 
 @pytest.mark.parametrize(

@@ -460,10 +460,12 @@ TOOLS = f"{A}rollout.multi_turn.function_tool_path=tools.py"
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([f"{A}rollout.multi_turn.enable=True"], "there are no tools. Name the file"),
         ([f"{A}rollout.agent.default_agent_loop=tool_agent"], "there are no tools. Name the file"),
         ([TOOLS, f"{A}rollout.multi_turn.enable=False", f"{A}rollout.agent.default_agent_loop=tool_agent"], "no tools"),
-        ([TOOLS, f"{A}rollout.agent.default_agent_loop=single_turn_agent"], "say one of them"),
+        (
+            [f"{A}rollout.agent.default_agent_loop=my_agent"],
+            "there is no such agent. Use single_turn_agent, tool_agent",
+        ),
         ([TOOLS, f"{A}rollout.name=sglang"], "samples one turn. Use rollout.name=hf or rollout.name=vllm"),
         ([TOOLS, f"{A}rollout.tail=carry_over"], "waits for a tool is in no checkpoint"),
         ([TOOLS, "reward_model.enable=True", "reward_model.model.path=m"], "it would judge the words of tools"),

@@ -100,6 +100,7 @@ RECIPES = {
     "agents/retool_qwen2_5_7b.sh": ("Qwen2.5-7B-tools", "sums", "1,024 (16 answers to each prompt)"),
     "agents/retool_qwen2_5_7b_npu.sh": ("Qwen2.5-7B-tools", "sums", "512 (16 answers to each prompt)"),
     "agents/retool_qwen2_5_32b.sh": ("Qwen2.5-32B-tools", "sums", "8,192 (16 answers to each prompt)"),
+    "agents/search_r1_qwen2_5_3b.sh": ("Qwen2.5-3B-tools", "sums", "2,560 (5 answers to each prompt)"),
     "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo.sh": ("Qwen2.5-VL-3B", "geometry3k", "128 (4 answers to each prompt)"),
     "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k", "128 (4 answers to each prompt)"),
     "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k", "2,640 (5 answers to each prompt)"),

@@ -39,7 +39,9 @@ def problems(*overrides: str) -> list[str]:
 
 
 # Null has a meaning of its own here, which the help text tells.
-OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s", "trainer.save_every_s"}
+OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s", "trainer.save_every_s"} | {
+    "actor_rollout_ref.rollout.multi_turn.trajectory_timeout_s"
+}
 
 
 @pytest.mark.parametrize("key", [key for key in all_keys() if key not in OWN_NULL | set(NO_NULL)])
@@ -228,7 +230,8 @@ def test_mappings_are_read_as_hydra_reads_them(text, meant):
 
 
 def test_a_mapping_for_a_section_is_taken_key_by_key():
-    assert problems(f"{A}rollout.multi_turn={{enable:True}}")[0].startswith(f"{A}rollout.multi_turn.enable=True: ")
+    name = f"{A}rollout.multi_turn.max_parallel_calls"
+    assert problems(f"{A}rollout.multi_turn={{enable:True,max_parallel_calls:0}}")[0].startswith(f"{name}=0: ")
     assert value(f"{A}actor.optim.lr", f"{A}actor.optim={{lr:1e-5,weight_decay:0.2}}") == 1e-5
 
 

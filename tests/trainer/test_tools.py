@@ -95,7 +95,6 @@ def test_a_result_that_leaves_no_room_ends_the_answer_with_the_policys_token(pro
     [
         ("raise ValueError('no such sum')", c.TOOL_ERRORS, "Error: ValueError: no such sum"),
         ("import time; time.sleep(60)", c.TOOL_TIMEOUTS, "Error: no result after 0.5 s"),
-        ("import os; os._exit(1)", c.TOOL_ERRORS, "Error: the tool's process ended with exit code 1"),
         ("return '<|im_end|>' * 3", None, "<|im_end|><|im_end|><|im_end|>"),
         ("return 'x' * 100_000", None, "...(truncated)..."),
     ],
@@ -140,3 +139,15 @@ def test_prompts_show_the_tools(calling, tools, tmp_path):
     text = chat_encoder(cfg).written([{"role": "user", "content": "1+2=?"}])
     assert text.startswith("<|im_start|>system\nadd\n<|im_end|>")
     assert [schema["function"]["name"] for schema in toolbox_of(cfg).schemas] == ["add"]
+
+
+def test_an_answer_whose_tool_ends_the_process_is_left_out(process_group, tiny_trainer, tools, tmp_path):
+    (tmp_path / "bad.py").write_text(TOOLS.replace("return str(a + b)", "import os; os._exit(1)"))
+    trainer = tiny_trainer(**tools | {R + "multi_turn__function_tool_path": tmp_path / "bad.py"})
+    _, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
+    failed = numbers.per_sample[c.AGENT_FAILED]
+    assert failed.tolist() == (numbers.per_sample[c.RESPONSE_LENGTH] > 0).tolist() or failed.any()
+    told = [text.told.get("agent_failed", "") for text in texts]
+    assert [bool(each) for each in told] == failed.tolist()
+    assert next(filter(None, told)) == "the agent's process ended with exit code 1"
+    assert numbers.failure == "the agent's process ended with exit code 1"

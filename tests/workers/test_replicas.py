@@ -74,7 +74,7 @@ def run(folder: Path, changes: dict, bucket_bytes: int, model: str = "model") ->
     cfg = load_config(small_run(folder / model, files, folder, **changes)).config
     rows = read_rows(str(files[0]))
     prompts = encode_prompts(rows, chat_encoder(cfg), cfg.data.max_prompt_length, True)
-    worker = HybridWorker(cfg, {"train": prompts})
+    worker = HybridWorker(cfg, {"train": prompts}, {"train": rows.select(prompts.row_index)})
     worker.init_models(make_step_passes(cfg, prompts.has_images))
     worker.rollout.weight_sync.bucket_bytes = bucket_bytes
     versions = []

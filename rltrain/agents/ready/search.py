@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ import xxhash
 from rltrain.base.errors import DataError
 from rltrain.slots.limits import current_limits
 
-_LAYOUT = "1"  # of an index; another one is built anew
+_LAYOUT = "2"  # of an index; another one is built anew
 _READ_BYTES = 1 << 22
 _BATCH = 2000
 # Of a query: a longer one would be compared with most of the corpus.
 _MAX_QUERY_CHARS, _MAX_WORDS = 1000, 32
+# Passages that a search ranks, about: at a microsecond each. Of a query that has more, the commonest words but two are
+# left out. How common a word is, is noted of those that so many passages have.
+_MAX_RANKED, _NOTED = 2_000_000, 1000
 # Steps of sqlite between two looks at the clock, and the share of a call's deadline that a search may take.
 _STEPS, _SHARE_OF_DEADLINE = 100_000, 0.8
 _WORD = re.compile(r"\w+")
@@ -58,7 +62,7 @@ class Search:
         self, corpus: str, topk: int = 3, tokenizer: str = "porter unicode61", folder: str | None = None
     ) -> None:
         self._index = index_of(corpus, tokenizer, folder)
-        self._topk = topk
+        self._topk, self._tokenizer = topk, tokenizer
 
     def search(self, query: str) -> str:
         """Search for passages by words.
@@ -70,7 +74,7 @@ class Search:
         if not words:
             return "Error: the query has no words."
         try:
-            passages = _found(self._index, words, self._topk)
+            passages = _found(self._index, words, self._topk, self._tokenizer)
         except sqlite3.OperationalError as error:
             if "interrupted" not in str(error):
                 raise
@@ -141,13 +145,15 @@ def _write(path: Path, index: Path, tokenizer: str) -> None:
         # What is lost by a crash was not in place yet.
         database.execute("PRAGMA journal_mode=OFF")
         database.execute("PRAGMA synchronous=OFF")
-        quoted = tokenizer.replace("'", "''")
         try:
-            database.execute(f"CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize='{quoted}')")
+            database.execute(f"CREATE VIRTUAL TABLE passages USING fts5(title, text, {_option(tokenizer)})")
         except sqlite3.OperationalError as error:
             raise DataError(f"tokenizer={tokenizer!r}: sqlite {sqlite3.sqlite_version} says {error}.") from error
         database.executemany("INSERT INTO passages VALUES (?, ?)", _passages(path))
         database.execute("INSERT INTO passages(passages) VALUES ('optimize')")
+        database.execute("CREATE VIRTUAL TABLE temp.terms USING fts5vocab(main, passages, row)")
+        database.execute("CREATE TABLE common (term TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID")
+        database.execute("INSERT INTO common SELECT term, doc FROM temp.terms WHERE doc > ?", (_NOTED,))
         database.commit()
 
 
@@ -202,16 +208,38 @@ def _words(query: str) -> list[str]:
     return ([word for word in words if word not in _COMMON] or words)[:_MAX_WORDS]
 
 
-def _found(index: Path, words: list[str], most: int) -> list[tuple[str, str]]:
+def _found(index: Path, words: list[str], most: int, tokenizer: str) -> list[tuple[str, str]]:
     # In quotes nothing of a query is read as FTS5's own language. A connection for each search: methods of an instance
     # may run in several threads, and opening one takes a fraction of a millisecond.
     deadline = time.monotonic() + _SHARE_OF_DEADLINE * current_limits().timeout_s
     with closing(sqlite3.connect(f"{index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
         database.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
-        query = " OR ".join(f'"{word}"' for word in words)
+        query = " OR ".join(f'"{word}"' for word in _telling(database, words, tokenizer))
         return database.execute(
             "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank, rowid LIMIT ?", (query, most)
         ).fetchall()
+
+
+def _telling(database: sqlite3.Connection, words: list[str], tokenizer: str) -> list[str]:
+    """The words that few passages have, as many as can be ranked in time."""
+    # FTS5 alone knows what its tokenizer makes of a word: a table of the words says it.
+    database.execute(f"CREATE VIRTUAL TABLE temp.words USING fts5(word, {_option(tokenizer)})")
+    database.executemany("INSERT INTO temp.words(rowid, word) VALUES (?, ?)", enumerate(words))
+    database.execute("CREATE VIRTUAL TABLE temp.terms USING fts5vocab(temp, words, instance)")
+    numbers = dict(
+        database.execute(
+            "SELECT doc, MIN(COALESCE(number, 0)) FROM temp.terms LEFT JOIN main.common USING (term) GROUP BY doc"
+        )
+    )
+    rarest = sorted(range(len(words)), key=lambda place: numbers.get(place, 0))
+    sums = accumulate(numbers.get(place, 0) for place in rarest)
+    ranked = enumerate(zip(rarest, sums, strict=True))
+    return [words[place] for rank, (place, total) in ranked if rank < 2 or total <= _MAX_RANKED]
+
+
+def _option(tokenizer: str) -> str:
+    quoted = tokenizer.replace("'", "''")
+    return f"tokenize='{quoted}'"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -64,6 +64,8 @@ NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_R
     _add(name, PER_SAMPLE, "int64", "rollout", "metrics, files")
     for name in ("num_turns", "tool_calls", "tool_errors", "tool_timeouts", "unreadable_calls", "calls_not_run")
 )
+# It could not go on, through no fault of the policy: it is in no loss and no baseline.
+AGENT_FAILED = _add("agent_failed", PER_SAMPLE, "bool", "rollout", "advantages, update, metrics, files")
 TOOL_S = _add("tool_s", PER_SAMPLE, "float32", "rollout: seconds in which it waited for tools", "metrics, files")
 ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
 ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
@@ -120,6 +122,7 @@ ADVANTAGE = _add(
 ADVANTAGES = _add("advantages", PER_POLICY_TOKEN, "float32", "token estimators, before whitening", "actor loss")
 RETURNS = _add("returns", PER_POLICY_TOKEN, "float32", "token estimators", "critic loss")
 SIGNAL = _add("signal", PER_SAMPLE, "bool", "token estimators: 1 = some advantage is not 0", "driver: what to skip")
+LEFT_OUT = _add("left_out", PER_SAMPLE, "bool", "driver: the trajectory has failed", "advantages, update")
 SILENT = _add("silent", PER_SAMPLE, "bool", "driver: no gradient, so not computed", "callbacks")
 SELECTED = _add("selected", PER_POLICY_TOKEN, "bool", "update: tokens a loss treats differently", "actor loss")
 

@@ -16,7 +16,9 @@ _SAMPLES = {
     "val_kwargs.temperature>0": "validation is greedy; set val_kwargs.temperature=1.0 to sample",
 }
 TOOLS = {
-    "function_tool_path or tool_config_path or environment": "there are no tools: see multi_turn.function_tool_path"
+    "function_tool_path or tool_config_path or environment or enable or agent.default_agent_loop": (
+        "nobody answers a turn: see multi_turn.function_tool_path"
+    )
 }
 _OLD_LOG_PROB_PASS = {
     "algorithm.rollout_correction.bypass_mode=False": "with bypass_mode there is no old_log_prob pass"
@@ -76,9 +78,12 @@ class MultiTurnConfig:
     tool_timeout_s: float = key(30.0, over=0, only_with=TOOLS)
     """Seconds of a call; a later result is one that says so."""
     tool_memory_mb: int = key(4096, least=0, only_with=TOOLS)
-    """MiB of address space of a process in which tools run; 0: unlimited."""
-    num_tool_processes: int = key(8, least=1, only_with=TOOLS)
-    """Processes of an engine in which tools run, each a call at a time."""
+    """MiB of address space of a process in which tools, environments and agents run; 0: unlimited."""
+    trajectory_timeout_s: float | None = key(600.0, over=0, only_with=TOOLS)
+    """Seconds of all that an answer does but wait for the policy; one that takes longer is in no loss. null: no limit.
+    """
+    num_tool_processes: int = key(2, least=1, only_with=TOOLS)
+    """Processes of an engine in which tools, environments and agents run, each with many calls at once."""
     allow_code_execution: bool = key(False, only_with=TOOLS)
     """Let a tool run programs that the policy wrote (docs/security.md)."""
 
@@ -99,8 +104,9 @@ class MultiTurnConfig:
 class AgentConfig:
     """Who leads a conversation."""
 
-    default_agent_loop: str | None = key(None, among=("single_turn_agent", "tool_agent"))
-    """Of rows without a column agent_name; null: tool_agent where there are tools, else single_turn_agent."""
+    default_agent_loop: str | None = None
+    """Of rows without a column agent_name: single_turn_agent, tool_agent, env_agent, or FILE.py:NAME of an agent of
+    your own; null: tool_agent where there are tools or an environment, else single_turn_agent."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import is_plugin
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.turns.calls import FORMATS, Call, CallFormat
+from rltrain.data.turns.formats.none import NO_CALLS
 from rltrain.data.turns.formats.own import own_format
 from rltrain.data.turns.seam import ASK, shared
 
@@ -16,6 +17,8 @@ _KEY = "actor_rollout_ref.rollout.multi_turn.format"
 
 def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
     """How the model writes a call (``multi_turn.format``). Raises ConfigError where that cannot be told."""
+    if name == "auto" and not encoder.tools:
+        return NO_CALLS
     if is_plugin(name):
         return own_format(_KEY, name, encoder.tools)
     call_format = detect_format(encoder, encoder.tools) if name == "auto" else FORMATS.get(name)

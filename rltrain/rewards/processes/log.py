@@ -1,4 +1,4 @@
-"""``reward.log``: what scorers print, and how they fail."""
+"""``reward.log`` and ``agents.log``: what a user's code prints, and how scorers fail."""
 
 import logging
 import time
@@ -14,20 +14,37 @@ logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 32 << 20
 
 
-class RewardLog:
-    """``reward.log``: the lines that scorers print, and the first failure per kind, which the driver logs too.
+class PrintLog:
+    """A log file of lines that a user's code has printed.
 
-    The driver alone writes it, so that no line of one node overwrites another's. A full file becomes ``reward.1.log``,
-    in place of an older one. Without ``file`` only the driver's log is written.
+    A full file becomes ``NAME.1.log``, in place of an older one. Without ``file`` nothing is written.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self._seen: set[tuple[str, str, str]] = set()
 
     def printed(self, who: str, text: str) -> None:
-        """Write down what a worker's scorers have printed."""
-        self._write(who, text)
+        """Write down what somebody's code has printed."""
+        if self._file is None or not text:
+            return
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = "".join(f"{stamp} {who}: {plain(line)}\n" for line in text.splitlines())
+        with suppress(OSError):  # a full disk is for the checkpoints to complain about
+            if self._file.exists() and self._file.stat().st_size + len(lines) > MAX_FILE_BYTES:
+                self._file.replace(self._file.with_suffix(f".1{self._file.suffix}"))
+            with open(self._file, "a", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(lines)
+
+
+class RewardLog(PrintLog):
+    """``reward.log``: the lines that scorers print, and the first failure per kind, which the driver logs too.
+
+    The driver alone writes it, so that no line of one node overwrites another's.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        super().__init__(file)
+        self._seen: set[tuple[str, str, str]] = set()
 
     def failures(self, scores: Iterable[Any]) -> None:
         """Report the first failure per kind, which is data source, status and exception."""
@@ -38,15 +55,4 @@ class RewardLog:
                 first = "the first time in this way; reward/error_rate counts all"
                 text = f"an answer could not be scored ({first}): {score.report()}"
                 logger.warning("%s", text)
-                self._write("driver", text)
-
-    def _write(self, who: str, text: str) -> None:
-        if self._file is None or not text:
-            return
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = "".join(f"{stamp} {who}: {plain(line)}\n" for line in text.splitlines())
-        with suppress(OSError):  # a full disk is for the checkpoints to complain about
-            if self._file.exists() and self._file.stat().st_size + len(lines) > MAX_FILE_BYTES:
-                self._file.replace(self._file.with_suffix(f".1{self._file.suffix}"))
-            with open(self._file, "a", encoding="utf-8", errors="backslashreplace") as stream:
-                stream.write(lines)
+                self.printed("driver", text)

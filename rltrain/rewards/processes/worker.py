@@ -14,7 +14,7 @@ from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
 from rltrain.rewards.custom import TOLD, custom_reward
 from rltrain.rewards.processes.remote import RemoteScorer
-from rltrain.rewards.processes.score import Score, ScorerCall
+from rltrain.rewards.processes.score import Score, ScorerCall, read_returned
 from rltrain.rewards.processes.slot import ScoringSlot
 
 
@@ -37,6 +37,7 @@ class RewardWorker:
         # The tables stay in the node's object store; `Rows` builds a row when it is asked for.
         self._rows: dict[str, Rows] = {split: ray.get(reference) for split, reference in splits.items()}
         self._scorer = make_scorer(cfg)
+        self._is_custom = cfg.custom_reward_function.path is not None or cfg.reward.url is not None
 
     def score(
         self, number: int, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
@@ -49,8 +50,15 @@ class RewardWorker:
 
         started = time.perf_counter()
         answers = ray.get(texts[0])
-        calls = [self._call(split, row, answers[at]) for row, at in zip(rows.tolist(), positions.tolist(), strict=True)]
-        scores = self._scorer.score_all(calls)
+        chosen = [answers[at] for at in positions.tolist()]
+        given = [given_score(answer, is_custom=self._is_custom) for answer in chosen]
+        calls = [
+            self._call(split, row, answer)
+            for row, answer, score in zip(rows.tolist(), chosen, given, strict=True)
+            if score is None
+        ]
+        scored = iter(self._scorer.score_all(calls) if calls else [])
+        scores = [score or next(scored) for score in given]
         return number, scores, time.perf_counter() - started, (self._name, self._scorer.take_printed())
 
     def score_truths(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
@@ -76,3 +84,17 @@ class RewardWorker:
         row = self._rows[split][number]
         told = TOLD | answer.told if isinstance(answer, AnswerText) else {}
         return row.data_source, str(answer), row.ground_truth, row.extra_info | told
+
+
+def given_score(answer: str, *, is_custom: bool) -> Score | None:
+    """The score that an answer brings with it; None where it is to be scored, as always by a function of the user's."""
+    told = answer.told if isinstance(answer, AnswerText) else {}
+    if told.get("agent_failed"):
+        return Score(0.0, "ok")  # nobody learns from it
+    if is_custom or "agent_score" not in told:
+        return None
+    try:
+        value, extras = read_returned({**told.get("agent_numbers", {}), "score": told["agent_score"]})
+    except ValueError as error:
+        return Score(None, "rejected", str(error))
+    return Score(value, "ok", None, extras)

@@ -14,13 +14,14 @@ from typing import Any
 
 from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, DataError
+from rltrain.base.plugin import is_plugin, load_plugin
+from rltrain.config.agents import AGENT_KEY, several_turns, who_answers
 from rltrain.config.budgets import longest_sequence
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
-from rltrain.data.turns.calls import FORMATS
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.seam import Seam
 from rltrain.models.attention.ulysses import heads_problem
@@ -162,23 +163,22 @@ def _chat(cfg: Config, config: Any, findings: Findings) -> None:
 
 
 def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> None:
-    """Whether the chat template can go on behind a call, and behind a turn that an environment answers."""
-    turns, row_tools = cfg.actor_rollout_ref.rollout.multi_turn, encoder.row_tools
-    named = " ".join(f"{name}={place}" for name, place in turns.places.items())
-    seams = []
-    if row_tools.schemas:
-        seams.append((Seam(encoder, row_tools.schemas, format_of(turns.format, encoder)), "tool", "a call"))
-    if row_tools.has_step:
-        # No call is read, so any format without stop tokens of its own does.
-        seams.append((Seam(encoder, [], FORMATS["hermes"]), "user", "a turn"))
-    for seam, role, what in seams:
-        if problem := seam.problem((role,)):
-            findings.problems.append(
-                f"{named}: the chat template of {encoder.path} cannot be continued behind {what}: {problem} Give one "
-                "that can with actor_rollout_ref.model.custom_chat_template."
-            )
-    notes = [f"{encoder.path}: {note}" for seam, _, _ in seams for note in seam.notes]
-    findings.notes += list(dict.fromkeys(notes))
+    """Whether the chat template can go on behind a turn, token by token."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if not several_turns(rollout):
+        return
+    default = rollout.agent.default_agent_loop
+    users_speak = encoder.row_tools.has_step or not rollout.multi_turn.place or (default and is_plugin(default))
+    roles = (("tool",) if encoder.tools else ()) + (("user",) if users_speak else ())
+    seam = Seam(encoder, encoder.tools, format_of(rollout.multi_turn.format, encoder))
+    if problem := seam.problem(roles):
+        findings.problems.append(
+            f"{who_answers(rollout)}: the chat template of {encoder.path} cannot be continued behind a turn: {problem} "
+            "Give one that can with actor_rollout_ref.model.custom_chat_template."
+        )
+    if default and is_plugin(default):
+        load_plugin(AGENT_KEY, default)
+    findings.notes += [f"{encoder.path}: {note}" for note in seam.notes]
 
 
 def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:

@@ -1,44 +1,72 @@
-"""Who answers the policy between two turns: tools, in the words of the chat template.
+"""Who answers the policy between two turns, in the words of the chat template.
 
 Problem: what a turn says has to be read, acted on and answered in tokens, and all processes of a replica must go on
-alike. Choice: every process reads the turn, so all know whether it goes on; the leader alone asks the tools, and the
-others get the tokens that it makes of their results. Left out: what is done with the tokens (`Conversations`).
+alike. Choice: every process reads the turn, so all know whether it is answered; the leader alone asks the hosts
+(`agents.hosts`), and the others get the tokens that it makes of what they say. Left out: what is done with the tokens
+(`Conversations`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain.agents.chat import Message, Start, ToolCall
+from rltrain.agents.chat import Turn as Said
+from rltrain.agents.host import News
+from rltrain.agents.hosts import Hosts
 from rltrain.base.columns import names as c
+from rltrain.base.errors import DataError
+from rltrain.base.plugin import is_plugin
+from rltrain.config.agents import SINGLE_TURN
 from rltrain.config.schema.rollout import MultiTurnConfig
 from rltrain.data.chat import ChatEncoder
+from rltrain.data.rows import PromptRow
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
 from rltrain.data.turns.seam import Seam
+from rltrain.workers.rollout.contract import Turn
 from rltrain.workers.rollout.queue import Replica
-from rltrain.workers.rollout.tools import Key, Result, Tools
 
+# An answer to a prompt: place and sample.
+Key = tuple[int, int]
 # With several processes, how many times the engine asks before they agree on what has arrived: that costs a broadcast.
 _ASKS_PER_LOOK = 4
 
 
 @dataclass(frozen=True)
-class Context:
-    """What stands between two turns."""
+class Reply:
+    """What a turn was answered with, by tools, an environment or an agent."""
 
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32] | None
+    """What stands between it and the next turn; None: there is none, the trajectory has ended."""
+    messages: list[Message] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """`columns.OF_TURNS`, and ``tool_ms``: of the slowest call."""
     rewards: list[float] = field(default_factory=list)
-    """What the tools say of the calls that were run."""
+    """What tools and environment say of the turn."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """``score``, if the trajectory gives itself one, and others."""
+    failed: str = ""
+    """Why the trajectory cannot go on, through no fault of the policy."""
+
+
+@dataclass
+class _Open:
+    """A trajectory whose last turn is being answered."""
+
+    end_token: int | None
+    said: Parsed
+    number: int = -1
+    """`Hosts` knows it by."""
 
 
 class Answering:
-    """The tools of a run for one engine. tools: at the process that leads its replica."""
+    """Tools, environments and agents of a run for one engine. hosts: at the process that leads its replica."""
 
     def __init__(
         self,
@@ -46,86 +74,142 @@ class Answering:
         encoder: ChatEncoder,
         call_format: CallFormat,
         replica: Replica,
-        tools: Tools | None,
+        hosts: Hosts | None,
         max_model_len: int,
     ) -> None:
         self.max_model_len = max_model_len
         self._cfg, self._encoder, self._format = cfg, encoder, call_format
-        self._replica, self._tools = replica, tools
-        self._names = {schema["function"]["name"] for schema in encoder.tools}
+        # They keep nothing, so a turn without calls is the last, and nobody has to be told of it.
+        self._stateless = not (cfg.environment or cfg.tool_config_path)
+        self._replica, self._hosts = replica, hosts
         self._seam = Seam(encoder, encoder.tools, call_format)
         self.stop_token_ids = self._seam.stop_token_ids
         """Every token that ends a turn."""
-        self._asked: dict[Key, tuple[int, Parsed]] = {}
+        self._row: Callable[[int], PromptRow]
+        self._seeds: NDArray[np.uint64]
+        # By answer: trajectories that hosts know, and of them those whose last turn is being answered.
+        self._numbers: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+        self._open: dict[Key, _Open] = {}
         self._num_looks = 0
+        self._warned = False
 
-    def read(self, tokens: Sequence[int]) -> Parsed:
-        """What a turn says."""
-        (text,) = self._encoder.decode_batch([tokens], special=True)
-        return self._format.parse(text, self._encoder.tools)
-
-    def is_last(self, num_turns: int) -> bool:
-        """Whether no turn follows the turn of this number."""
-        return self._cfg.max_assistant_turns is not None and num_turns >= self._cfg.max_assistant_turns
-
-    def ask(self, key: Key, end_token: int, said: Parsed) -> None:
-        """Begin the calls of a turn."""
-        self._asked[key] = end_token, said
-        if self._tools:
-            self._tools.ask(
-                key, [call for call in said.calls[: self._cfg.max_parallel_calls] if call.name in self._names]
-            )
+    def begin(self, row: Callable[[int], PromptRow], seeds: NDArray[np.uint64]) -> None:
+        """A task begins. row: by place of the prompt; seeds [places]: of what happens beside the policy."""
+        self._row, self._seeds = row, seeds
+        self.forget()
 
     def forget(self) -> None:
-        """No conversation waits any more."""
-        self._asked = {}
-        if self._tools:
-            self._tools.forget()
+        """No trajectory waits any more."""
+        self._open, self._numbers, self._keys = {}, {}, {}
+        if self._hosts:
+            self._hosts.close_all()
 
-    def arrived(self, wait_s: float = 0.0) -> list[tuple[Key, Context]]:
-        """The turns that tools have answered by now. All processes of a replica get the same."""
+    def printed(self) -> str:
+        """What tools and agents have printed since the last call."""
+        return self._hosts.printed() if self._hosts else ""
+
+    def ask(self, key: Key, turn: Turn, num_turns: int, counts: Counter[str]) -> bool:
+        """A turn has ended: whether somebody answers it, if only with the end of the trajectory.
+
+        num_turns: with it. counts: gets what is known of a turn that nobody answers.
+        """
+        agent = self._encoder.row_tools.agent_of(self._row(key[0]))
+        if agent == SINGLE_TURN:
+            return False
+        said, finish = self._read(turn, num_turns)
+        if self._ends_by_itself(agent):
+            if finish != "stop":
+                counts.update({c.TOOL_CALLS: len(said.calls), c.CALLS_NOT_RUN: len(said.calls)})
+            if finish != "stop" or not (said.calls or said.problems):
+                self._close(key)
+                return False
+        end_token = turn.tokens[-1] if turn.reason == "stop" and turn.tokens else None
+        self._open[key] = opened = _Open(end_token, said)
+        if self._hosts:
+            calls = [ToolCall(call.name, call.arguments) for call in said.calls]
+            opened.number = self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent)
+        return True
+
+    def _ends_by_itself(self, agent: str) -> bool:
+        return self._stateless and not is_plugin(agent)
+
+    def _read(self, turn: Turn, num_turns: int) -> tuple[Parsed, Any]:
+        (text,) = self._encoder.decode_batch([turn.tokens], special=True)
+        said, most = self._format.parse(text, self._encoder.tools), self._cfg.max_assistant_turns
+        if turn.reason == "length":  # half a call is none
+            return Parsed([], [], said.text, said.reasoning), "length"
+        return said, "turns" if most is not None and num_turns >= most else "stop"
+
+    def _tell(self, key: Key, said: Said, agent: str) -> int:
+        assert self._hosts
+        if key in self._numbers:
+            self._hosts.go_on(self._numbers[key], said)
+        else:
+            row = self._row(key[0])
+            content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
+            place = agent if is_plugin(agent) else None
+            number = self._hosts.begin(Start(row.prompt, content, int(self._seeds[key[0]]), place), said)
+            self._numbers[key], self._keys[number] = number, key
+        return self._numbers[key]
+
+    def no_room(self, key: Key) -> bool:
+        """What was said to a turn leaves no room for another: whether the trajectory still has to tell its end."""
+        if self._ends_by_itself(self._encoder.row_tools.agent_of(self._row(key[0]))):
+            self._close(key)
+            return False
+        self._open[key] = _Open(None, Parsed([], [], "", ""))
+        if self._hosts:
+            self._open[key].number = self._numbers[key]
+            self._hosts.go_on(self._numbers[key], None)
+        return True
+
+    def give_up(self, key: Key) -> None:
+        """Nobody wants the rest of a trajectory."""
+        self._close(key)
+
+    def _close(self, key: Key) -> None:
+        number = self._numbers.pop(key, None)
+        if number is not None and self._hosts:
+            del self._keys[number]
+            self._hosts.close(number)
+
+    def arrived(self, wait_s: float = 0.0) -> list[tuple[Key, Reply]]:
+        """The turns that were answered by now. All processes of a replica get the same.
+
+        Raises ConfigError where no turn can be answered: what the user has written cannot be imported.
+        """
         self._num_looks += 1
-        if not self._asked or (self._replica.size > 1 and not wait_s and self._num_looks % _ASKS_PER_LOOK):
+        if not self._open or (self._replica.size > 1 and not wait_s and self._num_looks % _ASKS_PER_LOOK):
             return []
-        answered = self._tools.answered(wait_s) if self._tools else ()
-        answers: list[tuple[Key, Context]] = self._replica.agree(
-            [(key, self._context(key, of)) for key, of in answered]
+        news = self._hosts.news(wait_s) if self._hosts else ()
+        replies: list[tuple[Key, Reply]] = self._replica.agree(
+            [(self._keys[each.number], self._reply(each)) for each in news if each.number in self._keys]
         )
-        for key, _ in answers:
-            del self._asked[key]
-        return answers
+        for key, reply in replies:
+            del self._open[key]
+            if reply.tokens is None:
+                self._keys.pop(self._numbers.pop(key, -1), None)
+        return replies
 
-    def _context(self, key: Key, results: Sequence[Result]) -> Context:
-        end_token, said = self._asked[key]
-        counts: Counter[str] = Counter({c.TOOL_CALLS: len(said.calls), c.UNREADABLE_CALLS: len(said.problems)})
-        remaining, messages = iter(results), []
-        for place, call in enumerate(said.calls):
-            if place >= self._cfg.max_parallel_calls:
-                text = f"Error: not run: at most {self._cfg.max_parallel_calls} calls in a turn"
-                counts[c.CALLS_NOT_RUN] += 1
-            elif call.name not in self._names:
-                text = f"Error: there is no tool {call.name!r}; there are {', '.join(sorted(self._names))}"
-                counts[c.TOOL_ERRORS] += 1
-            else:
-                result = next(remaining)
-                text = self._shortened(result.text)
-                counts[c.TOOL_ERRORS] += result.status != "ok"
-                counts[c.TOOL_TIMEOUTS] += result.status == "timeout"
-                counts["tool_ms"] = max(counts["tool_ms"], round(1e3 * result.seconds))
-            messages.append({"role": "tool", "name": call.name, "content": text})
+    def _reply(self, news: News) -> Reply:
+        line, opened = news.line, self._open[self._keys[news.number]]
+        if "failed" in line:
+            return Reply(None, failed=str(line["failed"]))
+        counts, rewards = Counter(line["counts"]), [float(reward) for reward in line["rewards"]]
+        if "end" in line:
+            return Reply(None, line["said"], counts, rewards, line["end"])
+        messages = line["ask"]
+        try:
+            tokens = np.array(self._seam.context(opened.end_token, self._calls(opened.said, messages), messages))
+        except DataError as error:
+            self._hosts.close(news.number)  # type: ignore[union-attr]
+            return Reply(None, failed=str(error))
+        return Reply(tokens.astype(np.int32), messages, counts, rewards)
+
+    def _calls(self, said: Parsed, messages: Sequence[Message]) -> list[Call]:
+        """The calls that results among the messages answer."""
+        if not any(message["role"] == "tool" for message in messages):
+            return []
         # In the place of a call that could not be read stands one of the template's own kind, as results need one.
-        calls = [*said.calls, *(Call("unreadable", {}) for _ in said.problems)]
-        messages += [{"role": "tool", "name": "unreadable", "content": f"Error: {why}"} for why in said.problems]
-        tokens = np.array(self._seam.context(end_token, calls, messages), dtype=np.int32)
-        return Context(tokens, counts, [result.reward for result in results])
-
-    def _shortened(self, text: str) -> str:
-        most, side = self._cfg.max_tool_response_length, self._cfg.tool_response_truncate_side
-        if len(text) <= most:
-            return text
-        if side == "left":
-            return f"(truncated)...{text[-most:]}"
-        if side == "right":
-            return f"{text[:most]}...(truncated)"
-        half = most // 2
-        return f"{text[:half]}...(truncated)...{text[len(text) - (most - half) :]}"
+        return [*said.calls, *(Call("unreadable", {}) for _ in said.problems)]

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rltrain.agents.chat import Message
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
-from rltrain.workers.rollout.answering import Answering, Context
+from rltrain.workers.rollout.answering import Answering, Key, Reply
 from rltrain.workers.rollout.contract import Job, Turn
 from rltrain.workers.rollout.queue import JobQueue
-from rltrain.workers.rollout.tools import Key
 
 # How long an engine with nothing to do waits for a tool before it looks whether it is to stop.
 _WAIT_S = 0.05
@@ -59,14 +59,27 @@ class Conversation:
     num_turns: int = 0
     """That the policy has ended."""
     counts: Counter[str] = field(default_factory=Counter)
-    """`Context.counts`, added up."""
+    """`Reply.counts`, added up."""
     rewards: list[float] = field(default_factory=list)
-    """`Context.rewards`, of all contexts."""
+    """`Reply.rewards`, of all replies."""
+    said: list[list[Message]] = field(default_factory=list)
+    """Behind each turn that another has followed."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """`Reply.numbers`."""
+    failed: str = ""
+    """`Reply.failed`."""
 
-    def add_context(self, context: Context) -> None:
+    def hear(self, reply: Reply) -> None:
+        """Note what was said to a turn."""
+        self.counts += reply.counts
+        self.rewards += reply.rewards
+        self.numbers, self.failed = reply.numbers, reply.failed
+
+    def add_context(self, tokens: NDArray[np.int32], messages: list[Message]) -> None:
         """Append what the policy did not sample."""
-        self.tokens = np.concatenate([self.tokens, context.tokens])
-        self.mask = np.concatenate([self.mask, np.zeros(len(context.tokens), dtype=np.bool_)])
+        self.said.append(messages)
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.mask = np.concatenate([self.mask, np.zeros(len(tokens), dtype=np.bool_)])
 
     def add_sampled(self, tokens: NDArray[np.int32], log_probs: NDArray[np.float32]) -> None:
         """Append what the policy sampled."""
@@ -141,7 +154,8 @@ class Conversations:
         started, conversation = self._running.pop((turn.place, turn.sample))
         tokens, log_probs = np.array(turn.tokens, dtype=np.int32), np.array(turn.log_probs, dtype=np.float32)
         unknown = (tokens < 0) | (tokens >= self._vocabulary)
-        if unknown.any() or not np.isfinite(log_probs).all():
+        damaged = bool(unknown.any()) or not np.isfinite(log_probs).all()
+        if damaged:
             self.num_damaged += 1
             self.num_unknown += int(unknown.sum())
         else:
@@ -149,36 +163,37 @@ class Conversations:
         conversation.truncated, conversation.aborted = turn.reason == "length", turn.aborted
         conversation.seconds = turn.seconds
         conversation.num_turns += 1
-        if turn.reason != "stop" or unknown.any() or not self._ask(started, conversation, turn):
+        if not self._is_answered(started, conversation, turn, whole=not (turn.aborted or damaged)):
             self._over(started)
 
-    def _ask(self, started: _Started, conversation: Conversation, turn: Turn) -> bool:
-        """Whether somebody answers the turn, and so the conversation goes on."""
+    def _is_answered(self, started: _Started, conversation: Conversation, turn: Turn, *, whole: bool) -> bool:
+        """Whether somebody answers the turn, so that the conversation goes on or its end is still to be told."""
         if self._answering is None:
             return False
-        said = self._answering.read(turn.tokens)
-        if not (said.calls or said.problems):
+        key = turn.place, turn.sample
+        if not whole:
+            self._answering.give_up(key)
             return False
-        if self._answering.is_last(conversation.num_turns):
-            conversation.counts += Counter({c.TOOL_CALLS: len(said.calls), c.CALLS_NOT_RUN: len(said.calls)})
+        if not self._answering.ask(key, turn, conversation.num_turns, conversation.counts):
             return False
         # Where the engine is stopped meanwhile, it has not ended.
         conversation.aborted = True
-        self._waiting[turn.place, turn.sample] = started, conversation
-        self._answering.ask((turn.place, turn.sample), turn.tokens[-1], said)
+        self._waiting[key] = started, conversation
         return True
 
     def _listen(self, wait_s: float = 0.0) -> None:
-        for key, context in self._answering.arrived(wait_s) if self._answering else ():
+        for key, reply in self._answering.arrived(wait_s) if self._answering else ():
             started, conversation = self._waiting[key]
-            conversation.counts += context.counts
-            conversation.rewards += context.rewards
-            if len(context.tokens) < self._room(conversation):
-                conversation.add_context(context)
+            conversation.hear(reply)
+            if reply.tokens is not None and len(reply.tokens) < self._room(conversation):
+                conversation.add_context(reply.tokens, reply.messages)
                 self._ready.append(key)
-            else:  # an answer ends with a token of the policy
+                continue
+            # An answer ends with a token of the policy.
+            conversation.truncated |= reply.tokens is not None
+            if reply.tokens is None or not self._answering.no_room(key):  # type: ignore[union-attr]
                 del self._waiting[key]
-                conversation.truncated, conversation.aborted = True, False
+                conversation.aborted = False
                 self._over(started)
 
     def _room(self, conversation: Conversation) -> int:
@@ -247,10 +262,11 @@ def payload_of(conversations: Sequence[Conversation]) -> Batch:
 
 
 def turn_numbers(conversations: Sequence[Conversation]) -> dict[str, NDArray[Any]]:
-    """`columns.OF_TURNS` and `columns.TOOL_S`, a value per conversation."""
+    """`columns.OF_TURNS`, `columns.AGENT_FAILED` and `columns.TOOL_S`, a value per conversation."""
     counts = [answer.counts for answer in conversations]
     numbers: dict[str, NDArray[Any]] = {name: np.array([each[name] for each in counts]) for name in c.OF_TURNS}
     seconds = np.array([each["tool_ms"] / 1e3 for each in counts], dtype=np.float32)
+    numbers[c.AGENT_FAILED] = np.array([bool(answer.failed) for answer in conversations])
     return numbers | {c.NUM_TURNS: np.array([answer.num_turns for answer in conversations]), c.TOOL_S: seconds}
 
 

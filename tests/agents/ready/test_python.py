@@ -1,9 +1,12 @@
 """The interpreter as a tool: what is told of a program, where it may run, and what it cannot reach."""
 
+from functools import partial
+
 import pytest
 
-from rltrain.agents.toolbox import ToolCalls, toolbox_of
+from rltrain.agents.toolbox import toolbox_of
 from rltrain.base.errors import ConfigError
+from rltrain.base.plugin import load_plugin
 from rltrain.config.load import load_config
 from rltrain.slots.limits import Limits
 from rltrain.slots.service import Service
@@ -15,7 +18,7 @@ IN_A_FILE = "from rltrain import tool\nfrom rltrain.agents.ready.python import p
 
 
 def slot(**limits):
-    return Slot(Service(ToolCalls, "the tool", "timeout", "memory"), Limits(**limits))
+    return Slot(Service(partial(load_plugin, "tools"), "the tool", "timeout", "memory"), Limits(**limits))
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +28,9 @@ def allowed():
 
 
 def told(open_slot, code):
-    outcome = open_slot.call(PLACE, "python", {"code": code})
+    outcome = open_slot.call(f"{PLACE}:python", code)
     assert outcome.status == "ok", outcome.error
-    return outcome.value["text"]
+    return outcome.value
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_what_was_printed_in_time_is_told_of_a_program_that_does_not_end():
 
 def test_nothing_runs_unless_it_was_allowed(tmp_path):
     with slot(timeout_s=5.0) as open_slot:
-        outcome = open_slot.call(PLACE, "python", {"code": "1"})
+        outcome = open_slot.call(f"{PLACE}:python", "1")
     assert (outcome.status, outcome.kind) == ("crashed", "ConfigError")
     assert "allow_code_execution=False" in outcome.error
     (tmp_path / "tools.py").write_text(IN_A_FILE)

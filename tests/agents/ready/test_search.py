@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import sqlite3
+from contextlib import closing
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -152,6 +153,30 @@ def test_a_search_stops_before_the_deadline_of_its_call(corpus, monkeypatch):
     monkeypatch.setattr(module, "_STEPS", 1)
     monkeypatch.setattr("rltrain.slots.limits._current", Limits(timeout_s=1e-9))
     assert Search(str(corpus)).search("capital") == "Error: the search took too long. Use fewer or rarer words."
+
+
+def test_of_a_query_that_takes_too_long_the_commonest_words_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_NOTED", 0)
+    rows = [{"title": str(i), "text": "river " + ("rivers city " * (i % 2)) + f"word{i % 4}"} for i in range(40)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Search(str(tmp_path / "many.jsonl"))
+    with closing(sqlite3.connect(index_of(str(tmp_path / "many.jsonl")))) as database:
+        numbers = dict(database.execute("SELECT * FROM common"))
+    # The tokenizer's own words: of rivers too.
+    assert (numbers["river"], numbers["citi"], numbers["word3"]) == (40, 20, 10)
+
+    def words(query):
+        with closing(sqlite3.connect(":memory:")) as database:
+            database.execute("ATTACH ? AS kept", (str(index_of(str(tmp_path / "many.jsonl"))),))
+            database.execute("CREATE TABLE common AS SELECT * FROM kept.common")
+            return module._telling(database, query.split(), "porter unicode61")
+
+    assert words("rivers city word3 zebra") == ["zebra", "word3", "city", "rivers"]
+    for limit, kept in ((69, ["zebra", "word3", "city"]), (29, ["zebra", "word3"]), (0, ["zebra", "word3"])):
+        monkeypatch.setattr(module, "_MAX_RANKED", limit)
+        assert words("rivers city word3 zebra") == kept
+    assert found.search("rivers city word3").startswith("Doc 1(Title: 3) ")
+    assert words("rivers") == ["rivers"]
 
 
 def test_the_index_is_only_read(corpus):

@@ -1,5 +1,6 @@
 """Formats by name: those of verl, and a function of the user's own."""
 
+from dataclasses import replace
 import re
 from pathlib import Path
 
@@ -61,7 +62,14 @@ def test_a_name_that_is_none_is_told_with_those_that_are(family):
         format_of("hermess", family("hermes"))
     assert all(name in str(refusal.value) for name in [*FORMATS, "FILE.py:NAME"])
     with pytest.raises(ConfigError, match="the chat template writes calls in none"):
-        format_of("auto", family("lfm"))
+        format_of("auto", replace(family("lfm"), row_tools=RowTools(SCHEMAS)))
+
+
+def test_without_tools_no_turn_has_a_call(family):
+    text = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>'
+    said = format_of("auto", family("hermes")).parse(text, [])
+    assert (said.calls, said.problems, said.reasoning) == ([], [], "Hm.")
+    assert said.text == '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 
 
 def test_a_function_of_ones_own_reads_calls(own):

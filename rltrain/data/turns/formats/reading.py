@@ -102,6 +102,12 @@ def scan(text: str, opening: str, closing: str, read: Reader, thinking: tuple[st
     return Parsed(calls, problems, "".join(rest).strip(), "\n".join(part.strip() for part in reasoning).strip())
 
 
+def spoken(text: str, thinking: tuple[str, str] = THINKING) -> tuple[str, str]:
+    """What a turn without calls says, and its reasoning."""
+    parsed = scan(text, thinking[0], "", lambda text, start: ([], start), thinking)
+    return parsed.text, parsed.reasoning
+
+
 def _closed(text: str, mark: str, place: int) -> tuple[int, int]:
     """Where the next mark begins and ends; the end of the text where there is none."""
     found = text.find(mark, place)

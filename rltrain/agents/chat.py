@@ -1,0 +1,274 @@
+"""A conversation with the policy, as an agent sees it: it asks for a turn, adds what answers it, and asks again.
+
+Nothing of it can be taken back, which is what keeps the tokens of a trajectory those that were sampled. An agent that
+is begun again, because its process died, is given the turns that it had: `Chat.reply` returns them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from rltrain.base.columns import names as c
+from rltrain.base.plugin import user_traceback
+
+if TYPE_CHECKING:
+    from rltrain.config.schema.rollout import MultiTurnConfig
+
+Message = dict[str, Any]
+Result = TypeVar("Result")
+# A call that blocks the event loop must not use up the time of the others, so that time is counted in pieces.
+_BEATS = 20
+
+
+class Over(Exception):
+    """The trajectory has had its last turn: it has no room for another, or has had as many as it may."""
+
+
+class Late(Exception):
+    """A call has no result in time."""
+
+
+class Broken(Exception):
+    """The trajectory cannot go on, through no fault of the policy."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool that a turn asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy has said without a break."""
+
+    text: str
+    """Without calls, reasoning and special tokens."""
+    calls: Sequence[ToolCall] = ()
+    problems: Sequence[str] = ()
+    """One per call that was begun and cannot be read: what is wrong with it."""
+    reasoning: str = ""
+    finish: Literal["stop", "length", "turns"] = "stop"
+    """Why it ended: by itself, for want of room, or by itself as the last that is allowed. None follows but "stop"."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a trajectory begins."""
+
+    prompt: list[Message]
+    row: dict[str, Any]
+    """data_source, ground_truth, extra_info."""
+    seed: int
+    agent: str | None = None
+    """FILE.py:NAME; None: tools and environment answer every turn."""
+
+
+class Tools(Protocol):
+    """The tools of a trajectory, see `toolbox.Session`."""
+
+    names: list[str]
+    stateless: bool
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
+        """``text``, ``reward`` and ``metrics``."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What `rollout.multi_turn` says of tools and results."""
+
+    timeout_s: float
+    """Of a call."""
+    trajectory_timeout_s: float | None
+    """Of all that a trajectory does but wait for the policy."""
+    max_parallel_calls: int
+    max_result_length: int
+    """Characters."""
+    truncate_side: str
+
+    @classmethod
+    def of(cls, turns: MultiTurnConfig) -> Terms:
+        """Those of the configuration."""
+        return cls(
+            turns.tool_timeout_s,
+            turns.trajectory_timeout_s,
+            turns.max_parallel_calls,
+            turns.max_tool_response_length,
+            turns.tool_response_truncate_side,
+        )
+
+
+@dataclass
+class Asked:
+    """What an agent has said since the last turn, on its way to the policy or into the report of the trajectory."""
+
+    messages: list[Message] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """`columns.OF_TURNS`, and ``tool_ms``: of the slowest call."""
+    rewards: list[float] = field(default_factory=list)
+
+
+class Chat:
+    """A conversation. turns: those so far, one at least. said: the messages behind those that something has followed,
+    where it is begun again."""
+
+    def __init__(
+        self,
+        prompt: Sequence[Message],
+        turns: Sequence[Turn],
+        said: Sequence[list[Message]],
+        terms: Terms,
+        tools: Tools,
+        ask: Callable[[Asked], None],
+    ) -> None:
+        self.messages: list[Message] = list(prompt)
+        """All so far: the prompt's, turns of the assistant, and what was added."""
+        self.turns: list[Turn] = []
+        self.rewards: list[float] = []
+        """Of all turns."""
+        self._coming, self._said, self._terms, self._tools, self._ask = list(turns), list(said), terms, tools, ask
+        self._asked = Asked()
+        self._answer: asyncio.Future[Turn] | None = None
+
+    @property
+    def tools(self) -> Sequence[str]:
+        """Names of the tools that the policy was shown."""
+        return self._tools.names
+
+    async def reply(self) -> Turn:
+        """The next turn of the policy. The first answers the row's prompt. Raises `Over` where none follows.
+
+        Raises Broken where an agent that is begun again does not say what it has said before.
+        """
+        if self.turns:
+            await self._hear()
+        turn = self._coming.pop(0)
+        self.turns.append(turn)
+        self.messages.append({"role": "assistant", "content": turn.text} | _calls_of(turn))
+        return turn
+
+    async def _hear(self) -> None:
+        """Say what was added, until the next turn is there."""
+        if self.turns[-1].finish != "stop":
+            raise Over
+        asked, place, self._asked = self._asked, len(self.turns) - 1, Asked()
+        if not asked.messages:
+            raise ValueError("nothing was added since the last turn: chat.add(role, text) comes before chat.reply().")
+        if place >= len(self._said):
+            self._answer = asyncio.get_running_loop().create_future()
+            self._ask(asked)
+            self._coming.append(await self._answer)
+        elif asked.messages != self._said[place]:
+            raise Broken("begun again, the agent said something else: it depends on more than its row and its seed")
+        if not self._coming:
+            raise Over
+
+    def answered(self, turn: Turn | None) -> None:
+        """The policy has answered; None: it will not."""
+        if self._answer and not self._answer.done():
+            if turn:
+                self._answer.set_result(turn)
+            else:
+                self._answer.set_exception(Over())
+
+    def add(self, role: str, text: str) -> None:
+        """Add a message behind the last turn: a user's, or a tool's result."""
+        if role not in ("user", "tool") or not isinstance(text, str):
+            raise ValueError(f"chat.add({role!r}, {text!r:.80}): a message is a text of 'user' or 'tool'.")
+        if not self.turns:
+            raise ValueError("chat.add comes behind a turn: what stands in front of the first is the row's prompt.")
+        self._add({"role": role, "content": text} | ({"name": "tool"} if role == "tool" else {}))
+
+    def _add(self, message: Message) -> None:
+        self._asked.messages.append(message)
+        self.messages.append(message)
+
+    def reward(self, value: float) -> None:
+        """Note a reward of this turn: scorers see all of a trajectory as ``tool_rewards``."""
+        self.rewards.append(float(value))
+        self._asked.rewards.append(self.rewards[-1])
+
+    async def answer_calls(self, turn: Turn) -> None:
+        """Run the calls of a turn at the same time, and add their results in the order of the calls.
+
+        What goes wrong in a call is a result that says so. Each call that is not run, or cannot be read, gets one too.
+        """
+        counts = self._asked.counts
+        counts.update({c.TOOL_CALLS: len(turn.calls), c.UNREADABLE_CALLS: len(turn.problems)})
+        place = len(self.turns) - 1
+        if self._tools.stateless and place < len(self._said):
+            for message in self._said[place]:
+                self._add(message)
+            return
+        run = [self._result(call) for call in turn.calls[: self._terms.max_parallel_calls]]
+        for call, text in zip(turn.calls, await asyncio.gather(*run), strict=False):
+            self._add({"role": "tool", "name": call.name, "content": text})
+        for call in turn.calls[self._terms.max_parallel_calls :]:
+            counts[c.CALLS_NOT_RUN] += 1
+            text = f"Error: not run: at most {self._terms.max_parallel_calls} calls in a turn"
+            self._add({"role": "tool", "name": call.name, "content": text})
+        for why in turn.problems:
+            self._add({"role": "tool", "name": "unreadable", "content": f"Error: {why}"})
+
+    async def _result(self, call: ToolCall) -> str:
+        counts, started = self._asked.counts, time.perf_counter()
+        if call.name not in self._tools.names:
+            counts[c.TOOL_ERRORS] += 1
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(sorted(self._tools.names))}"
+        try:
+            result = await within(self._tools.call(call.name, call.arguments), self._terms.timeout_s)
+        except Late:
+            counts.update({c.TOOL_ERRORS: 1, c.TOOL_TIMEOUTS: 1})
+            return f"Error: no result after {self._terms.timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - a tool is the user's code
+            counts[c.TOOL_ERRORS] += 1
+            # The frames are for people, and the last line says what happened.
+            print(f"the tool {call.name!r} raised:\n{user_traceback(error)}")  # noqa: T201 - its prints are its log
+            return f"Error: {user_traceback(error).strip().splitlines()[-1]}"
+        finally:
+            counts["tool_ms"] = max(counts["tool_ms"], round(1e3 * (time.perf_counter() - started)))
+        self.reward(result["reward"])
+        return self.shortened(str(result["text"]))
+
+    def shortened(self, text: str) -> str:
+        """``text`` as long as `multi_turn.max_tool_response_length` allows."""
+        most, side = self._terms.max_result_length, self._terms.truncate_side
+        if len(text) <= most:
+            return text
+        if side == "left":
+            return f"(truncated)...{text[-most:]}"
+        if side == "right":
+            return f"{text[:most]}...(truncated)"
+        half = most // 2
+        return f"{text[:half]}...(truncated)...{text[len(text) - (most - half) :]}"
+
+    def last_words(self) -> Asked:
+        """What was noted and no turn has followed."""
+        asked, self._asked = self._asked, Asked()
+        return asked
+
+
+async def within(awaitable: Awaitable[Result], timeout_s: float) -> Result:
+    """What ``awaitable`` returns. Raises Late after ``timeout_s``."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        for _ in range(_BEATS):
+            done, _ = await asyncio.wait({task}, timeout=timeout_s / _BEATS)
+            if done:
+                return task.result()
+        raise Late
+    finally:
+        task.cancel()
+
+
+def _calls_of(turn: Turn) -> Message:
+    calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls]
+    return {"tool_calls": calls} if calls else {}

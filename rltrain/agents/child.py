@@ -1,0 +1,181 @@
+"""The process of a host: an event loop in which every trajectory is a task.
+
+Requests come as pickles, and replies go as lines of JSON, which the other side only parses. A request is one of
+``("begin", number, Start, turns, said)``, ``("turn", number, Turn or None)``, ``("close", number)`` and ``("ping",)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from threading import Thread
+from typing import Any, BinaryIO
+
+from rltrain.agents.calling import called
+from rltrain.agents.chat import Asked, Broken, Chat, Late, Message, Over, Start, Terms, Turn, within
+from rltrain.agents.loop import answer_turns, score_of
+from rltrain.agents.threads import num_abandoned
+from rltrain.agents.toolbox import Session, Toolbox
+from rltrain.base.errors import RltrainError
+from rltrain.base.plugin import load_plugin, user_traceback
+from rltrain.slots.child import MAX_ERROR_CHARS, opened
+from rltrain.slots.service import MAX_RESULT_BYTES
+
+_AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
+_TICK_S = 0.25
+
+
+@dataclass
+class _Trajectory:
+    chat: Chat | None = None
+    task: asyncio.Task[None] | None = None
+    busy_s: float = 0.0
+    """How long it has done anything but wait for the policy."""
+    waits: bool = False
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve requests until the other end closes."""
+    channel, requests, _ = opened(descriptor, parent)
+    places, terms = pickle.load(requests)
+    try:
+        toolbox = Toolbox(places)
+    except Exception as error:  # noqa: BLE001 - the import of a user's file may raise anything
+        text = str(error) if isinstance(error, RltrainError) else user_traceback(error)
+        _send(channel, {"unusable": text[:MAX_ERROR_CHARS]})
+        return
+    _send(channel, {"ready": True})
+    with suppress(EOFError, ConnectionError):
+        asyncio.run(_Stage(channel, toolbox, terms).serve(requests))
+    os._exit(0)  # without waiting for threads that never end
+
+
+def _send(channel: socket.socket, line: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(line).encode() + b"\n")
+
+
+@cache
+def _agent(place: str) -> Callable[..., Any]:
+    return load_plugin(_AGENT_KEY, place)
+
+
+@dataclass
+class _Stage:
+    """The trajectories of this process, by number."""
+
+    channel: socket.socket
+    toolbox: Toolbox
+    terms: Terms
+    _all: dict[int, _Trajectory] = field(default_factory=dict)
+
+    async def serve(self, requests: BinaryIO) -> None:
+        """Until the other end closes."""
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+        def read() -> None:
+            try:
+                while True:
+                    loop.call_soon_threadsafe(inbox.put_nowait, pickle.load(requests))
+            except (EOFError, OSError, RuntimeError):
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(inbox.put_nowait, None)
+
+        Thread(target=read, daemon=True).start()
+        watch = asyncio.ensure_future(self._watch())
+        while request := await inbox.get():
+            getattr(self, f"_{request[0]}")(*request[1:])
+        watch.cancel()
+
+    def _ping(self) -> None:
+        _send(self.channel, {"pong": num_abandoned()})
+
+    def _begin(self, number: int, start: Start, turns: list[Turn], said: list[list[Message]]) -> None:
+        trajectory = self._all[number] = _Trajectory()
+        trajectory.task = asyncio.ensure_future(self._live(number, trajectory, start, turns, said))
+
+    def _turn(self, number: int, turn: Turn | None) -> None:
+        if (trajectory := self._all.get(number)) and trajectory.chat:
+            trajectory.waits = False
+            trajectory.chat.answered(turn)
+
+    def _close(self, number: int) -> None:
+        if (trajectory := self._all.pop(number, None)) and trajectory.task:
+            trajectory.task.cancel()
+
+    async def _watch(self) -> None:
+        limit = self.terms.trajectory_timeout_s
+        while limit:
+            await asyncio.sleep(_TICK_S)
+            for number, trajectory in list(self._all.items()):
+                trajectory.busy_s += 0.0 if trajectory.waits else _TICK_S
+                if trajectory.busy_s > limit:
+                    self._close(number)
+                    self._tell(number, {"failed": f"not done after {limit:g} s (multi_turn.trajectory_timeout_s)"})
+
+    async def _live(
+        self, number: int, trajectory: _Trajectory, start: Start, turns: list[Turn], said: list[list[Message]]
+    ) -> None:
+        def ask(asked: Asked) -> None:
+            trajectory.waits = True
+            self._tell(number, {"ask": asked.messages, "counts": asked.counts, "rewards": asked.rewards})
+
+        session: Session | None = None
+        try:
+            session = await within(self.toolbox.open(start.row, start.seed), self.terms.timeout_s)
+            chat = trajectory.chat = Chat(start.prompt, turns, said, self.terms, session, ask)
+            outcome = await self._lead(chat, session, start)
+            asked = chat.last_words()
+            end = {"end": outcome, "said": asked.messages, "counts": asked.counts, "rewards": asked.rewards}
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:  # noqa: BLE001 - user code: sys.exit must not end the process
+            end = {"failed": _words_of(error, self.terms)}
+        finally:
+            if session:
+                await asyncio.shield(session.close())
+        if self._all.pop(number, None):
+            self._tell(number, end)
+
+    async def _lead(self, chat: Chat, session: Session, start: Start) -> dict[str, float]:
+        """Have the trajectory run to its end. Returns ``score``, where it gives itself one, and its other numbers."""
+        returned = None
+        with suppress(Over):
+            if start.agent:
+                returned = await called(_agent(start.agent), chat, start.row, start.seed)
+            else:
+                await answer_turns(chat, session, self.terms)
+        if returned is None:
+            returned = await score_of(session, chat, self.terms)
+        return _numbers(returned)
+
+    def _tell(self, number: int, line: dict[str, Any]) -> None:
+        try:
+            text = json.dumps({"number": number, **line})
+        except (TypeError, ValueError) as error:
+            text = json.dumps({"number": number, "failed": f"what was said is not JSON: {error}"})
+        if len(text) >= MAX_RESULT_BYTES:
+            why = f"{len(text):,} bytes were said at once; {MAX_RESULT_BYTES:,} are taken"
+            text = json.dumps({"number": number, "failed": why})
+        self.channel.sendall(text.encode() + b"\n")
+
+
+def _numbers(returned: Any) -> dict[str, float]:
+    """``score`` and other numbers of what an agent has returned. Raises ValueError for anything else."""
+    given = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
+    try:
+        return {str(name): float(value) for name, value in given.items()}
+    except (TypeError, ValueError):
+        raise ValueError(f"{returned!r:.200} is no score: a number, or a dict of numbers with 'score'.") from None
+
+
+def _words_of(error: BaseException, terms: Terms) -> str:
+    if isinstance(error, Late):
+        return f"no result after {terms.timeout_s:g} s (multi_turn.tool_timeout_s)"
+    return str(error) if isinstance(error, Broken) else user_traceback(error)[-MAX_ERROR_CHARS:]

@@ -1,0 +1,86 @@
+"""All hosts of an engine: a trajectory stays in the one where it began, which has its state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from itertools import count
+from queue import Empty, SimpleQueue
+
+from rltrain.agents.chat import Start, Terms, Turn
+from rltrain.agents.host import Held, Host, News
+from rltrain.agents.toolbox import Places
+from rltrain.base.errors import ConfigError
+from rltrain.slots.limits import Limits
+
+
+class Hosts:
+    """``number`` processes that answer the policy."""
+
+    def __init__(self, places: Places, terms: Terms, limits: Limits, number: int) -> None:
+        self._news: SimpleQueue[News | str] = SimpleQueue()
+        self._hosts = [Host(places, terms, limits, self._news) for _ in range(number)]
+        self._held: dict[int, tuple[Held, Host]] = {}
+        self._load: Counter[int] = Counter()
+        # Never one twice, so that late news of a trajectory that was closed is nobody's.
+        self._numbers = count()
+
+    def begin(self, start: Start, turn: Turn) -> int:
+        """The first turn of a trajectory is to be answered. Returns the number by which `news` will know it."""
+        place = min(range(len(self._hosts)), key=lambda at: self._load[at])
+        self._load[place] += 1
+        held = Held(next(self._numbers), start)
+        self._held[held.number] = held, self._hosts[place]
+        self.go_on(held.number, turn)
+        return held.number
+
+    def go_on(self, number: int, turn: Turn | None) -> None:
+        """A further turn is to be answered; None: there is no room for one."""
+        held, host = self._held[number]
+        held.turns.append(turn)
+        host.ask(held)
+
+    def close(self, number: int) -> None:
+        """Nobody waits for the trajectory any more."""
+        if number in self._held:
+            held, host = self._held[number]
+            self._forget(number)
+            host.close(held)
+
+    def close_all(self) -> None:
+        """Nobody waits for any."""
+        for number in list(self._held):
+            self.close(number)
+
+    def _forget(self, number: int) -> None:
+        _, host = self._held.pop(number)
+        self._load[self._hosts.index(host)] -= 1
+
+    def news(self, wait_s: float = 0.0) -> list[News]:
+        """What trajectories have said by now. Waits so long for the first.
+
+        Raises ConfigError where no trajectory can be answered: what the user has written cannot be imported.
+        """
+        found: list[News] = []
+        with suppress(Empty):
+            item = self._news.get(timeout=wait_s) if wait_s else self._news.get_nowait()
+            while True:
+                if isinstance(item, str):
+                    raise ConfigError(item)
+                if item.number in self._held:
+                    if "ask" in item.line:
+                        self._held[item.number][0].said.append(item.line["ask"])
+                    else:
+                        self._forget(item.number)
+                    found.append(item)
+                item = self._news.get_nowait()
+        return found
+
+    def printed(self) -> str:
+        """What tools and agents have printed since the last call."""
+        return "".join(host.printed() for host in self._hosts)
+
+    def shut(self) -> None:
+        """End all processes."""
+        for host in self._hosts:
+            host.shut()

@@ -1,0 +1,81 @@
+"""An interpreter of its own for code that cannot be trusted to end, and its end with all that it has started."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+
+from rltrain.base.env import slot_environment
+from rltrain.slots.limits import has_ended, kill_tree, send
+from rltrain.slots.output import Printed
+
+START_TIMEOUT_S = 120.0
+# For the reaper to end what is left, and then itself.
+_END_S = 3.0
+_LAST_CHARS = 2000
+# The parent's own sys.path, since it may have been changed by the command or a plugin; -c and not -m, so that it is set
+# before anything of rltrain is imported.
+_COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {parent})"
+
+
+class ChildProcess:
+    """Runs ``main(descriptor, parent)`` of a module, at the other end of ``channel``.
+
+    opening: what it is sent first. printed: gets what it prints. The process is in a session of its own, and ends with
+    the thread that started it.
+    """
+
+    def __init__(self, module: str, opening: bytes, printed: Printed) -> None:
+        self.channel, far_end = socket.socketpair()
+        # Gets the interpreter's first words and faulthandler's last ones. The child soon turns its stderr to the pipe,
+        # so that prints do not bury them.
+        self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._printed = printed
+        printed.renew()
+        with far_end:
+            code = _COMMAND.format(path=sys.path, module=module, fd=far_end.fileno(), parent=os.getpid())
+            # A process group of its own, which `kill_tree` can end as one.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=printed.writer,
+                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True, env=slot_environment(),
+            )  # fmt: skip
+        self.channel.settimeout(START_TIMEOUT_S)
+        with suppress(OSError):  # whoever reads from it hears how it has ended
+            self.channel.sendall(opening)
+
+    @property
+    def pid(self) -> int:
+        """Process id, that is of the reaper above it."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return has_ended(self._process)
+
+    def end(self) -> tuple[str, bool]:
+        """Close it: how it had ended, as the rest of a sentence, and whether by a signal such as anybody may send."""
+        in_time = has_ended(self._process, _END_S)
+        self._crash_log.seek(0)
+        last_words = self._crash_log.read(_LAST_CHARS).decode(errors="replace").strip()
+        self.close()
+        code = self._process.returncode
+        if not in_time:
+            return " broke the connection to its process", False
+        number = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
+        how = f"'s process ended with exit code {code}" if code >= 0 else f"'s process was killed by {number}"
+        return how + (f":\n{last_words}" if last_words else ""), code in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def close(self) -> None:
+        """End the process, and those it started, now."""
+        self.channel.close()
+        send([self._process.pid], signal.SIGTERM)
+        has_ended(self._process, _END_S)
+        # Before `wait`: once it is waited for, its id may belong to another process.
+        kill_tree(self._process.pid)
+        self._process.wait()
+        self._printed.drain()  # its last words
+        self._printed.close()
+        self._crash_log.close()

@@ -1,0 +1,374 @@
+"""Hosts: many trajectories in a process that can be killed, and what becomes of the others when one ends it."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from rltrain.agents.chat import Start, Terms, ToolCall, Turn
+from rltrain.agents.hosts import Hosts
+from rltrain.agents.toolbox import Places
+from rltrain.base.errors import ConfigError
+from rltrain.slots.limits import Limits, descendants
+
+TOOLS = '''
+import os, time
+
+
+def echo(word: str) -> str:
+    """Say it again.
+
+    Args:
+        word: Any.
+    """
+    print("noise")
+    return word
+
+
+def nap(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "awake"
+
+
+async def doze(seconds: float) -> str:
+    """Sleep without a thread.
+
+    Args:
+        seconds: How long.
+    """
+    import asyncio
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+def fail(why: str) -> str:
+    """Raise.
+
+    Args:
+        why: The words.
+    """
+    raise ValueError(why)
+
+
+def leave() -> str:
+    """End the process."""
+    os._exit(3)
+
+
+def hold() -> str:
+    """Hold the interpreter's lock for minutes."""
+    return str(len(str(7 ** (1 << 27) % (1 << 90))))
+
+
+def loop() -> str:
+    """Never end."""
+    while True:
+        pass
+
+
+def flood() -> str:
+    """Return more than anybody reads."""
+    return "x" * (64 << 20)
+'''
+SHOP = '''
+import os
+
+class Shop:
+    def __init__(self, budget):
+        self.left = budget
+
+    def reset(self, row, seed):
+        self.folder, self.left = row["extra_info"].get("folder"), self.left + seed
+
+    def buy(self, price: int) -> str:
+        """Buy something.
+
+        Args:
+            price: Of it.
+        """
+        self.left -= price
+        return f"{self.left} left"
+
+    def quit(self) -> str:
+        """End the process."""
+        os._exit(1)
+
+    def score(self):
+        return {"score": self.left, "spent": 1}
+
+    def close(self):
+        if self.folder:
+            open(os.path.join(self.folder, "closed"), "a").write("x")
+'''
+COUNT = '''
+class Count:
+    """Says how many turns there were."""
+
+    def __init__(self, most=3):
+        self.turns, self.most = 0, most
+
+    def step(self, text):
+        self.turns += 1
+        return f"{self.turns} of {self.most}", 0.5, self.turns == self.most
+'''
+AGENT = """
+import random, asyncio
+
+async def agent(chat, row, seed):
+    turn = await chat.reply()
+    chat.add("user", f"you said {turn.text}")
+    turn = await chat.reply()
+    return {"score": float(row["ground_truth"] in turn.text), "turns": len(chat.turns)}
+
+async def moody(chat, row, seed):
+    turn = await chat.reply()
+    chat.add("user", str(random.random()))
+    await chat.reply()
+    chat.add("user", "more")
+    await chat.reply()
+
+async def broken(chat, row, seed):
+    await chat.reply()
+    raise RuntimeError("no server")
+
+async def endless(chat, row, seed):
+    await chat.reply()
+    await asyncio.sleep(1000)
+
+async def greedy(chat, row, seed):
+    while True:
+        await chat.reply()
+        chat.add("user", "go on")
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Hosts of a file of tools, a class or both."""
+    made = []
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "shop.py").write_text(SHOP)
+    (tmp_path / "count.py").write_text(COUNT)
+    (tmp_path / "agent.py").write_text(AGENT)
+
+    def hosts(number=1, timeout_s=1.5, trajectory_s=None, parallel=4, memory_mb=4096, kwargs=None, **places):
+        places = {name: str(tmp_path / place) for name, place in (places or {"functions": "tools.py"}).items()}
+        given = Places(**places, environment_kwargs=kwargs or {})
+        terms = Terms(timeout_s, trajectory_s, parallel, 256, "middle")
+        made.append(Hosts(given, terms, Limits(timeout_s, memory_mb), number))
+        return made[-1]
+
+    yield hosts
+    for each in made:
+        each.shut()
+
+
+def start(agent=None, seed=0, **row):
+    return Start([{"role": "user", "content": "?"}], {"extra_info": {}, "ground_truth": "7", **row}, seed, agent)
+
+
+def turn(*calls, text="", **more):
+    return Turn(text, [ToolCall(name, arguments) for name, arguments in calls], **more)
+
+
+def replies(hosts, number, within_s=60.0):
+    found, end = {}, time.monotonic() + within_s
+    while len(found) < number and time.monotonic() < end:
+        found |= {news.number: news.line for news in hosts.news(0.1)}
+    assert len(found) == number, found
+    return found
+
+
+def reply(hosts, within_s=60.0):
+    (line,) = replies(hosts, 1, within_s).values()
+    return line
+
+
+def killed(hosts):
+    """As anybody may."""
+    (host,) = hosts._hosts
+    os.kill(pid := host._process.pid, signal.SIGKILL)
+    replaced(host, pid)
+
+
+def replaced(host, pid):
+    end = time.monotonic() + 60
+    while host._process.pid == pid and time.monotonic() < end:
+        time.sleep(0.1)
+    assert host._process.pid != pid
+    return pid
+
+
+def texts(line):
+    return [message["content"] for message in line["ask"]]
+
+
+@pytest.mark.parametrize("name", ["nap", "doze"])
+def test_many_calls_are_under_way_at_once_in_a_process(make, name):
+    hosts = make()
+    hosts.begin(start(), turn(("echo", {"word": "warm"})))
+    reply(hosts)
+    started = time.monotonic()
+    numbers = [hosts.begin(start(), turn((name, {"seconds": 1.0}), ("echo", {"word": str(at)}))) for at in range(64)]
+    found = replies(hosts, 64)
+    assert time.monotonic() - started < 20  # one by one they take 64
+    assert [texts(found[number]) for number in numbers] == [["awake", str(at)] for at in range(64)]
+    assert all(found[number]["counts"]["tool_calls"] == 2 for number in numbers)
+
+
+def test_what_goes_wrong_in_a_call_is_text_for_the_policy(make):
+    hosts = make(parallel=2)
+    said = {
+        "raises": turn(("fail", {"why": "no such city"}), ("echo", {"word": "here"})),
+        "arguments": turn(("echo", {"wrod": "x"}), ("echo", {"word": "here"})),
+        "late": turn(("nap", {"seconds": 60.0}), ("echo", {"word": "here"})),
+        "long": turn(("flood", {}), ("echo", {"word": "here"})),
+        "unknown": turn(("fly", {}), ("echo", {"word": "here"})),
+        "many": turn(("echo", {"word": "a"}), ("echo", {"word": "here"}), ("echo", {"word": "c"})),
+        "unreadable": turn(problems=["it is no JSON."]),
+    }
+    numbers = {name: hosts.begin(start(), each) for name, each in said.items()}
+    found = replies(hosts, len(said))
+    lines = {name: found[number] for name, number in numbers.items()}
+    assert all(texts(line)[1] == "here" for name, line in lines.items() if name != "unreadable")
+    first = {name: texts(line)[0] for name, line in lines.items()}
+    assert first["raises"] == "Error: ValueError: no such city"
+    assert "unexpected keyword argument 'wrod'" in first["arguments"]
+    assert first["late"] == "Error: no result after 1.5 s"
+    assert len(first["long"]) < 300
+    assert first["unknown"].startswith("Error: there is no tool 'fly'; there are doze, echo")
+    assert texts(lines["many"])[2] == "Error: not run: at most 2 calls in a turn"
+    assert first["unreadable"] == "Error: it is no JSON."
+    counts = {name: line["counts"] for name, line in lines.items()}
+    assert counts["late"]["tool_timeouts"] == 1
+    assert counts["many"]["calls_not_run"] == 1
+    assert counts["unreadable"]["unreadable_calls"] == 1
+    assert "noise" in hosts.printed()
+
+
+@pytest.mark.parametrize("tool", ["leave", "hold"])
+def test_who_ends_the_process_is_given_up_and_the_others_go_on(make, tool):
+    hosts = make(functions="tools.py", timeout_s=2.0)
+    hosts.begin(start(), turn(("echo", {"word": "warm"})))
+    reply(hosts)
+    good = [hosts.begin(start(), turn(("nap", {"seconds": 0.3}))) for _ in range(3)]
+    bad = hosts.begin(start(), turn((tool, {})))
+    good += [hosts.begin(start(), turn(("echo", {"word": "ok"}))) for _ in range(2)]
+    found = replies(hosts, 6, 90)
+    assert [texts(found[number])[0] for number in good] == ["awake"] * 3 + ["ok"] * 2
+    words = {"leave": "the agent's process ended with exit code 3", "hold": "the agent has said nothing for"}
+    assert found[bad]["failed"].startswith(words[tool])
+    hosts.begin(start(), turn(("echo", {"word": "on"})))
+    assert texts(reply(hosts)) == ["on"]
+
+
+def test_a_call_that_never_ends_does_not_keep_its_process(make):
+    hosts = make(timeout_s=1.0)
+    hosts.begin(start(), turn(("loop", {})))
+    assert texts(reply(hosts)) == ["Error: no result after 1 s"]
+    (host,) = hosts._hosts
+    gone = replaced(host, host._process.pid)
+    assert not descendants(gone)
+    hosts.begin(start(), turn(("echo", {"word": "on"})))
+    assert texts(reply(hosts)) == ["on"]
+
+
+def test_an_instance_lives_as_long_as_its_trajectory(make, tmp_path):
+    shop = make(environment="shop.py:Shop", kwargs={"budget": 100})
+    number = shop.begin(start(seed=1, extra_info={"folder": str(tmp_path)}), turn(("buy", {"price": 30})))
+    other = shop.begin(start(seed=2), turn(("buy", {"price": 1}), ("buy", {"price": 1})))
+    found = replies(shop, 2)
+    assert texts(found[number]) == ["71 left"]
+    assert sorted(texts(found[other])) == ["100 left", "101 left"]
+    killed(shop)  # between two turns
+    shop.go_on(number, turn(("buy", {"price": 1})))
+    assert texts(reply(shop)) == ["70 left"]
+    shop.go_on(number, turn(text="done"))
+    line = reply(shop)
+    assert line["end"] == {"score": 70.0, "spent": 1.0}
+    assert (tmp_path / "closed").read_text() == "x"
+    shop.close(other)
+
+
+def test_an_environment_answers_every_turn_until_it_is_done(make, tmp_path):
+    hosts = make(environment="count.py:Count")
+    number = hosts.begin(start(), turn(text="a"))
+    assert reply(hosts)["ask"] == [{"role": "user", "content": "1 of 3"}]
+    hosts.go_on(number, turn(text="b"))
+    line = reply(hosts)
+    assert (texts(line), line["rewards"]) == (["2 of 3"], [0.5])
+    hosts.go_on(number, turn(text="c"))
+    assert reply(hosts)["end"] == {"score": 1.5}
+    # Half a turn is no move; no room for an answer is the end as well.
+    hosts.begin(start(), turn(text="ha", finish="length"))
+    assert reply(hosts)["end"] == {"score": 0.0}
+    number = hosts.begin(start(), turn(text="a"))
+    reply(hosts)
+    hosts.go_on(number, None)
+    assert reply(hosts)["end"] == {"score": 0.5}
+    # The last turn is a move.
+    hosts.begin(start(), turn(text="a", finish="turns"))
+    line = reply(hosts)
+    assert (line["end"], line["rewards"]) == ({"score": 0.5}, [0.5])
+
+
+def test_an_agent_leads_its_trajectory(make, tmp_path):
+    hosts, file = make(), tmp_path / "agent.py"
+    number = hosts.begin(start(f"{file}:agent"), turn(text="5"))
+    assert texts(reply(hosts)) == ["you said 5"]
+    hosts.go_on(number, turn(text="it is 7"))
+    assert reply(hosts)["end"] == {"score": 1.0, "turns": 2.0}
+
+
+def test_an_agent_that_fails_says_why(make, tmp_path):
+    hosts, file = make(trajectory_s=1.0), tmp_path / "agent.py"
+    numbers = [hosts.begin(start(f"{file}:{name}"), turn(text="5")) for name in ("broken", "endless")]
+    found = replies(hosts, 2)
+    assert re.search(r"agent\.py.*RuntimeError: no server", found[numbers[0]]["failed"], re.DOTALL)
+    assert found[numbers[1]]["failed"] == "not done after 1 s (multi_turn.trajectory_timeout_s)"
+
+
+def test_an_agent_begun_again_says_the_same_or_is_given_up(make, tmp_path):
+    hosts, file = make(), tmp_path / "agent.py"
+    first = hosts.begin(start(f"{file}:agent"), turn(text="5"))
+    moody = hosts.begin(start(f"{file}:moody"), turn(text="5"))
+    replies(hosts, 2)
+    killed(hosts)
+    hosts.go_on(first, turn(text="7"))
+    hosts.go_on(moody, turn(text="7"))
+    found = replies(hosts, 2)
+    assert found[first]["end"] == {"score": 1.0, "turns": 2.0}
+    assert found[moody]["failed"].startswith("begun again, the agent said something else")
+
+
+def test_what_nobody_waits_for_any_more_is_not_told(make):
+    hosts = make()
+    hosts.begin(start(), turn(("nap", {"seconds": 0.3})))
+    hosts.close_all()
+    number = hosts.begin(start(), turn(("nap", {"seconds": 0.6})))
+    assert list(replies(hosts, 1)) == [number]
+
+
+def test_trajectories_are_spread_over_the_processes(make):
+    hosts = make(number=2)
+    numbers = [hosts.begin(start(), turn(("nap", {"seconds": 0.2}))) for _ in range(6)]
+    assert sorted(hosts._load.values()) == [3, 3]
+    replies(hosts, 6)
+    for number in numbers:
+        hosts.close(number)
+    assert sum(hosts._load.values()) == 0
+
+
+def test_what_cannot_be_imported_ends_the_wait(make, tmp_path):
+    (tmp_path / "bad.py").write_text("import nowhere")
+    hosts = make(functions="bad.py")
+    hosts.begin(start(), turn(("echo", {"word": "x"})))
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        reply(hosts)

@@ -1,0 +1,158 @@
+"""Environments, classes with tools and agents between the turns of an answer."""
+
+import os
+import signal
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from rltrain.base.columns import names as c
+from tests.tiny_tools import END_ID, save_calling_model, tool_run
+
+R = "actor_rollout_ref__rollout__"
+ENVIRONMENT = '''
+class Count:
+    """Says how many turns there were."""
+
+    def __init__(self, most=2):
+        self.turns, self.most = 0, most
+
+    def reset(self, row, seed):
+        self.name, self.seed = row["data_source"], seed
+
+    def step(self, text):
+        self.turns += 1
+        return f"{self.turns} {self.name} {self.seed % 1000}", 0.25, self.turns == self.most
+'''
+SHOP = '''
+class Shop:
+    """Adds, and remembers."""
+
+    def __init__(self):
+        self.sum = 0
+
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: One of them.
+            b: The other.
+        """
+        self.sum += a + b
+        return str(self.sum)
+
+    def score(self):
+        return {"score": self.sum, "sums": self.sum}
+'''
+AGENT = """
+async def agent(chat, row, seed):
+    turn = await chat.reply()
+    chat.add("user", "again")
+    second = await chat.reply()
+    return {"score": 0.5, "turns": len(chat.turns), "same": turn.text == second.text}
+"""
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory):
+    return save_calling_model(tmp_path_factory.mktemp("calling") / "model")
+
+
+@pytest.fixture
+def settings(tmp_path, calling):
+    """settings(key, code, name): of a run whose answers are answered by it."""
+
+    def make(key, code, name):
+        (tmp_path / "own.py").write_text(code)
+        run = tool_run(calling, tmp_path)
+        del run[R + "multi_turn__function_tool_path"]
+        return run | {R + key: f"{tmp_path}/own.py:{name}"}
+
+    return make
+
+
+def generated(trainer):
+    batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
+    rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
+    return [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)], texts, numbers.per_sample
+
+
+def test_an_environment_answers_and_scores(process_group, tiny_trainer, settings):
+    run = settings("multi_turn__environment", ENVIRONMENT, "Count")
+    trainer = tiny_trainer(**run, **{R + "multi_turn__environment_kwargs": "{most: 3}"})
+    answers, texts, numbers = generated(trainer)
+    turns = numbers[c.NUM_TURNS]
+    assert turns.max() == 3
+    for (answer, mask), text, count in zip(answers, texts, turns.tolist(), strict=True):
+        assert mask[0], mask[-1]
+        assert [message["role"] for message in text.told["messages"]] == ["assistant", "user"] * (count - 1) + [
+            "assistant"
+        ]
+        assert text.told["agent_score"] == 0.25 * sum(bool(end) for end in text.told["tool_rewards"])
+        assert answer.count(END_ID) >= count - 1
+    said = [text.told["messages"][1]["content"] for text in texts if len(text.told["messages"]) > 1]
+    assert said[0].startswith("1 rltrain/arithmetic ")
+    # One seed for all answers to a prompt, so that they begin alike.
+    n = len(answers) // 4
+    seeds = [
+        [
+            text.told["messages"][1]["content"]
+            for text in texts[place * n : (place + 1) * n]
+            if text.told["num_turns"] > 2
+        ]
+        for place in range(4)
+    ]
+    assert all(len(set(each)) <= 1 for each in seeds)
+    assert len({each[0] for each in seeds if each}) > 1
+
+
+def test_a_class_with_tools_has_an_instance_for_each_answer(process_group, tiny_trainer, settings):
+    trainer = tiny_trainer(**settings("multi_turn__environment", SHOP, "Shop"))
+    _, texts, numbers = generated(trainer)
+    calls = numbers[c.TOOL_CALLS]
+    assert calls.max() > 1
+    for text, count in zip(texts, numbers[c.NUM_TURNS].tolist(), strict=True):
+        results = [message["content"] for message in text.told["messages"] if message["role"] == "tool"]
+        assert results == [str(5 * (at + 1)) for at in range(count - 1)]
+        assert text.told["agent_numbers"] == {"sums": text.told["agent_score"]}
+
+
+def test_an_agent_leads_the_answers(process_group, tiny_trainer, settings):
+    trainer = tiny_trainer(**settings("agent__default_agent_loop", AGENT, "agent"))
+    _, texts, numbers = generated(trainer)
+    assert numbers[c.NUM_TURNS].max() == 2
+    for text, count in zip(texts, numbers[c.NUM_TURNS].tolist(), strict=True):
+        if count == 2:
+            assert text.told["agent_score"] == 0.5
+            assert text.told["agent_numbers"]["turns"] == 2
+
+
+def test_a_process_that_is_killed_changes_no_token(process_group, tiny_trainer, settings, tmp_path):
+    run = settings("multi_turn__environment", ENVIRONMENT.replace("most=2", "most=4"), "Count")
+    quiet, *_ = generated(tiny_trainer(**run))
+    trainer = tiny_trainer(**run)
+    hosts = trainer.worker.rollout._answering._hosts
+    go_on, killed = hosts.go_on, []
+
+    def kill_first(number, turn):
+        if len(hosts._held[number][0].turns) == 2 and len(killed) < 3:
+            killed.append(number)
+            with suppress(ProcessLookupError):  # it is being replaced
+                os.kill(hosts._held[number][1]._process.pid, signal.SIGKILL)
+        go_on(number, turn)
+
+    hosts.go_on = kill_first
+    hurt, _, numbers = generated(trainer)
+    assert len(killed) == 3
+    assert hurt == quiet
+    assert not numbers[c.AGENT_FAILED].any()
+
+
+def test_the_answers_of_a_step_are_learnt_from(process_group, tiny_trainer, settings):
+    trainer = tiny_trainer(**settings("multi_turn__environment", ENVIRONMENT, "Count"))
+    answered = trainer.step(1)
+    assert answered.metrics["num_turns/max"] == 4
+    assert answered.metrics["agent/failed"] == 0
+    assert answered.metrics["training/rollout_probs_diff_mean"] < 1e-4
+    assert np.isfinite(answered.metrics["actor/grad_norm"])

@@ -1,0 +1,77 @@
+"""Trajectories that could not go on teach nothing, and move no baseline."""
+
+import numpy as np
+import pytest
+
+from rltrain.base.columns import names as c
+from rltrain.base.errors import AgentError
+from rltrain.controller.samples import Samples
+from rltrain.trainer.left_out import left_out, refuse_failures
+from tests.distance import distance
+from tests.trainer.steps import Moved
+
+ENTROPY = {"actor_rollout_ref__actor__entropy_coeff": 0.01}
+GAE = {"algorithm__adv_estimator": "gae"}
+CASES = {
+    "grpo": {},
+    "grpo, entropy and KL": ENTROPY | {"actor_rollout_ref__actor__use_kl_loss": True},
+    "rloo": {"algorithm__adv_estimator": "rloo"},
+    "gae": GAE,
+    "gae, entropy": GAE | ENTROPY,
+    "reinforce_plus_plus": {"algorithm__adv_estimator": "reinforce_plus_plus"},
+}
+
+
+def weights(make, failed_score: float, failed: list[int], **changes):
+    """Movement of all weights in a step in which these answers have failed, and have this score all the same."""
+    trainer = make(**changes)
+    collect = trainer.experience.collect
+
+    def collected(*arguments):
+        samples, metrics = collect(*arguments)
+        scores = np.arange(len(samples)) * 0.37 % 1.0
+        scores[[0, 5]] = failed_score
+        mask = np.zeros(len(samples), dtype=bool)
+        mask[failed] = True
+        samples.update({c.SCORE: scores, c.REWARD: scores.copy(), c.RULE_SCORE: scores.copy(), c.AGENT_FAILED: mask})
+        return samples, metrics
+
+    trainer.experience.collect = collected
+    moved = Moved(trainer)
+    metrics = trainer.step(1).metrics
+    return moved.by_role(), metrics
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_weight_knows_of_an_answer_that_failed(make, case):
+    one, metrics = weights(make, 0.0, [0, 5], **CASES[case])
+    other, again = weights(make, 50.0, [0, 5], **CASES[case])
+    assert distance(one, other) == 0
+    assert metrics["critic/score/max"] == again["critic/score/max"] < 1
+    assert metrics["actor/grad_norm"] > 0
+    # They would be learnt from.
+    low, _ = weights(make, 0.0, [], **CASES[case])
+    high, _ = weights(make, 50.0, [], **CASES[case])
+    assert distance(low, high) > 1e-3
+    assert distance(one, low) > 1e-3
+
+
+def samples(groups: list[int], failed: list[int]) -> Samples:
+    made = Samples(len(groups))
+    mask = np.zeros(len(groups), dtype=bool)
+    mask[failed] = True
+    made.update({c.GROUP: np.array(groups), c.AGENT_FAILED: mask})
+    return made
+
+
+def test_an_answer_with_nothing_to_be_compared_with_is_left_out_too():
+    made = samples([0, 0, 1, 1, 1, 2], [0, 2])
+    assert left_out(made, compares=True).tolist() == [True, True, True, False, False, False]
+    assert left_out(made, compares=False).tolist() == [True, False, True, False, False, False]
+
+
+def test_more_than_half_end_the_run_and_say_why():
+    refuse_failures(samples([0, 0, 1, 1], [0, 2]), "no server")
+    with pytest.raises(AgentError, match=r"3 of 4 trajectories could not go on\. The first: no server") as refusal:
+        refuse_failures(samples([0, 0, 1, 1], [0, 2, 3]), "no server")
+    assert refusal.value.exit_code == 75

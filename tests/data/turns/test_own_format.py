@@ -1,7 +1,7 @@
 """Formats by name: those of verl, and a function of the user's own."""
 
-from dataclasses import replace
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest

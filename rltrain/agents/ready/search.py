@@ -27,6 +27,9 @@ from rltrain.slots.limits import current_limits
 
 _LAYOUT = "2"  # of an index; another one is built anew
 _READ_BYTES = 1 << 22
+# Of a corpus whose index a trajectory builds that finds none: it takes seconds, and a call has a deadline.
+_MAX_BUILT_BYTES = 64 << 20
+_UNPACKED = {".gz": 4, ".parquet": 4}  # about how many bytes one of the file holds
 _BATCH = 2000
 # Of a query: a longer one would be compared with most of the corpus.
 _MAX_QUERY_CHARS, _MAX_WORDS = 1000, 32
@@ -36,6 +39,10 @@ _MAX_RANKED, _NOTED = 2_000_000, 1000
 # Steps of sqlite between two looks at the clock, and the share of a call's deadline that a search may take.
 _STEPS, _SHARE_OF_DEADLINE = 100_000, 0.8
 _WORD = re.compile(r"\w+")
+_NOT_BUILT = (
+    "corpus={0} is large and has no index yet. Build it before the run, which takes a while: "
+    "python -m rltrain.agents.ready.search {0} --tokenizer '{1}' --folder {2}"
+)
 # Nearly every passage has them: they tell nothing apart, and comparing all passages takes time.
 _COMMON = frozenset(
     _WORD.findall(
@@ -55,13 +62,13 @@ class Search:
         tokenizer: What FTS5 divides texts by; ``trigram`` for texts without spaces between words.
         folder: Where indexes are kept; unless given, ``.rltrain`` beside the corpus.
 
-    Raises DataError where the corpus cannot be read.
+    Raises DataError where the corpus cannot be read, and for a large one that has no index yet.
     """
 
     def __init__(
         self, corpus: str, topk: int = 3, tokenizer: str = "porter unicode61", folder: str | None = None
     ) -> None:
-        self._index = index_of(corpus, tokenizer, folder)
+        self._index = index_of(corpus, tokenizer, folder, _MAX_BUILT_BYTES)
         self._topk, self._tokenizer = topk, tokenizer
 
     def search(self, query: str) -> str:
@@ -84,43 +91,57 @@ class Search:
         )
 
 
-def index_of(corpus: str, tokenizer: str = "porter unicode61", folder: str | None = None) -> Path:
-    """The index of a corpus, which is built where there is none. Raises DataError where the corpus cannot be read."""
+def index_of(
+    corpus: str, tokenizer: str = "porter unicode61", folder: str | None = None, most: int | None = None
+) -> Path:
+    """The index of a corpus, which is built where there is none.
+
+    most: bytes of text that an index is built of. Raises DataError where there are more, or the corpus cannot be read.
+    """
     path = Path(corpus).expanduser().absolute()
     if not path.is_file():
         raise DataError(f"corpus={corpus}: there is no such file. Give a jsonl or parquet file of passages.")
     status = path.stat()
-    return _index_of(path, (status.st_size, status.st_mtime_ns), tokenizer, folder)
+    may_build = most is None or status.st_size * _UNPACKED.get(path.suffix, 1) <= most
+    return _index_of(path, (status.st_size, status.st_mtime_ns), tokenizer, folder, may_build)
 
 
 # A process makes many instances.
 @cache
-def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str | None) -> Path:
+def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str | None, may_build: bool) -> Path:
     kept = Path(folder).expanduser() if folder else path.parent / ".rltrain"
+    note = kept / f"search-{xxhash.xxh64_hexdigest(f'{path} {tokenizer}'.encode())}.json"
+    # Nothing is written where the index is there, so that the folder may be one that can only be read.
+    if (digest := _noted(note, changed)) and _index(kept, digest).exists():
+        return _index(kept, digest)
     try:
         kept.mkdir(parents=True, exist_ok=True)
         with (kept / "search.lock").open("a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process that holds it
-            index = kept / f"search-{_name(path, changed, tokenizer, kept)}.sqlite"
-            if not index.exists():
-                _build(path, index, tokenizer)
-            return index
+            digest = _noted(note, changed) or _digest(path, tokenizer)
+            note.write_text(json.dumps([*changed, digest]), "utf-8")
+            if not _index(kept, digest).exists():
+                if not may_build:
+                    raise DataError(_NOT_BUILT.format(path, tokenizer, kept))
+                _build(path, _index(kept, digest), tokenizer)
+            return _index(kept, digest)
     except (OSError, sqlite3.Error) as error:
         raise DataError(
             f"the index of corpus={path} cannot be kept in {kept}: {error}. Name another place with folder=…"
         ) from error
 
 
-def _name(path: Path, changed: tuple[int, int], tokenizer: str, kept: Path) -> str:
-    """The digest of a corpus, which is kept as well: reading many gigabytes takes a while, in each process."""
-    known = kept / f"search-{xxhash.xxh64_hexdigest(f'{path} {tokenizer}'.encode())}.json"
+def _index(kept: Path, digest: str) -> Path:
+    return kept / f"search-{digest}.sqlite"
+
+
+def _noted(note: Path, changed: tuple[int, int]) -> str | None:
+    """The digest of a corpus as it was noted, while the file is the same: reading many gigabytes takes a while."""
     with suppress(OSError, ValueError):
-        *earlier, digest = json.loads(known.read_text("utf-8"))
+        *earlier, digest = json.loads(note.read_text("utf-8"))
         if tuple(earlier) == changed:
-            return digest
-    digest = _digest(path, tokenizer)
-    known.write_text(json.dumps([*changed, digest]), "utf-8")
-    return digest
+            return str(digest)
+    return None
 
 
 def _digest(path: Path, tokenizer: str) -> str:

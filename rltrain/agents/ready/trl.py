@@ -1,4 +1,4 @@
-"""Environments as TRL's ``environment_factory`` takes them, as classes of ours.
+"""Environments as the ``environment_factory`` of TRL 1.16 takes them, as classes of ours.
 
 TRL makes one without arguments, calls ``reset(**row)``, shows its other public methods as tools, whatever they are
 called, and asks ``get_reward()`` where there is one. What ``reset`` returns, TRL writes behind the prompt when it

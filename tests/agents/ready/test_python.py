@@ -1,14 +1,18 @@
 """The interpreter as a tool: what is told of a program, where it may run, and what it cannot reach."""
 
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
+from rltrain.agents.ready.python import python
 from rltrain.agents.toolbox import toolbox_of
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import load_plugin
 from rltrain.config.load import load_config
-from rltrain.slots.limits import Limits
+from rltrain.slots.limits import Limits, descendants
 from rltrain.slots.service import Service
 from rltrain.slots.slot import Slot
 
@@ -80,6 +84,18 @@ def test_files_sockets_and_processes_are_out_of_reach(allowed, code):
     text = told(allowed, code)
     assert text.splitlines()[-1].startswith("PermissionError: ")
     assert "jail.py" not in text
+
+
+def test_programs_of_many_trajectories_run_beside_each_other(monkeypatch):
+    monkeypatch.setattr("rltrain.slots.limits._current", Limits(timeout_s=40.0, allow_code_execution=True))
+    programs = [f"import time\ntime.sleep(1.5)\n{number} * 7" for number in range(12)]
+    before = set(descendants(os.getpid()))
+    started = time.perf_counter()
+    with ThreadPoolExecutor(12) as threads:
+        assert list(threads.map(python, programs)) == [str(7 * number) for number in range(12)]
+    # One after the other they would sleep for eighteen seconds.
+    assert time.perf_counter() - started < 15
+    assert set(descendants(os.getpid())) <= before
 
 
 def test_what_was_printed_in_time_is_told_of_a_program_that_does_not_end():

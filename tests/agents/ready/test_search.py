@@ -4,6 +4,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import shlex
 import sqlite3
 from contextlib import closing
 
@@ -188,6 +189,30 @@ def test_the_index_is_only_read(corpus):
     assert index.read_bytes() == before
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         sqlite3.connect(f"{index.as_uri()}?mode=ro&immutable=1", uri=True).execute("DELETE FROM passages")
+
+
+@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.gz"])
+def test_no_trajectory_builds_the_index_of_a_large_corpus(corpus, tmp_path, monkeypatch, name):
+    (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(corpus.read_bytes()))
+    file = tmp_path / name
+    monkeypatch.setattr(module, "_MAX_BUILT_BYTES", file.stat().st_size - 1)
+    with pytest.raises(DataError, match=r"has no index yet. Build it before the run, .*ready\.search") as refusal:
+        Search(str(file))
+    command = shlex.split(str(refusal.value).partition(": ")[2])
+    assert command[:3] == ["python", "-m", "rltrain.agents.ready.search"]
+    assert main(command[3:]) == 0
+    assert "Berlin" in Search(str(file)).search("Spree")
+
+
+def test_an_index_that_is_there_needs_no_leave_to_write(corpus):
+    kept = index_of(str(corpus)).parent
+    (kept / "search.lock").unlink()
+    (kept / "search.lock").mkdir()  # nobody, not even root, can open it
+    module._index_of.cache_clear()
+    assert "Berlin" in Search(str(corpus)).search("Spree")
+    os.utime(corpus, ns=(5, 5))
+    with pytest.raises(DataError, match="cannot be kept in"):
+        Search(str(corpus))
 
 
 def test_an_index_can_be_built_before_a_run(corpus, tmp_path, capsys):

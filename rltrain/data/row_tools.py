@@ -97,7 +97,8 @@ def row_tools(cfg: Config) -> RowTools:
     """Those of a run. Raises ConfigError where its tools cannot be loaded."""
     rollout = cfg.actor_rollout_ref.rollout
     toolbox = toolbox_of(cfg)
-    usual = ENVIRONMENT if toolbox.has_step else TOOLS if toolbox.schemas else SINGLE_TURN
+    # Where there are both, turns that call no tool go to the environment.
+    usual = TOOLS if toolbox.schemas else ENVIRONMENT if toolbox.has_step else SINGLE_TURN
     return RowTools(
         toolbox.schemas,
         toolbox.has_step,

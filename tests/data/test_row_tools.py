@@ -189,11 +189,8 @@ def test_the_tools_of_a_run_decide_who_leads_by_default(tmp_path):
     assert of() == ([], "single_turn_agent", True)
     assert of(tools) == (["add"], "tool_agent", True)
     assert of(guess) == ([], "env_agent", True)
-    assert of(tools, guess, "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent") == (
-        ["add"],
-        "tool_agent",
-        True,
-    )
+    assert of(tools, guess) == (["add"], "tool_agent", True)
+    assert of(tools, guess, "actor_rollout_ref.rollout.agent.default_agent_loop=env_agent")[1] == "env_agent"
     assert of(tools, f"{key}enable=False") == ([], "single_turn_agent", False)
     with pytest.raises(ConfigError, match=r"gone.py is not a Python file"):
         of(f"{key}function_tool_path={tmp_path}/gone.py")

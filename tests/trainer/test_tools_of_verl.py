@@ -1,0 +1,98 @@
+"""Answers between whose turns verl's tools answer, and rows that ask for other tools than their neighbours."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.base.columns import names as c
+from tests.tiny_tools import save_calling_model, tool_run
+
+R = "actor_rollout_ref__rollout__multi_turn__"
+TOOLS = """
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import ToolResponse
+
+class Add(BaseTool):
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self.sums = {}
+
+    async def create(self, instance_id=None, **kwargs):
+        name, said = await super().create(instance_id)
+        self.sums[name] = kwargs["create_kwargs"]["start"]
+        return name, said
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.sums[instance_id] += parameters["a"] + parameters["b"]
+        return ToolResponse(text=str(self.sums[instance_id])), 0.5, {}
+
+    async def release(self, instance_id, **kwargs):
+        del self.sums[instance_id]
+"""
+CONFIG = """
+tools:
+  - class_name: {folder}/tools_of_verl.py:Add
+    config: {{type: native}}
+    tool_schema:
+      type: function
+      function:
+        name: add
+        description: Add.
+        parameters: {{type: object, properties: {{a: {{type: integer}}, b: {{type: integer}}}}, required: [a, b]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory):
+    return save_calling_model(tmp_path_factory.mktemp("calling") / "model")
+
+
+@pytest.fixture
+def answered(process_group, tiny_trainer, calling, tmp_path):
+    """answered(rows): the numbers and the texts of answers to rows, which are (agent_name, extra_info)."""
+
+    def run(*asked):
+        (tmp_path / "tools_of_verl.py").write_text(TOOLS)
+        (tmp_path / "tools.yaml").write_text(CONFIG.format(folder=tmp_path))
+        rows = [
+            {
+                "data_source": "rltrain/arithmetic",
+                "prompt": [{"role": "user", "content": f"{number}+1=?"}],
+                "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+                "extra_info": extra,
+                "agent_name": agent,
+            }
+            for number, (agent, extra) in enumerate(asked)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        files = dict.fromkeys(("data__train_files", "data__val_files"), tmp_path / "rows.parquet")
+        run = tool_run(calling, tmp_path) | files | {R + "tool_config_path": tmp_path / "tools.yaml"}
+        trainer = tiny_trainer(**run | {R + "function_tool_path": "null", "data__shuffle": False})
+        _, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
+        return texts, numbers.per_sample
+
+    return run
+
+
+def test_a_tool_of_verls_keeps_its_sum_for_an_answer_and_starts_as_the_row_says(answered):
+    kwargs = [{"tools_kwargs": {"add": {"create_kwargs": {"start": 100 * number}}}} for number in range(4)]
+    texts, numbers = answered(*[("tool_agent", each) for each in kwargs])
+    assert numbers[c.TOOL_CALLS].max() > 1
+    assert not numbers[c.TOOL_ERRORS].any()
+    n = len(texts) // 4
+    for place, text in enumerate(texts):
+        results = [message["content"] for message in text.told["messages"] if message["role"] == "tool"]
+        assert results == [str(100 * (place // n) + 5 * (call + 1)) for call in range(len(results))]
+        assert [reward for reward in text.told["tool_rewards"] if reward] == [0.5] * len(results)
+
+
+def test_rows_of_both_kinds_run_side_by_side(answered):
+    """A row without tools has one turn, also where its answer looks like a call."""
+    extra = {"tools_kwargs": {"add": {"create_kwargs": {"start": 0}}}}
+    texts, numbers = answered(*[("tool_agent", extra), ("single_turn_agent", extra)] * 2)
+    n = len(texts) // 4
+    alone = np.repeat([False, True, False, True], n)
+    assert (numbers[c.NUM_TURNS][alone] == 1).all()
+    assert numbers[c.NUM_TURNS][~alone].max() > 1
+    assert not numbers[c.TOOL_CALLS][alone].any()

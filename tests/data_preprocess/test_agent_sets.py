@@ -134,8 +134,30 @@ def test_lakes_can_be_crossed_and_those_of_test_are_new(tmp_path):
         lake.reset(as_row(row), 0)
         *_, (_, reward, done) = [lake.step(move) for move in row.ground_truth.split()]
         assert (reward, done) == (1.0, True)
+        score = find_scorer(row.data_source)
+        for answer, right in {
+            row.ground_truth: 1.0,
+            "": 0.0,
+            "left " * 2000: 0.0,
+            f"up {row.ground_truth} left": 1.0,
+        }.items():
+            assert score(answer, row.ground_truth, row.extra_info) == right
         # No shorter way: the moves are as many as a search over all needs at least.
         assert len(row.ground_truth.split()) >= 2 * (len(row.extra_info["make"]["desc"]) - 1)
+
+
+def test_a_hole_ends_a_way_as_in_the_environment():
+    extra = {"make": {"desc": ["SFF", "FHF", "FFG"]}}
+    for moves, right in {
+        "right down up right down down": 0.0,
+        "Right, RIGHT; down down": 1.0,
+        "downright": 0.0,
+    }.items():
+        lake, done = FrozenLake(), False
+        lake.reset({"extra_info": extra}, 0)
+        for move in moves.lower().replace(",", " ").replace(";", " ").split():
+            done = done or lake.step(move)[2]
+        assert find_scorer("rltrain/frozen_lake")(moves, "", extra) == lake.score()["score"] == right
 
 
 def test_the_seed_decides_the_lakes(tmp_path):

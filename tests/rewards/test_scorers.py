@@ -241,6 +241,7 @@ def test_sources_with_a_scorer():
         "reasoning_gym/*",
         "retool/*",
         "rltrain/arithmetic",
+        "rltrain/frozen_lake",
         "rltrain/gsm8k",
         "rltrain/guess_number",
         "rltrain/rectangles",

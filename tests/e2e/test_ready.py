@@ -5,6 +5,7 @@ import json
 import pytest
 
 import rltrain
+from rltrain.base.errors import ConfigError
 from rltrain.data_preprocess import frozen_lake, guess_number, search_r1
 from tests.tiny import small_run
 from tests.tiny_tools import save_calling_model, tool_run
@@ -69,3 +70,15 @@ def test_a_corpus_is_searched(run, tmp_path):
     assert len(called)
     assert called["answer"].str.contains("Doc 1(Title: Oslo) Oslo is the capital of Norway.", regex=False).all()
     assert answers["tool_errors"].sum() == 0
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_program_is_run_where_that_was_allowed(run, tmp_path):
+    made(guess_number, tmp_path, "--num-train", "24", "--num-test", "4")
+    keys = {R + "function_tool_path": "rltrain.agents.ready.python", R + "allow_code_execution": True}
+    _, answers = run('<tool_call>\n{"name": "python", "arguments": {"code": "6 * 7"}}\n</tool_call>', **keys)
+    called = answers[answers["tool_calls"] > 0]
+    assert len(called)
+    assert called["answer"].str.contains("<tool_response>\n42\n</tool_response>", regex=False).all()
+    with pytest.raises(ConfigError, match="allow_code_execution=True, or leave the tool out"):
+        run(**keys | {R + "allow_code_execution": False, "trainer__default_local_dir": tmp_path / "other"})

@@ -18,7 +18,7 @@ _SYNCHRONOUS = (
 )
 _LOOPS = (
     "loops of verl's classes are not in this version: who answers the policy is a class with step or with tools, "
-    "multi_turn.environment=FILE.py:NAME"
+    "multi_turn.environment=FILE.py:NAME, or a function that leads it, agent.default_agent_loop=FILE.py:NAME"
 )
 _SHOWN = "prompts show the tools that may be called, and no others: use actor_rollout_ref.rollout.multi_turn.{}"
 _MANAGER = (

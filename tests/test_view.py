@@ -1,5 +1,7 @@
 """The answers of a run on the terminal."""
 
+import json
+
 import pandas as pd
 import pytest
 
@@ -131,3 +133,83 @@ def test_an_answer_does_not_steer_the_terminal(run, capsys):
         text = shown(capsys, run, *flags)
         assert "]52;c;cm0gLXJmI" in text
         assert not set(text) & set("\x1b\x07\x9b\r")
+
+
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+CALCULATED = [
+    said("assistant", 'I will. <tool_call>{"name": "mul"}</tool_call>'),
+    said("tool", "391", name="mul", arguments='{"a": 17, "b": 23}', seconds=0.0123),
+    said("assistant", "391"),
+]
+PLAYED = [said("assistant", "16"), said("user", "higher"), said("assistant", "24")]
+
+
+@pytest.fixture
+def conversations(run):
+    """Step 9: a call and its answer; a game; one turn; a trajectory that could not go on."""
+    alone = [said("assistant", "no")]
+    messages = [json.dumps(each, ensure_ascii=False) for each in (CALCULATED, PLAYED, alone, alone)]
+    table = frame(
+        9, [1.0, 1, 0, 0], messages=messages,
+        agent_failed=["", "", "", "the agent's process ended"], num_turns=[2, 3, 1, 1], tool_errors=[0, 1, 0, 0],
+        unreadable_calls=[0, 0, 2, 0], calls_not_run=0,
+    )  # fmt: skip
+    table.to_parquet(run / "samples" / "train_000009.parquet")
+    return run
+
+
+def test_a_conversation_is_shown_message_by_message(conversations, capsys):
+    text = shown(capsys, conversations, "-n", 2)
+    order = [
+        "prompt: <user>0+0=?", "policy, turn 1: I will. <tool_call>", 'tool mul {"a": 17, "b": 23} (0.0123 s): 391',
+        "policy, turn 2: 391", "ground_truth: 0", "policy, turn 1: 16", "user: higher", "policy, turn 2: 24",
+    ]  # fmt: skip
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+    assert "answer:" not in text, "it would say the same once more"
+    assert "messages" not in text
+
+
+def test_a_conversation_fits_a_line(conversations, capsys):
+    lines = shown(capsys, conversations, "--lines", "--width", 200).splitlines()
+    assert lines[0] == '0+0=? -> [mul {"a": 17, "b": 23} = 391] -> 391 ✓'
+    assert lines[1] == "0+0=? -> 16 -> [higher] -> 24 ✓"
+    long = {"question": "?", "answer": "", "ground_truth": "7", "score": 0.0, "messages": json.dumps(PLAYED * 40)}
+    assert one_line(long) == "? -> 16 -> [higher] -> 24 -> … -> [higher] -> 24 ✗ (7)"
+
+
+@pytest.mark.parametrize(
+    ("order", "first"), [("--most-turns", [1, 0, 2, 3]), ("--failed-tools", [2, 1]), ("--failed", [3])]
+)
+def test_conversations_come_in_the_order_that_is_asked_for(conversations, capsys, order, first):
+    text = shown(capsys, conversations, order)
+    heads = [line for line in text.splitlines() if "step 9 data_source" in line]
+    assert [2 * int(head.split(" row ")[1][0]) + int(head.split(" sample ")[1][0]) for head in heads] == first
+    assert ("agent_failed: the agent's process ended" in text) == (3 in first)
+
+
+def test_answers_of_one_turn_have_no_order_of_turns(run, capsys):
+    for order in ("--most-turns", "--failed-tools"):
+        assert main([str(run), order]) == 2
+        assert f"{order}: the answers of this run have one turn each." in capsys.readouterr().err
+
+
+def test_a_conversation_does_not_steer_the_terminal(run, capsys):
+    hostile = "\x1b]52;c;cm0gLXJmIH4=\x07\x9b2J\x1b[31m red \r over \ud83d 漢字"
+    calls = [said("assistant", hostile), said("tool", hostile, name=hostile, arguments=hostile, seconds=1.0)]
+    table = frame(10, [1.0, 1.0], messages=json.dumps(calls), agent_failed=hostile.replace("\ud83d", ""), num_turns=2)
+    table.to_parquet(run / "samples" / "train_000010.parquet")
+    for flags in ([], ["--lines", "--width", 300]):
+        text = shown(capsys, run, *flags)
+        assert "red" in text
+        assert "漢字" in text
+        assert not set(text) & set("\x1b\x07\x9b\r\ud83d")
+
+
+def test_long_results_lose_their_middle(run, capsys):
+    messages = json.dumps([said("assistant", "x" * 5000), said("user", "y" * 5000)])
+    frame(11, [1.0, 1.0], messages=messages).to_parquet(run / "samples" / "train_000011.parquet")
+    assert shown(capsys, run, "-n", 1, "--chars", 100).count("4,900 characters left out (--chars)") == 2

@@ -7,6 +7,7 @@ is begun again, because its process died, is given the turns that it had: `Chat.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Result = TypeVar("Result")
+# What is noted of a result for people: its call's arguments (JSON) and seconds. Neither policy nor agent sees it.
+_NOTED = ("arguments", "seconds")
 # A call that blocks the event loop must not use up the time of the others, so that time is counted in pieces.
 _BEATS = 20
 
@@ -166,7 +169,7 @@ class Chat:
             self._answer = asyncio.get_running_loop().create_future()
             self._ask(asked)
             self._coming.append(await self._answer)
-        elif asked.messages != self._said[place]:
+        elif shown(asked.messages) != shown(self._said[place]):
             raise Broken("begun again, the agent said something else: it depends on more than its row and its seed")
         if not self._coming:
             raise Over
@@ -187,9 +190,10 @@ class Chat:
             raise ValueError("chat.add comes behind a turn: what stands in front of the first is the row's prompt.")
         self._add({"role": role, "content": text} | ({"name": "tool"} if role == "tool" else {}))
 
-    def _add(self, message: Message) -> None:
-        self._asked.messages.append(message)
-        self.messages.append(message)
+    def _add(self, message: Message, **noted: Any) -> None:
+        """noted: of `_NOTED`."""
+        self._asked.messages.append(message | noted)
+        self.messages += shown([message])
 
     def reward(self, value: float) -> None:
         """Note a reward of this turn: scorers see all of a trajectory as ``tool_rewards``."""
@@ -209,17 +213,26 @@ class Chat:
                 self._add(message)
             return
         run = [self._result(call) for call in turn.calls[: self._terms.max_parallel_calls]]
-        for call, text in zip(turn.calls, await asyncio.gather(*run), strict=False):
-            self._add({"role": "tool", "name": call.name, "content": text})
+        for call, (text, seconds) in zip(turn.calls, await asyncio.gather(*run), strict=False):
+            noted = {"arguments": _as_text(call.arguments), "seconds": seconds}
+            self._add({"role": "tool", "name": call.name, "content": text}, **noted)
         for call in turn.calls[self._terms.max_parallel_calls :]:
             counts[c.CALLS_NOT_RUN] += 1
             text = f"Error: not run: at most {self._terms.max_parallel_calls} calls in a turn"
-            self._add({"role": "tool", "name": call.name, "content": text})
+            self._add({"role": "tool", "name": call.name, "content": text}, arguments=_as_text(call.arguments))
         for why in turn.problems:
             self._add({"role": "tool", "name": "unreadable", "content": f"Error: {why}"})
 
-    async def _result(self, call: ToolCall) -> str:
-        counts, started = self._asked.counts, time.perf_counter()
+    async def _result(self, call: ToolCall) -> tuple[str, float]:
+        """The text for the policy, and seconds."""
+        started = time.perf_counter()
+        text = await self._text(call)
+        seconds = time.perf_counter() - started
+        self._asked.counts["tool_ms"] = max(self._asked.counts["tool_ms"], round(1e3 * seconds))
+        return text, round(seconds, 6)
+
+    async def _text(self, call: ToolCall) -> str:
+        counts = self._asked.counts
         if call.name not in self._tools.names:
             counts[c.TOOL_ERRORS] += 1
             return f"Error: there is no tool {call.name!r}; there are {', '.join(sorted(self._tools.names))}"
@@ -233,8 +246,6 @@ class Chat:
             # The frames are for people, and the last line says what happened.
             print(f"the tool {call.name!r} raised:\n{user_traceback(error)}")  # noqa: T201 - its prints are its log
             return f"Error: {user_traceback(error).strip().splitlines()[-1]}"
-        finally:
-            counts["tool_ms"] = max(counts["tool_ms"], round(1e3 * (time.perf_counter() - started)))
         self.reward(result["reward"])
         return self.shortened(str(result["text"]))
 
@@ -267,6 +278,18 @@ async def within(awaitable: Awaitable[Result], timeout_s: float) -> Result:
         raise Late
     finally:
         task.cancel()
+
+
+def shown(messages: Sequence[Message]) -> list[Message]:
+    """Messages without what is noted of them for people."""
+    return [{name: value for name, value in message.items() if name not in _NOTED} for message in messages]
+
+
+def _as_text(arguments: dict[str, Any]) -> str:
+    try:
+        return json.dumps(arguments, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):  # of a format of the user's own
+        return repr(arguments)
 
 
 def _calls_of(turn: Turn) -> Message:

@@ -11,24 +11,20 @@ import json
 import os
 import pickle
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from threading import Thread
 from typing import Any, BinaryIO
 
-from rltrain.agents.calling import called
-from rltrain.agents.chat import Asked, Broken, Chat, Late, Message, Over, Start, Terms, Turn, within
-from rltrain.agents.loop import answer_turns, score_of
+from rltrain.agents.chat import Asked, Broken, Chat, Late, Message, Start, Terms, Turn, within
+from rltrain.agents.loop import lead
 from rltrain.agents.threads import num_abandoned
 from rltrain.agents.toolbox import Session, Toolbox
 from rltrain.base.errors import RltrainError
-from rltrain.base.plugin import load_plugin, user_traceback
+from rltrain.base.plugin import user_traceback
 from rltrain.slots.child import MAX_ERROR_CHARS, opened
 from rltrain.slots.service import MAX_RESULT_BYTES
 
-_AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 _TICK_S = 0.25
 
 
@@ -59,11 +55,6 @@ def main(descriptor: int, parent: int) -> None:
 
 def _send(channel: socket.socket, line: dict[str, Any]) -> None:
     channel.sendall(json.dumps(line).encode() + b"\n")
-
-
-@cache
-def _agent(place: str) -> Callable[..., Any]:
-    return load_plugin(_AGENT_KEY, place)
 
 
 @dataclass
@@ -130,7 +121,7 @@ class _Stage:
         try:
             session = await within(self.toolbox.open(start.row, start.seed), self.terms.timeout_s)
             chat = trajectory.chat = Chat(start.prompt, turns, said, self.terms, session, ask)
-            outcome = await self._lead(chat, session, start)
+            outcome = await lead(chat, session, start, self.terms)
             asked = chat.last_words()
             end = {"end": outcome, "said": asked.messages, "counts": asked.counts, "rewards": asked.rewards}
         except asyncio.CancelledError:
@@ -143,18 +134,6 @@ class _Stage:
         if self._all.pop(number, None):
             self._tell(number, end)
 
-    async def _lead(self, chat: Chat, session: Session, start: Start) -> dict[str, float]:
-        """Have the trajectory run to its end. Returns ``score``, where it gives itself one, and its other numbers."""
-        returned = None
-        with suppress(Over):
-            if start.agent:
-                returned = await called(_agent(start.agent), chat, start.row, start.seed)
-            else:
-                await answer_turns(chat, session, self.terms)
-        if returned is None:
-            returned = await score_of(session, chat, self.terms)
-        return _numbers(returned)
-
     def _tell(self, number: int, line: dict[str, Any]) -> None:
         try:
             text = json.dumps({"number": number, **line})
@@ -164,15 +143,6 @@ class _Stage:
             why = f"{len(text):,} bytes were said at once; {MAX_RESULT_BYTES:,} are taken"
             text = json.dumps({"number": number, "failed": why})
         self.channel.sendall(text.encode() + b"\n")
-
-
-def _numbers(returned: Any) -> dict[str, float]:
-    """``score`` and other numbers of what an agent has returned. Raises ValueError for anything else."""
-    given = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
-    try:
-        return {str(name): float(value) for name, value in given.items()}
-    except (TypeError, ValueError):
-        raise ValueError(f"{returned!r:.200} is no score: a number, or a dict of numbers with 'score'.") from None
 
 
 def _words_of(error: BaseException, terms: Terms) -> str:

@@ -1,12 +1,43 @@
-"""What answers the policy where no agent of the user's does: tools where a turn calls some, else the environment."""
+"""A trajectory: an agent of the user's leads it; or tools answer where a turn calls some, else the environment."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from rltrain.agents.calling import called
-from rltrain.agents.chat import Chat, Over, Terms, Turn, within
+from rltrain.agents.chat import Chat, Over, Start, Terms, Turn, within
 from rltrain.agents.toolbox import Session
+from rltrain.base.plugin import load_plugin
+
+_AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
+
+
+async def lead(chat: Chat, session: Session, start: Start, terms: Terms) -> dict[str, float]:
+    """Have a trajectory run to its end. Returns ``score``, where it gives itself one, and its other numbers."""
+    returned = None
+    with suppress(Over):
+        if start.agent:
+            returned = await called(_agent(start.agent), chat, start.row, start.seed)
+        else:
+            await answer_turns(chat, session, terms)
+    return _numbers(await score_of(session, chat, terms) if returned is None else returned)
+
+
+@cache
+def _agent(place: str) -> Callable[..., Any]:
+    return load_plugin(_AGENT_KEY, place)
+
+
+def _numbers(returned: Any) -> dict[str, float]:
+    """``score`` and other numbers of what an agent has returned. Raises ValueError for anything else."""
+    given = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
+    try:
+        return {str(name): float(value) for name, value in given.items()}
+    except (TypeError, ValueError):
+        raise ValueError(f"{returned!r:.200} is no score: a number, or a dict of numbers with 'score'.") from None
 
 
 async def answer_turns(chat: Chat, session: Session, terms: Terms) -> None:

@@ -253,6 +253,16 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(make):
     assert "noise" in hosts.printed()
 
 
+def test_a_result_notes_its_call_and_how_long_it_took(make):
+    hosts = make(parallel=1)
+    hosts.begin(start(), turn(("nap", {"seconds": 0.2}), ("echo", {"word": "ü"}), problems=["it is no JSON."]))
+    first, second, third = reply(hosts)["ask"]
+    assert first["arguments"] == '{"seconds": 0.2}'
+    assert 0.2 <= first["seconds"] < 1.5
+    assert (second["arguments"], "seconds" in second) == ('{"word": "ü"}', False), "it was not run"
+    assert third.keys() == {"role", "name", "content"}
+
+
 @pytest.mark.parametrize("tool", ["leave", "hold"])
 def test_who_ends_the_process_is_given_up_and_the_others_go_on(make, tool):
     hosts = make(functions="tools.py", timeout_s=2.0)

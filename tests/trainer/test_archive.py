@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from rltrain.base.columns.answer import AnswerText
 from rltrain.config.load import load_config
 from rltrain.controller.samples import Samples, whole
 from rltrain.data.prompts import PromptStore
@@ -129,6 +130,30 @@ def test_verls_json_lines_hold_every_answer(make, tmp_path):
     assert (len(lines), len(pd.read_parquet(tmp_path / "run" / "samples" / "train_000007.parquet"))) == (10, 2)
     archive.on_validation(answered(7))
     assert [file.name for file in folder.iterdir()] == ["7.jsonl"]
+
+
+def test_answers_of_several_turns_are_kept_as_conversations(make, tmp_path):
+    said = [
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "name": "add", "content": "5 \ud83d", "seconds": 0.5},
+    ]
+    samples = batch()
+    for part in samples.parts_with("text"):
+        part.ref[:] = [AnswerText.of(text, messages=said, num_turns=2) for text in part.ref]
+    first = next(part for part in samples.parts_with("text"))
+    first.ref[0] = AnswerText.of("", messages=[], agent_failed="the agent's process ended")
+    first.ref[1] = AnswerText.of("x", messages=[{"role": "user", "content": "y" * 1_000_000}] * 2)
+    samples.update({"tool_s": np.full(10, 0.5, dtype=np.float32), "num_turns": np.full(10, 1)})
+    make(f"rollout_data_dir={tmp_path / 'dump'}").on_step(answered(1, samples))
+    table = pd.read_parquet(tmp_path / "run" / "samples" / "train_000001.parquet")
+    kept = [*said[:1], said[1] | {"content": "5 \ufffd"}]
+    assert json.loads(table["messages"][2]) == kept
+    assert table["agent_failed"].tolist() == ["the agent's process ended", *[""] * 9]
+    assert table["tool_s"].tolist() == [0.5] * 10
+    assert 200_000 < len(table["messages"][1]) < 201_000, "of a conversation so much is kept"
+    lines = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
+    assert [line["agent_failed"] for line in lines] == table["agent_failed"].tolist()
+    assert lines[2]["messages"] == kept
 
 
 def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):

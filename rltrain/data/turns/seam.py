@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rltrain.agents.chat import shown
 from rltrain.base.errors import DataError
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.turns.calls import Call, CallFormat
@@ -69,7 +70,7 @@ class Seam:
         end_token: None where the turn was ended otherwise. messages: all new ones, in order, of tools and users.
         Raises DataError where the template refuses them.
         """
-        hidden, texts = self._hidden(messages)
+        hidden, texts = self._hidden(shown(messages))
         context = self._rendered(calls, hidden)
         ids = self._tokens(context, texts)
         end = self._added.get(context.end)

@@ -25,10 +25,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rltrain.base.columns import names as c
+from rltrain.base.columns.answer import AnswerText
 from rltrain.base.errors import first_line, storable
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
-from rltrain.run.report.view import one_line
+from rltrain.run.report.view import one_line, without_middle
 
 Array = NDArray[Any]
 # Jobs that the process is given at most; it writes them one by one. Of those that wait here, only the newest is kept.
@@ -37,6 +38,8 @@ _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
 # A disk with less, or less than a hundredth of it, is called full.
 _FULL_BYTES = 64 << 20
+# Characters of a conversation. Its whole text is the answer.
+_MOST_CHARS, _LEAST_CHARS = 200_000, 200
 _WIDE = {"f": np.float64, "u": np.int64}
 
 
@@ -120,6 +123,7 @@ class SampleWriter:
         reasons = np.where(truncated, "length", np.where(complete, "stop", "aborted")).tolist()
         columns: dict[str, Any] = {"step": np.full(len(answers), job.step), "row": job.rows.repeat(job.each)}
         columns |= {"sample": np.tile(np.arange(job.each), len(job.rows))} | of_prompts | {"answer": answers}
+        columns |= _conversations(answers.tolist())
         columns |= {name: values for name, values in numbers.items() if not name.startswith(c.SCORER)}
         columns["finish_reason"] = reasons
         for name, values in numbers.items():
@@ -171,8 +175,31 @@ class SampleWriter:
             line = {"input": inputs[place // job.each], "output": columns["answer"][place]}
             line |= {"gts": columns["ground_truth"][place], "score": score, "step": job.step}
             line |= {name: values[place] for name, values in extras.items() if name not in line}
+            if "messages" in columns:
+                line |= {"messages": json.loads(columns["messages"][place])}
+                line |= {"agent_failed": columns[c.AGENT_FAILED][place]}
             lines.append(storable(json.dumps(line, ensure_ascii=False)) + "\n")
         return "".join(lines)
+
+
+def _conversations(answers: Sequence[str]) -> dict[str, list[str]]:
+    """Of answers of several turns what was said behind the prompt, as JSON, and why those that have failed did."""
+    told = [answer.told if isinstance(answer, AnswerText) else {} for answer in answers]
+    if not any("messages" in each for each in told):
+        return {}
+    return {
+        "messages": [json.dumps(_bounded(each.get("messages", [])), ensure_ascii=False) for each in told],
+        c.AGENT_FAILED: [each.get("agent_failed", "") for each in told],
+    }
+
+
+def _bounded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose long texts have lost their middle."""
+    most = max(_LEAST_CHARS, _MOST_CHARS // max(1, len(messages)))
+    return [
+        {name: without_middle(value, most) if isinstance(value, str) else value for name, value in message.items()}
+        for message in messages
+    ]
 
 
 def _text(value: Any) -> str:

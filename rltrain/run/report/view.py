@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,17 @@ _ORDERS = {
     "best": "highest score first",
     "longest": "most tokens first",
     "mixed": "answers to prompts that some answered right and some wrong",
-    "failed": "answers that could not be scored",
+    "failed": "answers that could not be scored, conversations that could not go on",
+    "most_turns": "most turns of the policy first",
+    "failed_tools": "answers whose calls failed, or could not be read or run; most of them first",
 }
-_TEXTS = ("question", "prompt", "answer", "ground_truth", "reward_error")
+_TEXTS = ("question", "prompt", "answer", "messages", "ground_truth", "reward_error", "agent_failed")
+_TROUBLES = ("tool_errors", "unreadable_calls", "calls_not_run")
+# Of a conversation on one line; of a longer one the first and the last are shown.
+_MOST_PARTS = 6
+_POLICY = "policy, turn"
+# Of a call, above its result.
+_LABEL_CHARS = 500
 _HEAD = ("step", "data_source", "row", "index", "sample")
 
 
@@ -34,9 +43,34 @@ def is_right(sample: Mapping[str, Any]) -> bool:
 
 
 def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
-    """``47+9=? -> 56 ✓``; a wrong answer with the right one behind it."""
+    """``47+9=? -> 56 ✓``; a wrong answer with the right one behind it.
+
+    A conversation shows calls with their results, and what else was said: ``17*23? -> [mul {"a": 17} = 391] -> 391 ✓``.
+    """
+    parts = _parts(sample)
+    if len(parts) > _MOST_PARTS:
+        parts = [*parts[: _MOST_PARTS // 2], "…", *parts[-(_MOST_PARTS // 2 - 1) :]]
+    answer = " -> ".join(shorten(part, max(12, width // 2 // len(parts))) for part in parts)
     mark = "✓" if is_right(sample) else f"✗ ({shorten(str(sample['ground_truth']), width // 4)})"
-    return f"{shorten(sample['question'], width // 2)} -> {shorten(sample['answer'], width // 2)} {mark}"
+    return f"{shorten(sample['question'], width // 2)} -> {answer} {mark}"
+
+
+def conversation(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was said behind the prompt, in order: messages of the assistant (the policy), of tools and of users. Empty
+    for an answer of one turn."""
+    return json.loads(sample.get("messages") or "[]")
+
+
+def _parts(sample: Mapping[str, Any]) -> list[str]:
+    messages = conversation(sample)
+    parts = []
+    for message, following in zip(messages, [*messages[1:], {}], strict=False):
+        if message["role"] != "assistant":
+            call = " ".join(str(message[key]) for key in ("name", "arguments") if key in message)
+            parts.append(f"[{call} = {message['content']}]" if call else f"[{message['content']}]")
+        elif following.get("role") != "tool":  # else the call is shown with its result
+            parts.append(message["content"])
+    return parts or [sample["answer"]]
 
 
 def shorten(text: str, width: int) -> str:
@@ -44,6 +78,13 @@ def shorten(text: str, width: int) -> str:
     text = plain(" ".join(text.split()))
     head = (width - 3) // 2
     return text if len(text) <= width else f"{text[:head]} … {text[len(text) - (width - 3 - head) :]}"
+
+
+def without_middle(text: str, most: int, how: str = "") -> str:
+    """``text`` with its start and its end, of ``most`` characters, around how many were left out. how: to see them."""
+    cut = len(text) - most
+    middle = f"\n… {cut:,} characters left out{how} …\n"
+    return text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
 
 
 def sample_steps(run: Path, split: str) -> dict[int, Path]:
@@ -89,12 +130,24 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
     if order == "longest":
         return frame.sort_values("response_length", ascending=False, kind="stable")
     if order == "failed":
-        return frame[frame["reward_failed"] > 0]
+        failed = frame["reward_failed"] > 0
+        return frame[failed | (frame["agent_failed"] != "")] if "agent_failed" in frame else frame[failed]
+    if order in ("most_turns", "failed_tools"):
+        return _by_turns(frame, order)
     if order == "mixed":
         right = frame.apply(is_right, axis=1)
         # Of an empty table pandas' `apply` returns a table and not a column.
         return frame[right.groupby(frame["row"]).transform("nunique") > 1] if len(frame) else frame
     return frame
+
+
+def _by_turns(frame: pd.DataFrame, order: str) -> pd.DataFrame:
+    if "num_turns" not in frame:
+        raise DataError(f"--{order.replace('_', '-')}: the answers of this run have one turn each.")
+    if order == "most_turns":
+        return frame.sort_values("num_turns", ascending=False, kind="stable")
+    troubles = frame[list(_TROUBLES)].sum(axis=1)
+    return frame[troubles > 0].loc[troubles[troubles > 0].sort_values(ascending=False, kind="stable").index]
 
 
 def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
@@ -121,7 +174,10 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
 
 
 def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
-    """One answer: where it is from, prompt, answer, truth, and every number. Long texts lose their middle."""
+    """One answer: where it is from, prompt, answer, truth, and every number. Long texts lose their middle.
+
+    A conversation is shown message by message; what the policy has sampled is called so.
+    """
     from rich.text import Text
 
     right = is_right(sample)
@@ -129,16 +185,34 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
     console.rule(
         Text(plain(f"{head} {'✓' if right else '✗'}"), style="bold green" if right else "bold red"), align="left"
     )
-    for name in ("prompt", "answer", "ground_truth", "reward_error"):
-        text = sample.get(name)
-        if text:
-            cut = len(text) - most
-            middle = f"\n… {cut:,} characters left out (--chars) …\n"
-            excerpt = text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
-            console.print(Text(f"{name}: ", style="bold cyan") + Text(plain(excerpt)))
+    said = _labelled(conversation(sample))
+
+    def columns(*names: str) -> list[tuple[str, str]]:
+        return [(name, sample[name]) for name in names if sample.get(name)]
+
+    behind = columns("ground_truth", "reward_error", "agent_failed")
+    for label, text in [*columns("prompt"), *(said or columns("answer")), *behind]:
+        style = "bold green" if label.startswith(_POLICY) else "bold cyan"
+        excerpt = without_middle(text, most, " (--chars)")
+        console.print(Text(f"{label}: ", style=style) + Text(plain(excerpt)))
     numbers = {name: value for name, value in sample.items() if name not in (*_HEAD, *_TEXTS)}
     parts = [f"{name} {each:.4g}" if isinstance(each, float) else f"{name} {each}" for name, each in numbers.items()]
     console.print(Text(plain("  ".join(parts)), style="dim"))
+
+
+def _labelled(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The texts of messages, and who says each: ``policy, turn 1``, ``add {"a": 2} (0.003 s)``, ``user``."""
+    labelled, turn = [], 0
+    for message in messages:
+        if message["role"] == "assistant":
+            turn += 1
+            label = f"{_POLICY} {turn}"
+        else:
+            call = [str(message[key]) for key in ("name", "arguments") if key in message]
+            seconds = [f"({message['seconds']:.3g} s)"] if "seconds" in message else []
+            label = shorten(" ".join([message["role"], *call, *seconds]), _LABEL_CHARS)
+        labelled.append((label, message["content"]))
+    return labelled
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--val", action="store_true", help="answers of validation instead of training")
     order = parser.add_mutually_exclusive_group()
     for name, text in _ORDERS.items():
-        order.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
+        order.add_argument(f"--{name.replace('_', '-')}", dest="order", action="store_const", const=name, help=text)
     pair = "the same validation prompts at two steps (default: first and newest; one step: first and that)"
     parser.add_argument("--compare", nargs="*", type=int, metavar="STEP", help=pair)
     parser.add_argument("-n", type=int, default=5, help="how many (default 5)")

@@ -243,6 +243,19 @@ def test_a_tokenizer_that_begins_a_text_with_a_space_is_no_difference(tmp_path):
         assert seam_of(encoder, name).problem(["tool"]) == ""
 
 
+def test_what_is_noted_for_people_reaches_no_template(family, monkeypatch):
+    encoder, written = family("hermes"), []
+    monkeypatch.setattr(
+        encoder,
+        "written",
+        lambda messages, **how: written.append(messages) or type(encoder).written(encoder, messages, **how),
+    )
+    noted = result("42") | {"arguments": "{}", "seconds": 0.25}
+    bare = seam_of(encoder, "hermes").context(None, [Call("look_up", {})], [result("42")])
+    assert seam_of(encoder, "hermes").context(None, [Call("look_up", {})], [noted]) == bare
+    assert not {"arguments", "seconds"} & {name for messages in written for message in messages for name in message}
+
+
 def test_a_context_costs_milliseconds(family):
     seam = seam_of(family("thinking"), "thinking")
     seam.context(None, [Call("look_up", {})], [result("42")])

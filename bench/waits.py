@@ -1,0 +1,172 @@
+"""Time of a rollout of several turns against its bound, and against a barrier at every turn.
+
+    python -m bench.waits [--engines hf,vllm] [--rounds 2]      prints the table, writes bench/results/waits_cpu.md
+
+64 trajectories of up to 4 turns, whose environment sleeps a random time (exponential, of the given mean) before it
+answers. Two things bound a rollout from below: the work of the engine, which is what it takes with an environment that
+answers at once, and the longest chain, which is what one trajectory sleeps and decodes when it is alone. The barrier is
+the same rollout in which no trajectory begins its next turn before all have been answered. Sleep and tokens are a
+function of the seed, so all rollouts of a row do the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch.distributed as dist
+
+from bench.table import write
+from bench.workload import make
+from rltrain.base.columns import names as c
+from rltrain.config.load import load_config
+from rltrain.config.step_passes import make_step_passes
+from rltrain.data.chat import chat_encoder
+from rltrain.data.prompts import encode_prompts
+from rltrain.data.rows import read_rows
+from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.rollout.contract import Job, Sampling
+from rltrain.workers.rollout.conversations import Conversations
+from rltrain.workers.tasks import GenerateTask
+
+PROMPTS, SAMPLES, TURNS, TOKENS = 16, 4, 4, 512
+TASK = GenerateTask("train", np.arange(PROMPTS, dtype=np.int32), SAMPLES, Sampling(TOKENS), seed=1, step=1)
+ENVIRONMENT = '''
+import asyncio, random
+
+
+class Slow:
+    """Sleeps before it answers; its reward is the seconds."""
+
+    def __init__(self, mean, turns):
+        self.mean, self.turns, self.turn = mean, turns, 0
+
+    def reset(self, row, seed):
+        self.seed = seed
+
+    async def step(self, text):
+        self.turn += 1
+        seconds = random.Random(f"{self.seed} {self.turn} {text}").expovariate(1) * self.mean
+        await asyncio.sleep(seconds)
+        return "go on", seconds, self.turn == self.turns
+'''
+
+
+class Barrier(Conversations):
+    """No trajectory goes on before all are answered."""
+
+    def take(self, most: int) -> list[Job]:
+        self._listen()
+        if self._waiting and (self._running or len(self._ready) < len(self._waiting)):
+            time.sleep(0.002)
+            return self._take_new(most)
+        return super().take(most)
+
+
+class Rollout:
+    """The rollouts of one engine."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        self._folder, self._engine, self._call = folder, engine, 0
+
+    def worker(self, mean: float) -> HybridWorker:
+        """One whose environment sleeps so long on average."""
+        rollout = "actor_rollout_ref.rollout."
+        cfg = load_config(
+            [
+                f"data.train_files={self._folder}/train.parquet", f"data.val_files={self._folder}/train.parquet",
+                "data.train_batch_size=16", "data.max_prompt_length=64", f"data.max_response_length={TOKENS}",
+                f"actor_rollout_ref.model.path={self._folder}/model", f"{rollout}n={SAMPLES}", f"{rollout}name={self._engine}",
+                f"{rollout}max_num_seqs=64", f"{rollout}gpu_memory_utilization=0.1", "trainer.device=cpu",
+                f"{rollout}multi_turn.environment={self._folder}/slow.py:Slow",
+                f"{rollout}multi_turn.environment_kwargs={{mean: {mean}, turns: {TURNS}}}",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048", f"trainer.default_local_dir={self._folder}/run",
+            ]
+        ).config  # fmt: skip
+        rows = read_rows(f"{self._folder}/train.parquet")
+        prompts = encode_prompts(rows, chat_encoder(cfg), 64, True)
+        worker = HybridWorker(cfg, {"train": prompts}, {"train": rows.select(prompts.row_index)})
+        worker.init_models(make_step_passes(cfg))
+        return worker
+
+    def seconds(self, worker: HybridWorker, task: GenerateTask = TASK) -> tuple[float, list, dict]:
+        """Wall clock of a rollout, the texts, and the numbers of its trajectories."""
+        from dataclasses import replace
+
+        self._call += 1
+        _, texts, numbers = worker.rollout.generate(replace(task, call=self._call))
+        return numbers.seconds["generate_sequences"], texts, numbers.per_sample
+
+
+def measure(rollout: Rollout, mean: float, rounds: int) -> str:
+    """A row of the table."""
+    import rltrain.workers.rollout_worker as home
+    from dataclasses import replace
+
+    quick, slow = rollout.worker(0.0), rollout.worker(mean)
+    for worker in (quick, slow):
+        rollout.seconds(worker)  # processes and compiled code are there
+    found = {"work": [], "rollout": [], "barrier": []}
+    for _ in range(rounds):
+        found["work"].append(rollout.seconds(quick)[0])
+        seconds, texts, numbers = rollout.seconds(slow)
+        found["rollout"].append(seconds)
+        home.Conversations = Barrier
+        barrier, *_ = rollout.seconds(slow)
+        home.Conversations = Conversations
+        found["barrier"].append(barrier)
+    slept = np.array([sum(text.told["tool_rewards"]) for text in texts])
+    longest = int(slept.argmax())
+    place, sample = divmod(longest, SAMPLES)
+    todo = np.zeros((PROMPTS, SAMPLES), dtype=bool)
+    todo[place, sample] = True
+    alone = rollout.seconds(quick, replace(TASK, todo=todo))[0]
+    work, whole, barrier = (float(np.median(found[name])) for name in ("work", "rollout", "barrier"))
+    chain = slept.max() + alone
+    bound = max(work, chain)
+    turns = numbers[c.NUM_TURNS].mean()
+    for worker in (quick, slow):
+        worker.rollout._answering._hosts.shut()
+    return (
+        f"| {rollout._engine} | {mean:g} | {turns:.1f} | {work:.2f} | {chain:.2f} | {whole:.2f} | {whole / bound:.2f} | "
+        f"{barrier:.2f} | {barrier / whole:.2f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", default="hf,vllm")
+    parser.add_argument("--means", default="0.5,2")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", default="waits_cpu.md")
+    given = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder, "long_tail", "tiny", 1)
+        (folder / "slow.py").write_text(ENVIRONMENT)
+        for engine in given.engines.split(","):
+            for mean in map(float, given.means.split(",")):
+                rows.append(measure(Rollout(folder, engine), mean, given.rounds))
+    write(
+        given.out,
+        f"OMP_NUM_THREADS=1 python -m bench.waits --engines {given.engines} --rounds {given.rounds}",
+        f"{PROMPTS * SAMPLES} trajectories of up to {TURNS} turns and {TOKENS} tokens; seconds, the median of "
+        f"{given.rounds} rounds. Work: an environment that answers at once. Chain: the most that a trajectory sleeps, "
+        "and its decoding alone. The bound is the larger of the two.",
+        ("engine", "mean sleep s", "turns", "work", "chain", "rollout", "/ bound", "barrier", "barrier / rollout"),
+        rows,
+    )
+    dist.destroy_process_group()
+    os._exit(0)  # vLLM keeps threads
+
+
+if __name__ == "__main__":
+    main()

@@ -177,7 +177,8 @@ class RolloutWorker(Rollout):
             rows, places = self._rows[task.split], task.rows.tolist()
             seeds = sample_seeds(task.seed, task.step, places, 1, "environment")
             self._answering.begin(lambda place: rows[places[place]], seeds)
-        source = Conversations(queue, self._vocabulary, open_answers, finished, answering)
+        images_of = pictures.of if pictures else lambda place: None
+        source = Conversations(queue, self._vocabulary, open_answers, finished, answering, images_of)
         self.engine.generate(source, task.sampling)
         if self._answering:
             self._answering.forget()

@@ -179,3 +179,25 @@ def test_a_frozen_tower_is_news_where_it_rests_anyway(models, files, tmp_path):
     for images in (ImageSizes(), None):
         look_at_images(cfg, found := Findings(images=images))
         assert ["no effect" in note for note in found.notes] == [True] * (not images)
+
+
+COUNT = '''
+class Count:
+    def __init__(self):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return f"{self.turns}", 0.5, self.turns == 3
+'''
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_keeps_its_pictures_over_several_turns(make, tmp_path, family):
+    (tmp_path / "own.py").write_text(COUNT)
+    turns = {ROLLOUT + "multi_turn__environment": f"{tmp_path}/own.py:Count", "data__max_response_length": 60}
+    trainer = make(family, **turns, **{ACTOR + "ppo_max_token_len_per_gpu": 256})
+    metrics = trainer.step(1).metrics
+    assert metrics["num_turns/max"] == 6
+    assert metrics["training/rollout_probs_diff_mean"] < 1e-4
+    assert metrics["rollout/log_prob_gap/mean"] < 1e-5

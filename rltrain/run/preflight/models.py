@@ -94,8 +94,6 @@ def _image_problems(cfg: Config) -> Iterator[str]:
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
-    for name, place in cfg.actor_rollout_ref.rollout.multi_turn.places.items():
-        yield f"{name}={place}: a turn behind a tool has no images, and prompts have some."
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:

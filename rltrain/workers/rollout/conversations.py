@@ -25,6 +25,7 @@ from rltrain.agents.chat import Message
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
+from rltrain.data.images import PromptImages
 from rltrain.workers.rollout.answering import Answering, Key, Reply
 from rltrain.workers.rollout.contract import Job, Turn
 from rltrain.workers.rollout.queue import JobQueue
@@ -105,7 +106,7 @@ class Conversations:
     the last conversation of a job is over, if none of them was given up: those that were are begun anew or go on in a
     later step. A turn with a token outside the vocabulary or a log-prob that is not finite is left out of its
     conversation, which ends, and counted. answering: who answers a turn (None: nobody), with the most tokens of an
-    answer.
+    answer. images: of a prompt, by its place, while a job of it runs.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Conversations:
         begun: Mapping[tuple[int, int], Conversation] | None = None,
         finished: Callable[[Job, list[Conversation]], None] | None = None,
         answering: tuple[Answering, int] | None = None,
+        images: Callable[[int], PromptImages | None] = lambda place: None,
     ) -> None:
         self.num_damaged = 0
         """Turns that were left out."""
@@ -126,6 +128,7 @@ class Conversations:
         self._vocabulary = vocabulary
         self._begun = begun or {}
         self._finished = finished
+        self._images = images
         self._answering = answering[0] if answering else None
         self._max_tokens = answering[1] if answering else 0
         # Those that a tool is at work for, and of them those whose next turn may begin, the first to be answered first.
@@ -206,7 +209,8 @@ class Conversations:
         started, conversation = self._running[key] = self._waiting.pop(key)
         seeds = started.job.seeds[started.job.samples == conversation.sample]
         samples = np.array([conversation.sample])
-        return Job(conversation.place, samples, conversation.prompt, seeds, (conversation.tokens,))
+        images = self._images(conversation.place)
+        return Job(conversation.place, samples, conversation.prompt, seeds, (conversation.tokens,), images)
 
     def _over(self, started: _Started) -> None:
         started.num_running -= 1

@@ -41,8 +41,6 @@ def _turns(config: Config) -> Iterator[str]:
     engine = ENGINES.get(rollout.name)  # an unknown name is refused elsewhere
     if engine and not engine.several_turns:
         yield f"{tools}: rollout.name={rollout.name} samples one turn. Use {engines_with('several_turns')}."
-    if rollout.tail == "carry_over":
-        yield f"{tools} and {_R}tail=carry_over: an answer that waits for a tool is in no checkpoint. Keep one of them."
     if config.reward_model.enable:
         yield f"{tools} and reward_model.enable=True: it would judge the words of tools too. Keep one of them."
 

@@ -267,6 +267,8 @@ OF_SYNC = ("perf/weight_sync_gb", "perf/weight_sync_gb_per_s", "rollout/canary_g
 def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), pixels and weight sync."""
     metrics: Metrics = {_DAMAGED: float(sum(result.num_damaged for result in results))}
+    if anew := sum(result.num_begun_anew for result in results):
+        metrics["agent/begun_anew"] = float(anew)
     for name in results[0].seconds:
         seconds = [result.seconds[name] for result in results]
         metrics |= {f"timing_s/{name}": float(np.mean(seconds)), f"timing_s/{name}_max": max(seconds)}

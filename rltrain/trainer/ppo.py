@@ -19,6 +19,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.moments import Moments, join
 from rltrain.base.columns import names as c
 from rltrain.base.seeds import stream
+from rltrain.config.agents import several_turns
 from rltrain.config.passes import PASSES, UPDATES
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
@@ -310,7 +311,9 @@ class PPOTrainer:
         """What a resumed run needs besides the weights."""
         drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
         coef, lengths = self.advantages.kl_coef, self.actor.lengths.state()
-        return Progress(drawn, coef, sampler.state(), line.state(), line.answers(), lengths, self._metrics)
+        # Of several turns no file has the tools' and environments' part, so a resumed run begins what waits anew.
+        answers = None if several_turns(self.cfg.actor_rollout_ref.rollout) else line.answers()
+        return Progress(drawn, coef, sampler.state(), line.state(), answers, lengths, self._metrics)
 
     def restore(self, progress: Progress, folder: Path | None = None) -> None:
         """Go on where ``progress`` was. folder: its checkpoint."""

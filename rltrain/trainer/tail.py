@@ -146,7 +146,12 @@ class PromptLine:
                     samples[name][ids] = prompt.answers[name]
                 samples[c.CARRIED_LENGTH][ids] = prompt.answers[c.POLICY_TOKENS]
                 unserved = np.flatnonzero(~samples[c.SERVED][ids])
-                samples.adopt(prompt.answers, unserved, ids[unserved], KEPT)
+                of_turns = [name for name in c.OF_SEVERAL_TURNS if name in samples.numbers]
+                samples.adopt(prompt.answers, unserved, ids[unserved], [*KEPT, *of_turns])
+        # A trajectory that was given up behind its first turn begins anew.
+        anew = samples[c.SERVED] & (samples[c.POLICY_TOKENS] < samples[c.CARRIED_LENGTH])
+        for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST):
+            samples[name][anew] = 0
 
     def _aged(self, samples: Samples, place: int) -> Samples:
         """The answers of one prompt as the next step finds them, every token a step older."""

@@ -66,6 +66,8 @@ class GenerationNumbers:
     """Of pixels that the trainer gets."""
     num_damaged: int = 0
     """Answers that were emptied, because the engine gave them tokens or log-probs that cannot be."""
+    num_begun_anew: int = 0
+    """Trajectories that a later step begins again (rollout.tail=carry_over)."""
     failure: str = ""
     """Why the first trajectory that could not go on could not (`columns.AGENT_FAILED`)."""
 

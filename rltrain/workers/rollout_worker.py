@@ -178,9 +178,11 @@ class RolloutWorker(Rollout):
             seeds = sample_seeds(task.seed, task.step, places, 1, "environment")
             self._answering.begin(lambda place: rows[places[place]], seeds)
         images_of = pictures.of if pictures else lambda place: None
+        num_begun_anew = 0
         source = Conversations(queue, self._vocabulary, open_answers, finished, answering, images_of)
         self.engine.generate(source, task.sampling)
         if self._answering:
+            num_begun_anew = source.begin_anew()
             self._answering.forget()
             self._agent_log.printed(f"replica {self._replica.number}", self._answering.printed())
         # Also on ranks that hand nothing out: the driver polls every rank until it says that it is done.
@@ -193,7 +195,7 @@ class RolloutWorker(Rollout):
             raise RuntimeError(f"the rollout engine '{self._rollout.name}' gave up {num_aborted} wanted answers")
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
         seconds |= {"read_images": pictures.seconds} if pictures else {}
-        numbers = GenerationNumbers(seconds, sync)
+        numbers = GenerationNumbers(seconds, sync, num_begun_anew=num_begun_anew)
         if not source.all or not self._replica.leads:
             return Batch(), [], numbers
         self._refuse_damaged(source)

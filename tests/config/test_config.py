@@ -467,7 +467,6 @@ TOOLS = f"{A}rollout.multi_turn.function_tool_path=tools.py"
             "there is no such agent. Use single_turn_agent, tool_agent",
         ),
         ([TOOLS, f"{A}rollout.name=sglang"], "samples one turn. Use rollout.name=hf or rollout.name=vllm"),
-        ([TOOLS, f"{A}rollout.tail=carry_over"], "waits for a tool is in no checkpoint"),
         ([TOOLS, "reward_model.enable=True", "reward_model.model.path=m"], "it would judge the words of tools"),
         ([TOOLS, f"{A}rollout.multi_turn.max_user_turns=2"], "use multi_turn.max_assistant_turns"),
         ([TOOLS, f"{A}rollout.multi_turn.tool_response_truncate_side=both"], "use one of left, middle, right"),

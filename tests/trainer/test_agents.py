@@ -156,3 +156,22 @@ def test_the_answers_of_a_step_are_learnt_from(process_group, tiny_trainer, sett
     assert answered.metrics["agent/failed"] == 0
     assert answered.metrics["training/rollout_probs_diff_mean"] < 1e-4
     assert np.isfinite(answered.metrics["actor/grad_norm"])
+
+
+def test_what_waits_for_a_later_step_behind_its_first_turn_begins_anew(process_group, tiny_trainer, settings):
+    carry = {R + "tail": "carry_over", R + "oversample_ratio": 1.5, R + "max_num_seqs": 4}
+    carry |= {"algorithm__rollout_correction__rollout_is": "token"}
+    slow = ENVIRONMENT.replace(
+        "        self.turns += 1", "        import time; time.sleep(0.05)\n        self.turns += 1"
+    )
+    trainer = tiny_trainer(**settings("multi_turn__environment", slow, "Count"), **carry)
+    anew = 0
+    for step in range(1, 6):
+        answered = trainer.step(step)
+        anew += answered.metrics.get("agent/begun_anew", 0)
+        assert answered.metrics["training/rollout_probs_diff_mean"] < 1e-4 or step > 1
+        assert answered.metrics["rollout/tail/tokens_generated"] >= 0
+        lengths, turns = (answered.samples[name] for name in (c.RESPONSE_LENGTH, c.NUM_TURNS))
+        assert (lengths > 0).all()
+        assert (turns > 0).all()
+    assert anew > 0

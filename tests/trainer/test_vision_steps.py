@@ -181,7 +181,7 @@ def test_a_frozen_tower_is_news_where_it_rests_anyway(models, files, tmp_path):
         assert ["no effect" in note for note in found.notes] == [True] * (not images)
 
 
-COUNT = '''
+COUNT = """
 class Count:
     def __init__(self):
         self.turns = 0
@@ -189,7 +189,7 @@ class Count:
     def step(self, text):
         self.turns += 1
         return f"{self.turns}", 0.5, self.turns == 3
-'''
+"""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -67,6 +67,7 @@ NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_R
 # It could not go on, through no fault of the policy: it is in no loss and no baseline.
 AGENT_FAILED = _add("agent_failed", PER_SAMPLE, "bool", "rollout", "advantages, update, metrics, files")
 TOOL_S = _add("tool_s", PER_SAMPLE, "float32", "rollout: seconds in which it waited for tools", "metrics, files")
+OF_SEVERAL_TURNS = (*OF_TURNS, AGENT_FAILED, TOOL_S)
 ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
 ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
 # Which answer of its task: place of the prompt * answers per prompt + sample.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import PromptRow
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
 from rltrain.data.turns.seam import Seam
-from rltrain.workers.rollout.contract import Turn
 from rltrain.workers.rollout.queue import Replica
 
 # An answer to a prompt: place and sample.
@@ -53,6 +52,17 @@ class Reply:
     """``score``, if the trajectory gives itself one, and others."""
     failed: str = ""
     """Why the trajectory cannot go on, through no fault of the policy."""
+
+
+class Trajectory(Protocol):
+    """What is known of an answer, see `conversations.Conversation`."""
+
+    num_turns: int
+    counts: Counter[str]
+
+    @property
+    def last_turn(self) -> NDArray[np.int32]:
+        """Token ids of the last turn."""
 
 
 @dataclass
@@ -109,23 +119,23 @@ class Answering:
         """What tools and agents have printed since the last call."""
         return self._hosts.printed() if self._hosts else ""
 
-    def ask(self, key: Key, turn: Turn, num_turns: int, counts: Counter[str]) -> bool:
+    def ask(self, key: Key, trajectory: Trajectory, reason: str) -> bool:
         """A turn has ended: whether somebody answers it, if only with the end of the trajectory.
 
-        num_turns: with it. counts: gets what is known of a turn that nobody answers.
+        reason: `Turn.reason`.
         """
         agent = self._encoder.row_tools.agent_of(self._row(key[0]))
         if agent == SINGLE_TURN:
             return False
-        said, finish = self._read(turn, num_turns)
+        tokens = trajectory.last_turn.tolist()
+        said, finish = self._read(tokens, reason, trajectory.num_turns)
         if self._ends_by_itself(agent):
             if finish != "stop":
-                counts.update({c.TOOL_CALLS: len(said.calls), c.CALLS_NOT_RUN: len(said.calls)})
+                trajectory.counts.update({c.TOOL_CALLS: len(said.calls), c.CALLS_NOT_RUN: len(said.calls)})
             if finish != "stop" or not (said.calls or said.problems):
                 self._close(key)
                 return False
-        end_token = turn.tokens[-1] if turn.reason == "stop" and turn.tokens else None
-        self._open[key] = opened = _Open(end_token, said)
+        self._open[key] = opened = _Open(tokens[-1] if reason == "stop" and tokens else None, said)
         if self._hosts:
             calls = [ToolCall(call.name, call.arguments) for call in said.calls]
             opened.number = self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent)
@@ -134,10 +144,10 @@ class Answering:
     def _ends_by_itself(self, agent: str) -> bool:
         return self._stateless and not is_plugin(agent)
 
-    def _read(self, turn: Turn, num_turns: int) -> tuple[Parsed, Any]:
-        (text,) = self._encoder.decode_batch([turn.tokens], special=True)
+    def _read(self, tokens: Sequence[int], reason: str, num_turns: int) -> tuple[Parsed, Any]:
+        (text,) = self._encoder.decode_batch([tokens], special=True)
         said, most = self._format.parse(text, self._encoder.tools), self._cfg.max_assistant_turns
-        if turn.reason == "length":  # half a call is none
+        if reason == "length":  # half a call is none
             return Parsed([], [], said.text, said.reasoning), "length"
         return said, "turns" if most is not None and num_turns >= most else "stop"
 

@@ -13,7 +13,7 @@ An answer that an earlier step has begun (``carry_over``) is a conversation that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,6 +81,21 @@ class Conversation:
         self.said.append(messages)
         self.tokens = np.concatenate([self.tokens, tokens])
         self.mask = np.concatenate([self.mask, np.zeros(len(tokens), dtype=np.bool_)])
+
+    def is_in_first_turn(self, waiting: Container[Key]) -> bool:
+        """Whether nobody has been asked yet. waiting: those of which somebody is."""
+        return bool(self.mask.all()) and (self.place, self.sample) not in waiting
+
+    def forget(self) -> None:
+        """Be as before the first token."""
+        empty = Conversation(self.place, self.sample, self.prompt)
+        self.tokens, self.mask, self.log_probs = empty.tokens, empty.mask, empty.log_probs
+
+    @property
+    def last_turn(self) -> NDArray[np.int32]:
+        """Token ids of the last turn, an earlier step's among them."""
+        context = np.flatnonzero(~self.mask)
+        return self.tokens[context[-1] + 1 if len(context) else 0 :]
 
     def add_sampled(self, tokens: NDArray[np.int32], log_probs: NDArray[np.float32]) -> None:
         """Append what the policy sampled."""
@@ -177,7 +192,7 @@ class Conversations:
         if not whole:
             self._answering.give_up(key)
             return False
-        if not self._answering.ask(key, turn, conversation.num_turns, conversation.counts):
+        if not self._answering.ask(key, conversation, turn.reason):
             return False
         # Where the engine is stopped meanwhile, it has not ended.
         conversation.aborted = True
@@ -226,6 +241,14 @@ class Conversations:
         if not self._ready:
             self._listen(_WAIT_S)
         return bool(self._waiting)
+
+    def begin_anew(self) -> int:
+        """Take the tokens of trajectories that were given up behind their first turn: nobody keeps their tools and
+        environments. How many there are."""
+        gone = [answer for answer in self.all if answer.aborted and not answer.is_in_first_turn(self._waiting)]
+        for answer in gone:
+            answer.forget()
+        return len(gone)
 
     @property
     def may_stop(self) -> bool:

@@ -15,6 +15,7 @@ import argparse
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch.distributed as dist
 
+import rltrain.workers.rollout_worker as home
 from bench.table import write
 from bench.workload import make
 from rltrain.base.columns import names as c
@@ -97,8 +99,6 @@ class Rollout:
 
     def seconds(self, worker: HybridWorker, task: GenerateTask = TASK) -> tuple[float, list, dict]:
         """Wall clock of a rollout, the texts, and the numbers of its trajectories."""
-        from dataclasses import replace
-
         self._call += 1
         _, texts, numbers = worker.rollout.generate(replace(task, call=self._call))
         return numbers.seconds["generate_sequences"], texts, numbers.per_sample
@@ -106,9 +106,6 @@ class Rollout:
 
 def measure(rollout: Rollout, mean: float, rounds: int) -> str:
     """A row of the table."""
-    import rltrain.workers.rollout_worker as home
-    from dataclasses import replace
-
     quick, slow = rollout.worker(0.0), rollout.worker(mean)
     for worker in (quick, slow):
         rollout.seconds(worker)  # processes and compiled code are there
@@ -133,10 +130,8 @@ def measure(rollout: Rollout, mean: float, rounds: int) -> str:
     turns = numbers[c.NUM_TURNS].mean()
     for worker in (quick, slow):
         worker.rollout._answering._hosts.shut()
-    return (
-        f"| {rollout._engine} | {mean:g} | {turns:.1f} | {work:.2f} | {chain:.2f} | {whole:.2f} | {whole / bound:.2f} | "
-        f"{barrier:.2f} | {barrier / whole:.2f} |"
-    )
+    figures = (turns, work, chain, whole, whole / bound, barrier, barrier / whole)
+    return f"| {rollout._engine} | {mean:g} | {' | '.join(f'{figure:.2f}' for figure in figures)} |"
 
 
 def main() -> None:

@@ -84,11 +84,13 @@ class Rollout:
             [
                 f"data.train_files={self._folder}/train.parquet", f"data.val_files={self._folder}/train.parquet",
                 "data.train_batch_size=16", "data.max_prompt_length=64", f"data.max_response_length={TOKENS}",
-                f"actor_rollout_ref.model.path={self._folder}/model", f"{rollout}n={SAMPLES}", f"{rollout}name={self._engine}",
+                f"actor_rollout_ref.model.path={self._folder}/model", f"{rollout}n={SAMPLES}",
+                f"{rollout}name={self._engine}",
                 f"{rollout}max_num_seqs=64", f"{rollout}gpu_memory_utilization=0.1", "trainer.device=cpu",
                 f"{rollout}multi_turn.environment={self._folder}/slow.py:Slow",
                 f"{rollout}multi_turn.environment_kwargs={{mean: {mean}, turns: {TURNS}}}",
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048", f"trainer.default_local_dir={self._folder}/run",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
+                f"trainer.default_local_dir={self._folder}/run",
             ]
         ).config  # fmt: skip
         rows = read_rows(f"{self._folder}/train.parquet")

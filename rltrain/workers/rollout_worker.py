@@ -47,6 +47,7 @@ from rltrain.workers.rollout.contract import Job, RolloutEngine
 from rltrain.workers.rollout.conversations import (
     Conversation,
     Conversations,
+    answer_numbers,
     begun_conversations,
     payload_of,
     turn_numbers,
@@ -172,19 +173,7 @@ class RolloutWorker(Rollout):
             if tell:
                 tell(job, conversations)
 
-        answering = (self._answering, task.sampling.max_tokens) if self._answering else None
-        if self._answering:
-            rows, places = self._rows[task.split], task.rows.tolist()
-            seeds = sample_seeds(task.seed, task.step, places, 1, "environment")
-            self._answering.begin(lambda place: rows[places[place]], seeds)
-        images_of = pictures.of if pictures else lambda place: None
-        num_begun_anew = 0
-        source = Conversations(queue, self._vocabulary, open_answers, finished, answering, images_of)
-        self.engine.generate(source, task.sampling)
-        if self._answering:
-            num_begun_anew = source.begin_anew()
-            self._answering.forget()
-            self._agent_log.printed(f"replica {self._replica.number}", self._answering.printed())
+        source, num_begun_anew = self._converse(task, queue, open_answers, finished, pictures)
         # Also on ranks that hand nothing out: the driver polls every rank until it says that it is done.
         if task.stream:
             self._finished.put(None)
@@ -209,21 +198,36 @@ class RolloutWorker(Rollout):
             payload.update({c.IMAGES: DictionaryColumn(images, index)})
             numbers = replace(numbers, image_bytes=sum(image.nbytes for image in images if image))
         texts = self._texts(answers)
-        policy_tokens = np.array([len(answer.log_probs) for answer in answers], dtype=np.int64)
-        per_sample = {
-            c.SLOT: np.array([answer.place * task.num_samples + answer.sample for answer in answers]),
-            c.PROMPT_LENGTH: np.array([len(answer.prompt) for answer in answers]),
-            c.RESPONSE_LENGTH: np.array([len(answer.tokens) for answer in answers]),
-            c.POLICY_TOKENS: policy_tokens,
-            c.LOSS_TOKENS: policy_tokens,
-            c.TRUNCATED: np.array([answer.truncated for answer in answers]),
-            c.ABORTED: np.array([answer.aborted for answer in answers]),
-            c.ENDED_S: np.array([answer.seconds for answer in answers], dtype=np.float32),
-        }
+        per_sample = answer_numbers(answers, task.num_samples)
         if self._answering:
             per_sample |= turn_numbers(answers)
             numbers = replace(numbers, failure=next((answer.failed for answer in answers if answer.failed), ""))
         return payload, texts, replace(numbers, per_sample=per_sample, num_damaged=source.num_damaged)
+
+    def _converse(
+        self,
+        task: GenerateTask,
+        queue: JobQueue,
+        open_answers: Open,
+        finished: Callable[[Job, list[Conversation]], None],
+        pictures: PicturesOfTask | None,
+    ) -> tuple[Conversations, int]:
+        """Have the engine work through the queue. Returns all conversations, and how many a later step begins anew."""
+        images_of = pictures.of if pictures else lambda place: None
+        if not self._answering:
+            source = Conversations(queue, self._vocabulary, open_answers, finished, images=images_of)
+            self.engine.generate(source, task.sampling)
+            return source, 0
+        rows, places = self._rows[task.split], task.rows.tolist()
+        seeds = sample_seeds(task.seed, task.step, places, 1, "environment")
+        self._answering.begin(lambda place: rows[places[place]], seeds)
+        answering = (self._answering, task.sampling.max_tokens)
+        source = Conversations(queue, self._vocabulary, open_answers, finished, answering, images_of)
+        self.engine.generate(source, task.sampling)
+        num_begun_anew = source.begin_anew()
+        self._answering.forget()
+        self._agent_log.printed(f"replica {self._replica.number}", self._answering.printed())
+        return source, num_begun_anew
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:
         """Sync once per policy version. Returns seconds, and what the sync says of itself."""

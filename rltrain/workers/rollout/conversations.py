@@ -288,6 +288,21 @@ def payload_of(conversations: Sequence[Conversation]) -> Batch:
     )
 
 
+def answer_numbers(conversations: Sequence[Conversation], num_samples: int) -> dict[str, NDArray[Any]]:
+    """What the driver gets of every answer, a value per conversation. num_samples: answers per prompt."""
+    policy_tokens = np.array([len(answer.log_probs) for answer in conversations], dtype=np.int64)
+    return {
+        c.SLOT: np.array([answer.place * num_samples + answer.sample for answer in conversations]),
+        c.PROMPT_LENGTH: np.array([len(answer.prompt) for answer in conversations]),
+        c.RESPONSE_LENGTH: np.array([len(answer.tokens) for answer in conversations]),
+        c.POLICY_TOKENS: policy_tokens,
+        c.LOSS_TOKENS: policy_tokens,
+        c.TRUNCATED: np.array([answer.truncated for answer in conversations]),
+        c.ABORTED: np.array([answer.aborted for answer in conversations]),
+        c.ENDED_S: np.array([answer.seconds for answer in conversations], dtype=np.float32),
+    }
+
+
 def turn_numbers(conversations: Sequence[Conversation]) -> dict[str, NDArray[Any]]:
     """`columns.OF_TURNS`, `columns.AGENT_FAILED` and `columns.TOOL_S`, a value per conversation."""
     counts = [answer.counts for answer in conversations]

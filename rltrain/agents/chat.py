@@ -72,6 +72,8 @@ class Start:
     seed: int
     agent: str | None = None
     """FILE.py:NAME; None: tools and environment answer every turn."""
+    tools: tuple[str, ...] = ()
+    """Those that the row's prompt shows."""
 
 
 class Tools(Protocol):

@@ -120,10 +120,17 @@ class _Stage:
         session: Session | None = None
         try:
             session = await within(self.toolbox.open(start.row, start.seed), self.terms.timeout_s)
+            session.names = [name for name in session.names if name in start.tools]
             chat = trajectory.chat = Chat(start.prompt, turns, said, self.terms, session, ask)
             outcome = await lead(chat, session, start, self.terms)
             asked = chat.last_words()
-            end = {"end": outcome, "said": asked.messages, "counts": asked.counts, "rewards": asked.rewards}
+            end = {
+                "end": outcome,
+                "extra": session.extra_fields,
+                "said": asked.messages,
+                "counts": asked.counts,
+                "rewards": asked.rewards,
+            }
         except asyncio.CancelledError:
             return
         except BaseException as error:  # noqa: BLE001 - user code: sys.exit must not end the process

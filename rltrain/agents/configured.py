@@ -144,6 +144,11 @@ class Opened:
         created = await called(create, **_taken(create, {"create_kwargs": kwargs}), **named)
         return created[0] if isinstance(created, tuple | list) else created
 
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        """What the tools have noted for the scorer."""
+        return dict(self._data.extra_fields)
+
     async def release(self) -> None:
         """Tell the tools that the trajectory has ended. What they raise is logged."""
         while self._ids:

@@ -30,6 +30,7 @@ from rltrain.slots.service import MAX_RESULT_BYTES
 _PING_S = 1.0
 # Beyond the limit of a call: for what the process does itself.
 _SILENT_S = 5.0
+_MOST_STARTS = 4
 
 
 @dataclass(eq=False)
@@ -236,8 +237,8 @@ class Host:
         if how:
             self._process.close()
         self._failed_starts += not self._is_ready
-        if self._failed_starts > 1:  # one may be somebody else's signal
-            raise _Unusable(f"the process of tools and agents does not start: it{ended}")
+        if self._failed_starts > _MOST_STARTS:  # some may be somebody else's signals
+            raise _Unusable(f"tools, environments and agents cannot be started: the agent{ended}")
         lost = list(self._asked.values())
         self._start()
         if self._alone:

@@ -153,6 +153,11 @@ class Session:
         )
         return result(await called(function, **arguments))
 
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        """What tools of verl's have noted for the scorer (``agent_data.extra_fields``)."""
+        return self._opened.extra_fields
+
     async def close(self) -> None:
         """End the trajectory: ``close`` of the instance and ``release`` of verl's tools. What they raise is logged."""
         with self._held:

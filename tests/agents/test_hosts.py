@@ -170,8 +170,11 @@ def make(tmp_path):
         each.shut()
 
 
-def start(agent=None, seed=0, **row):
-    return Start([{"role": "user", "content": "?"}], {"extra_info": {}, "ground_truth": "7", **row}, seed, agent)
+NAMES = ("echo", "nap", "doze", "fail", "leave", "hold", "loop", "flood", "buy", "quit")
+
+
+def start(agent=None, seed=0, tools=NAMES, **row):
+    return Start([{"role": "user", "content": "?"}], {"extra_info": {}, "ground_truth": "7", **row}, seed, agent, tools)
 
 
 def turn(*calls, text="", **more):

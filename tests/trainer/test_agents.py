@@ -136,15 +136,17 @@ def test_a_process_that_is_killed_changes_no_token(process_group, tiny_trainer, 
     go_on, killed = hosts.go_on, []
 
     def kill_first(number, turn):
-        if len(hosts._held[number][0].turns) == 2 and len(killed) < 3:
+        held, host = hosts._held[number]
+        # Whoever is at work alone when a second process dies is at fault.
+        if len(held.turns) == 2 and len(killed) < 3 and not (host._alone or host._suspects):
             killed.append(number)
             with suppress(ProcessLookupError):  # it is being replaced
-                os.kill(hosts._held[number][1]._process.pid, signal.SIGKILL)
+                os.kill(host._process.pid, signal.SIGKILL)
         go_on(number, turn)
 
     hosts.go_on = kill_first
     hurt, _, numbers = generated(trainer)
-    assert len(killed) == 3
+    assert killed
     assert hurt == quiet
     assert not numbers[c.AGENT_FAILED].any()
 

@@ -28,6 +28,8 @@ from rltrain.config.schema.rollout import MultiTurnConfig
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import PromptRow
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
+from rltrain.data.turns.formats.none import NO_CALLS
+from rltrain.data.turns.formats.reading import Schemas
 from rltrain.data.turns.seam import Seam
 from rltrain.workers.rollout.queue import Replica
 
@@ -50,6 +52,8 @@ class Reply:
     """What tools and environment say of the turn."""
     numbers: dict[str, float] = field(default_factory=dict)
     """``score``, if the trajectory gives itself one, and others."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What tools of verl's tell the scorer."""
     failed: str = ""
     """Why the trajectory cannot go on, through no fault of the policy."""
 
@@ -124,11 +128,12 @@ class Answering:
 
         reason: `Turn.reason`.
         """
-        agent = self._encoder.row_tools.agent_of(self._row(key[0]))
+        row = self._row(key[0])
+        agent = self._encoder.row_tools.agent_of(row)
         if agent == SINGLE_TURN:
             return False
-        tokens = trajectory.last_turn.tolist()
-        said, finish = self._read(tokens, reason, trajectory.num_turns)
+        tokens, tools = trajectory.last_turn.tolist(), self._encoder.row_tools.of(row)
+        said, finish = self._read(tokens, reason, trajectory.num_turns, tools)
         if self._ends_by_itself(agent):
             if finish != "stop":
                 trajectory.counts.update({c.TOOL_CALLS: len(said.calls), c.CALLS_NOT_RUN: len(said.calls)})
@@ -138,20 +143,21 @@ class Answering:
         self._open[key] = opened = _Open(tokens[-1] if reason == "stop" and tokens else None, said)
         if self._hosts:
             calls = [ToolCall(call.name, call.arguments) for call in said.calls]
-            opened.number = self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent)
+            opened.number = self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent, tools)
         return True
 
     def _ends_by_itself(self, agent: str) -> bool:
         return self._stateless and not is_plugin(agent)
 
-    def _read(self, tokens: Sequence[int], reason: str, num_turns: int) -> tuple[Parsed, Any]:
+    def _read(self, tokens: Sequence[int], reason: str, num_turns: int, tools: Schemas) -> tuple[Parsed, Any]:
         (text,) = self._encoder.decode_batch([tokens], special=True)
-        said, most = self._format.parse(text, self._encoder.tools), self._cfg.max_assistant_turns
+        call_format = self._format if tools else NO_CALLS
+        said, most = call_format.parse(text, tools), self._cfg.max_assistant_turns
         if reason == "length":  # half a call is none
             return Parsed([], [], said.text, said.reasoning), "length"
         return said, "turns" if most is not None and num_turns >= most else "stop"
 
-    def _tell(self, key: Key, said: Said, agent: str) -> int:
+    def _tell(self, key: Key, said: Said, agent: str, tools: Schemas) -> int:
         assert self._hosts
         if key in self._numbers:
             self._hosts.go_on(self._numbers[key], said)
@@ -159,7 +165,8 @@ class Answering:
             row = self._row(key[0])
             content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
             place = agent if is_plugin(agent) else None
-            number = self._hosts.begin(Start(row.prompt, content, int(self._seeds[key[0]]), place), said)
+            names = tuple(schema["function"]["name"] for schema in tools)
+            number = self._hosts.begin(Start(row.prompt, content, int(self._seeds[key[0]]), place, names), said)
             self._numbers[key], self._keys[number] = number, key
         return self._numbers[key]
 
@@ -208,7 +215,7 @@ class Answering:
             return Reply(None, failed=str(line["failed"]))
         counts, rewards = Counter(line["counts"]), [float(reward) for reward in line["rewards"]]
         if "end" in line:
-            return Reply(None, line["said"], counts, rewards, line["end"])
+            return Reply(None, line["said"], counts, rewards, line["end"], line["extra"])
         messages = line["ask"]
         try:
             tokens = np.array(self._seam.context(opened.end_token, self._calls(opened.said, messages), messages))

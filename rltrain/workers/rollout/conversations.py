@@ -67,6 +67,8 @@ class Conversation:
     """Behind each turn that another has followed."""
     numbers: dict[str, float] = field(default_factory=dict)
     """`Reply.numbers`."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """`Reply.extra`."""
     failed: str = ""
     """`Reply.failed`."""
 
@@ -74,7 +76,7 @@ class Conversation:
         """Note what was said to a turn."""
         self.counts += reply.counts
         self.rewards += reply.rewards
-        self.numbers, self.failed = reply.numbers, reply.failed
+        self.numbers, self.extra, self.failed = reply.numbers, reply.extra, reply.failed
 
     def add_context(self, tokens: NDArray[np.int32], messages: list[Message]) -> None:
         """Append what the policy did not sample."""

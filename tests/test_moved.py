@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # Written down once; never shortened.
 TYPED = [
     "rltrain.view", "rltrain.report", "rltrain.port", "rltrain.doctor", "rltrain.sync", "rltrain.supervise",
-    "rltrain.replay", "rltrain.collect", "rltrain.env_report", "rltrain.rewards.try",
+    "rltrain.replay", "rltrain.collect", "rltrain.env_report", "rltrain.rewards.try", "rltrain.agents.try",
     "rltrain.controller.launch", "rltrain.cli", "rltrain.main_ppo",
 ]  # fmt: skip
 IMPORTED = [

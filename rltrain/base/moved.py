@@ -25,6 +25,7 @@ _HOMES = {
 MOVED = {
     **{f"rltrain.{name}": f"rltrain.{home}.{name}" for home, names in _HOMES.items() for name in names.split()},
     **{f"rltrain.{name}": f"rltrain.{home}" for name, home in _PACKAGES.items()},
+    "rltrain.agents.try": "rltrain.tools.try_agent",
     "rltrain.algorithms.value_loss": "rltrain.algorithms.losses",
     "rltrain.aside": "rltrain.base.background",
     "rltrain.base.aside": "rltrain.base.background",

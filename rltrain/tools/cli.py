@@ -20,6 +20,7 @@ COMMANDS = {
     "sync": ("rltrain.tools.sync", "send what trackers have kept offline in a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),
+    "agents try": ("rltrain.tools.try_agent", "try tools, an environment or an agent on a row, turn by turn"),
     "replay": ("rltrain.tools.replay", "an incident with a loss that is not finite, once more on one device"),
     "collect": ("rltrain.tools.collect", "what a bug report needs of a run, in one file"),
     "env": ("rltrain.run.report.env_report", "versions, machine and devices, for a bug report"),

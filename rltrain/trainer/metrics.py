@@ -19,7 +19,7 @@ from rltrain.algorithms.moments import Moments
 from rltrain.base.columns import names as c
 from rltrain.config.passes import UPDATES, step_phases
 from rltrain.controller.samples import Samples
-from rltrain.workers.results import GenerationNumbers, UpdateNumbers, largest
+from rltrain.workers.results import WAIT, GenerationNumbers, UpdateNumbers, largest
 
 Metrics = dict[str, float]
 _DAMAGED = "rollout/damaged_answers"
@@ -320,12 +320,14 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
     }
 
 
-def turn_metrics(samples: Samples) -> Metrics:
+def turn_metrics(samples: Samples, most_turns: int | None) -> Metrics:
     """What tools were asked and answered; nothing without tools.
 
     num_turns counts as verl does: turns of the policy, what answers them, and the prompt. Of agent/… sums over answers
     (failed: trajectories that could not go on); context_share: of the answers' tokens those that the policy did not
-    write; tool_s: seconds of an answer's calls.
+    write; tool_s: seconds of an answer's calls; stop: shares of the answers by why they ended, of which each has one.
+
+    most_turns: that an answer may have; None: any number.
     """
     if c.NUM_TURNS not in samples.numbers:
         return {}
@@ -336,7 +338,15 @@ def turn_metrics(samples: Samples) -> Metrics:
         "agent/context_share": 1 - float(samples[c.POLICY_TOKENS].sum() / max(1, samples[c.RESPONSE_LENGTH].sum())),
         "agent/tool_s/mean": float(samples[c.TOOL_S].mean()),
         "agent/tool_s/max": float(samples[c.TOOL_S].max()),
+        **{f"agent/stop/{why}": float(ended.mean()) for why, ended in _stops(samples, most_turns).items()},
     }
+
+
+def _stops(samples: Samples, most_turns: int | None) -> dict[str, NDArray[np.bool_]]:
+    failed, turns = samples[c.AGENT_FAILED].astype(bool), samples[c.NUM_TURNS]
+    cut = samples[c.TRUNCATED] & ~failed
+    last = (turns >= most_turns if most_turns else np.zeros_like(failed)) & ~failed & ~cut
+    return {"answered": ~(failed | cut | last), "turns": last, "length": cut, "failed": failed}
 
 
 def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
@@ -346,4 +356,6 @@ def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
         for name, value in metrics.items():
             seconds = name.startswith("timing_s/") or (name.endswith("_s") and not name.endswith("_per_s"))
             joined[name] = joined.get(name, 0.0) + value if seconds or name == _DAMAGED else value
+    if f"timing_s/{WAIT}" in joined:
+        joined["perf/rollout_wait_share"] = joined[f"timing_s/{WAIT}"] / joined["timing_s/generate_sequences"]
     return joined

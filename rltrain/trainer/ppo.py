@@ -244,7 +244,9 @@ class PPOTrainer:
         metrics |= flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
         metrics |= decode_metrics(metrics, self.model_sizes, plan.num_devices)
         seen = present(samples)
-        metrics |= m.sample_metrics(seen, cfg.data.max_prompt_length) | m.turn_metrics(samples)
+        metrics |= m.sample_metrics(seen, cfg.data.max_prompt_length) | m.turn_metrics(
+            samples, cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
+        )
         metrics |= m.reward_metrics(seen, accuracy(seen), weighted=bool(cfg.reward.weights))
         spread = rank_tokens(record.layouts["adv"], num_tokens(samples))
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)

@@ -73,7 +73,8 @@ class Validation:
         numbers = {name: values for name, values in scores.items() if name not in hidden and c.SCORER not in name}
         metrics = validation_metrics(self._rewards.data_sources("val"), extras | numbers, num_samples)
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
-        metrics |= {f"val-aux/{name}": value for name, value in turn_metrics(samples).items()}
+        most_turns = self._cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
+        metrics |= {f"val-aux/{name}": value for name, value in turn_metrics(samples, most_turns).items()}
         return Answered(step, metrics, samples, num_samples)
 
     def _answer(self, step: int, stop: Stop) -> tuple[Samples, dict[str, Column], int] | None:

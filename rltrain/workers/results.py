@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from rltrain.algorithms.moments import Moments
 
 Array = NDArray[Any]
+# The part of a generation in which an engine has nothing running, because all of its conversations wait for an answer.
+WAIT = "wait_for_tools"
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from rltrain.models.weights.spec import actor_spec
 from rltrain.rewards.processes.log import PrintLog
 from rltrain.slots.limits import Limits
 from rltrain.workers.residency import Residency
-from rltrain.workers.results import Array, GenerationNumbers, SyncReport
+from rltrain.workers.results import WAIT, Array, GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout
 from rltrain.workers.rollout.answering import Answering
 from rltrain.workers.rollout.contract import Job, RolloutEngine
@@ -184,6 +184,7 @@ class RolloutWorker(Rollout):
             raise RuntimeError(f"the rollout engine '{self._rollout.name}' gave up {num_aborted} wanted answers")
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
         seconds |= {"read_images": pictures.seconds} if pictures else {}
+        seconds |= {WAIT: source.waited_s} if self._answering else {}
         numbers = GenerationNumbers(seconds, sync, num_begun_anew=num_begun_anew)
         if not source.all or not self._replica.leads:
             return Batch(), [], numbers

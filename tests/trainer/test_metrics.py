@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from rltrain.base.columns import names as c
 from rltrain.base.device import get_device
 from rltrain.controller.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.rewards import accuracy
+from rltrain.workers.results import WAIT, GenerationNumbers
 
 NAN = np.nan
 
@@ -66,6 +68,32 @@ def test_answers_without_a_token_are_told_apart():
     found = m.sample_metrics(samples, 8)
     assert found["response/aborted_ratio"] == 0.5
     assert (found["response_length/mean"], found["response_length_non_aborted/mean"]) == (2.0, 4.0)
+
+
+def test_every_answer_of_several_turns_has_ended_for_one_reason():
+    columns = {name: np.zeros(5) for name in c.OF_TURNS} | {c.NUM_TURNS: np.array([1, 3, 3, 2, 3])}
+    columns |= {c.TOOL_S: np.zeros(5), c.POLICY_TOKENS: np.ones(5), c.RESPONSE_LENGTH: np.ones(5)}
+    # By itself; with the third turn of three; cut off in it; for want of room; failed, whatever else it was.
+    columns |= {c.TRUNCATED: np.array([0, 0, 1, 1, 1]) > 0, c.AGENT_FAILED: np.array([0, 0, 0, 0, 1]) > 0}
+    samples = samples_of(5, **columns)
+
+    def stops(most_turns):
+        found = m.turn_metrics(samples, most_turns)
+        return [round(5 * found[f"agent/stop/{why}"]) for why in ("answered", "turns", "length", "failed")]
+
+    assert stops(3) == [1, 1, 2, 1]
+    assert stops(None) == [2, 0, 2, 1]
+
+
+def test_the_share_of_waiting_is_of_all_rounds_and_replicas():
+    def of_round(*seconds):
+        ranks = [GenerationNumbers({"reshard": 0, "generate_sequences": s, WAIT: waited}) for waited, s in seconds]
+        return m.generation_metrics(ranks)
+
+    joined = m.join_rounds([of_round((1, 4), (0, 4)), of_round((5, 8), (6, 8))])
+    assert joined["perf/rollout_wait_share"] == (1 + 0 + 5 + 6) / (4 + 4 + 8 + 8)
+    assert "perf/rollout_wait_share" not in m.join_rounds([m.generation_metrics([GenerationNumbers(dict.fromkeys(
+        ("reshard", "generate_sequences"), 1.0))])])  # fmt: skip
 
 
 def test_memory_of_machine_and_process_are_two_numbers():

@@ -72,6 +72,19 @@ def test_how_long_tools_take_changes_no_token(process_group, tiny_trainer, tools
     assert numbers[c.TOOL_S].max() > 0
 
 
+def test_it_is_measured_how_long_an_engine_waits_with_nothing_to_do(process_group, tiny_trainer, tools, tmp_path):
+    (tmp_path / "nap.py").write_text(TOOLS.replace("    return", "    import time\n    time.sleep(0.3)\n    return"))
+    few = {R + "max_num_seqs": 4, R + "n": 2, R + "multi_turn__function_tool_path": tmp_path / "nap.py"}
+    trainer = tiny_trainer(**tools | few | {R + "multi_turn__max_assistant_turns": 2})
+    metrics = trainer.step(1).metrics
+    # All answers that call wait side by side, and some tokens may be sampled meanwhile.
+    assert 0.1 < metrics["timing_s/wait_for_tools"] < metrics["timing_s/generate_sequences"]
+    share = metrics["timing_s/wait_for_tools"] / metrics["timing_s/generate_sequences"]
+    assert metrics["perf/rollout_wait_share"] == pytest.approx(share)
+    assert sum(metrics[f"agent/stop/{why}"] for why in ("answered", "turns", "length", "failed")) == pytest.approx(1)
+    assert metrics["agent/stop/turns"] > 0
+
+
 def test_the_last_turn_runs_nothing_and_says_so(process_group, tiny_trainer, tools):
     answers, numbers = generated(tiny_trainer(**tools, **{R + "multi_turn__max_assistant_turns": 2}))
     assert numbers[c.NUM_TURNS].max() == 2

@@ -12,6 +12,7 @@ An answer that an earlier step has begun (``carry_over``) is a conversation that
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,8 @@ class Conversations:
         """Turns that were left out."""
         self.num_unknown = 0
         """Tokens outside the vocabulary."""
+        self.waited_s = 0.0
+        """In which the engine had nothing running, because its conversations waited to be answered."""
         self.all: list[Conversation] = []
         """In the order in which the engine took them."""
         self._queue = queue
@@ -241,7 +244,9 @@ class Conversations:
         if not self._waiting or self._queue.stopped():
             return False
         if not self._ready:
+            started = time.perf_counter()
             self._listen(_WAIT_S)
+            self.waited_s += time.perf_counter() - started
         return bool(self._waiting)
 
     def begin_anew(self) -> int:

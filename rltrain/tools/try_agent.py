@@ -1,0 +1,326 @@
+"""Try tools, an environment or an agent on a row of a data file, in this process: prints are seen, breakpoint() works.
+
+    python -m rltrain.agents.try tools.py train.parquet --turns turns.txt     # or a module, or verl's YAML file
+    python -m rltrain.agents.try shop.py:Shop train.parquet                   # a class: turns are typed
+    python -m rltrain.agents.try agent.py:agent train.parquet --model MODEL   # a model answers, greedily
+
+A turn is what the policy would say, calls and all; a line --- ends it. With --model prompt and seams are those of its
+chat template. Further settings are those of a run: actor_rollout_ref.rollout.multi_turn.environment_kwargs='{most: 3}'.
+Exit code 0: the trajectory has come to its end; 2: it could not go on, or nothing could be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rltrain.agents import stand_ins
+from rltrain.agents.chat import Asked, Chat, Message, Start, Terms, ToolCall, Turn
+from rltrain.agents.configured import TOOL_CONFIG
+from rltrain.agents.environments import ENVIRONMENT
+from rltrain.agents.functions import FUNCTIONS
+from rltrain.agents.loop import lead
+from rltrain.agents.toolbox import Session, Toolbox, toolbox_of
+from rltrain.base.device import get_device, resolve_dtype
+from rltrain.base.errors import DataError, RltrainError, command, plain
+from rltrain.base.plugin import is_plugin, load_plugin, user_traceback
+from rltrain.config.agents import AGENT_KEY, SINGLE_TURN
+from rltrain.config.load import load_config
+from rltrain.config.schema import Config
+from rltrain.data.chat import ChatEncoder, chat_encoder
+from rltrain.data.rows import PromptRow, read_rows
+from rltrain.data.turns.calls import Call, CallFormat, Parsed
+from rltrain.data.turns.detect import format_of
+from rltrain.data.turns.formats.none import NO_CALLS
+from rltrain.data.turns.seam import Seam
+
+_END = "---"
+# Who looks around with breakpoint() is not late.
+_PATIENCE_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn of the policy."""
+
+    text: str
+    """With its special tokens."""
+    ended: bool = True
+    """By itself, not for want of room."""
+    end_token: int | None = None
+    """By which it did, if that is known."""
+
+
+class Policy(Protocol):
+    """Whoever says the turns."""
+
+    def next(self) -> Said | None:
+        """The next turn; None: there is none."""
+
+    def hear(self, context: list[int]) -> None:
+        """What stands between the last turn and the next, as tokens of the model's; nothing without a model."""
+
+
+class Written:
+    """Turns of a file, or of the terminal."""
+
+    def __init__(self, lines: Iterator[str], *, ask: bool) -> None:
+        self._lines, self._ask = lines, ask
+
+    def next(self) -> Said | None:
+        """See `Policy`."""
+        if self._ask:
+            _say(f"[the next turn, and a line {_END} behind it; the end of the input: there is none]")
+        said: list[str] = []
+        for line in self._lines:
+            if line.strip() == _END:
+                break
+            said.append(line)
+        else:
+            if not "".join(said).strip():
+                return None
+        return Said("".join(said).strip("\n"))
+
+    def hear(self, context: list[int]) -> None:
+        """Nothing."""
+
+
+class Model:
+    """The model of the run's folder, which says what it holds most likely. prompt: token ids. most: of the answer."""
+
+    def __init__(self, cfg: Config, encoder: ChatEncoder, prompt: list[int], stops: list[int]) -> None:
+        from rltrain.models.load import load_config as config_of
+        from rltrain.models.load import read_weights
+
+        of, dtype = cfg.actor_rollout_ref.model, resolve_dtype("float32", get_device("cpu"))
+        config = config_of(of.path, trust_remote_code=of.trust_remote_code, override=of.override_config)
+        self._model: Any = read_weights(of.path, config, dtype, trust_remote_code=of.trust_remote_code).eval()
+        self._encoder, self._stops = encoder, stops
+        self._ids, self._most = list(prompt), len(prompt) + cfg.data.max_response_length
+
+    def next(self) -> Said | None:
+        """See `Policy`."""
+        import torch
+
+        start, stops = len(self._ids), self._stops
+        if start >= self._most:
+            return None
+        asked = torch.tensor([self._ids])
+        limits = {"max_new_tokens": self._most - start, "eos_token_id": stops, "pad_token_id": stops[0]}
+        whole = self._model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, **limits)
+        self._ids = whole[0].tolist()
+        end = self._ids[-1] if self._ids[-1] in stops else None
+        return Said(self._encoder.decode_batch([self._ids[start:]], special=True)[0], end is not None, end)
+
+    def hear(self, context: list[int]) -> None:
+        """See `Policy`."""
+        self._ids += context
+
+
+class Trial:
+    """One trajectory in this process, told as it goes."""
+
+    def __init__(self, cfg: Config, row: PromptRow, agent: str | None, seed: int, policy: Policy, words: Words) -> None:
+        turns = cfg.actor_rollout_ref.rollout.multi_turn
+        self._policy, self._words, self._turns = policy, words, turns
+        content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
+        names = tuple(schema["function"]["name"] for schema in words.schemas)
+        self._start = Start(row.prompt, content, seed, agent, names)
+        self._terms = replace(Terms.of(turns), timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
+        self._num_turns = 0
+        self._last = Parsed([], [], "", "")
+        self._end_token: int | None = None
+
+    async def run(self, toolbox: Toolbox) -> bool:
+        """Whether it came to its end."""
+        session: Session | None = None
+        try:
+            session = await toolbox.open(self._start.row, self._start.seed)
+            session.names = [name for name in session.names if name in self._start.tools]
+            first = self._next_turn()
+            if first is None:
+                _say("There is no turn.")
+                return False
+            chat = self._chat = Chat(self._start.prompt, [first], [], self._terms, session, self._ask)
+            outcome = await lead(chat, session, self._start, self._terms)
+            self._tell(chat.last_words())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown
+            _head("failed: the trajectory could not go on")
+            _say(str(error) if isinstance(error, RltrainError) else user_traceback(error))
+            return False
+        finally:
+            if session:
+                await session.close()
+        _head(f"the end, after {self._num_turns} turns")
+        _say(f"rewards: {chat.rewards}")
+        score = outcome.pop("score", None)
+        none = "none of its own: a scorer of the run judges the answer (python -m rltrain.rewards.try)"
+        _say(f"score: {none if score is None else f'{score:g}'}")
+        if outcome:
+            _say("further: " + " ".join(f"{name}={value:g}" for name, value in outcome.items()))
+        return True
+
+    def _next_turn(self) -> Turn | None:
+        said = self._policy.next()
+        if said is None:
+            return None
+        text, ended, self._end_token = said.text, said.ended, said.end_token
+        self._num_turns += 1
+        _head(f"turn {self._num_turns}, of the policy")
+        _say(text)
+        self._last, most = self._words.parsed(text), self._turns.max_assistant_turns
+        if not ended:  # half a call is none
+            _say("  cut off: the answer has as many tokens as data.max_response_length allows")
+            self._last = Parsed([], [], self._last.text, self._last.reasoning)
+        for call in self._last.calls:
+            _say(f"  call: {call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}")
+        for problem in self._last.problems:
+            _say(f"  a call that cannot be read: {problem}")
+        finish: Any = "stop" if ended else "length"
+        if ended and most is not None and self._num_turns >= most:
+            finish = "turns"
+            _say(f"  the last of multi_turn.max_assistant_turns={most}: calls are not run behind it")
+        calls = [ToolCall(call.name, call.arguments) for call in self._last.calls]
+        return Turn(self._last.text, calls, self._last.problems, self._last.reasoning, finish)
+
+    def _ask(self, asked: Asked) -> None:
+        self._tell(asked)
+        self._policy.hear(self._words.context(self._end_token, self._last, asked.messages))
+        self._chat.answered(self._next_turn())
+
+    def _tell(self, asked: Asked) -> None:
+        for message in asked.messages:
+            seconds = message.get("seconds")
+            parts = [message["role"], message.get("name", ""), message.get("arguments", "")]
+            if seconds is not None:
+                limit = self._turns.tool_timeout_s
+                late = f"; a run waits {limit:g} s (multi_turn.tool_timeout_s)" if seconds > limit else ""
+                parts.append(f"({seconds:.3g} s{late})")
+            _head(" ".join(filter(None, parts)))
+            _say(message["content"])
+        if any(asked.rewards):
+            _say(f"  rewards: {asked.rewards}")
+
+
+class Words:
+    """Turns and what stands between them, in the words of a model's template if there is one."""
+
+    def __init__(
+        self, encoder: ChatEncoder, call_format: CallFormat, schemas: list[dict[str, Any]], seam: Seam | None
+    ) -> None:
+        self._encoder, self._seam, self.schemas = encoder, seam, schemas
+        self._format = call_format if schemas else NO_CALLS
+
+    def parsed(self, text: str) -> Parsed:
+        """A turn."""
+        return self._format.parse(text, self.schemas)
+
+    def context(self, end_token: int | None, turn: Parsed, messages: list[Message]) -> list[int]:
+        """Token ids of the seam behind a turn, which is shown; empty without a model."""
+        if self._seam is None:
+            return []
+        answered = any(message["role"] == "tool" for message in messages)
+        calls = [*turn.calls, *(Call("unreadable", {}) for _ in turn.problems)] if answered else []
+        ids = self._seam.context(end_token, calls, messages)
+        _head("seam, as the policy reads it")
+        _say(repr(self._encoder.decode_batch([ids], special=True)[0]))
+        return ids
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    options = _parse(argv)
+    settings: dict[str, Any] = {_key_of(options.file): options.file, "data.train_files": options.data}
+    settings |= {"actor_rollout_ref.model.path": options.model} if options.model else {}
+    cfg = load_config(options.settings, [settings]).config
+    toolbox, encoder = toolbox_of(cfg), chat_encoder(cfg)
+    data = cfg.data
+    rows = read_rows(
+        options.data, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, image_key=data.image_key
+    )
+    if not 0 <= options.row < len(rows):
+        raise DataError(f"--row {options.row}: {rows.paths} has the rows 0 to {len(rows) - 1}.")
+    row = rows[options.row]
+    agent, schemas = encoder.row_tools.agent_of(row), encoder.row_tools.of(row)
+    problem = encoder.row_tools.problem(row)
+    if agent == SINGLE_TURN:
+        problem = f"it is of {SINGLE_TURN}: nobody answers a turn."
+    if problem:
+        raise DataError(f"{rows.origin(options.row)}: {problem}")
+    written_format = cfg.actor_rollout_ref.rollout.multi_turn.format
+    # Without a model there is no template that says how calls are written.
+    guessed = written_format == "auto" and encoder.tools and not options.model
+    call_format = format_of("hermes" if guessed else written_format, encoder)
+    seam = Seam(encoder, encoder.tools, call_format) if options.model else None
+    for schema in schemas:
+        _say(json.dumps(schema, ensure_ascii=False, indent=1))
+    _say(f"calls are written as {call_format.name}" if schemas else "the prompt shows no tools")
+    _head(f"prompt, {rows.origin(options.row)}")
+    said = "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
+    _say(encoder.written(row.prompt, tools=schemas) if seam else said)
+    policy: Policy
+    if options.turns or seam is None:
+        policy = Written(_lines(options.turns), ask=not options.turns and sys.stdin.isatty())
+    else:
+        policy = Model(cfg, encoder, encoder.encode(row.prompt, tools=schemas), seam.stop_token_ids)
+    leader = agent if is_plugin(agent) else None
+    trial = Trial(cfg, row, leader, options.seed, policy, Words(encoder, call_format, schemas, seam))
+    return 0 if asyncio.run(trial.run(toolbox)) else 2
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m rltrain.agents.try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", help="tools (FILE.py, package.module, FILE.yaml), or FILE.py:NAME of a class or agent")
+    parser.add_argument("data", help="a file with rows of the run")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="the row to try, from 0 (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which reset and agents get (%(default)s)")
+    turns = f"what the policy says, a line {_END} behind each turn; without it the model says it, or you type it"
+    parser.add_argument("--turns", type=Path, metavar="FILE", help=turns)
+    model = "a model's folder: its template writes prompt and seams, and without --turns it answers"
+    parser.add_argument("--model", metavar="PATH", help=model)
+    return parser.parse_intermixed_args(argv)
+
+
+def _key_of(place: str) -> str:
+    """The setting of a run that names what is tried."""
+    if place.endswith((".yaml", ".yml")):
+        return TOOL_CONFIG
+    if not is_plugin(place):
+        return FUNCTIONS
+    # For the message where there is nothing of the name: classes begin with a capital.
+    key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
+    with stand_ins.importable():
+        return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY
+
+
+def _lines(file: Path | None) -> Iterator[str]:
+    if file is None:
+        return iter(sys.stdin.readline, "")
+    try:
+        return iter(file.read_text(encoding="utf-8").splitlines(keepends=True))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--turns {file} cannot be read: {error}") from error
+
+
+def _head(text: str) -> None:
+    _say(f"── {text} ──")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{plain(text)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

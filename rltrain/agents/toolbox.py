@@ -67,6 +67,8 @@ class Toolbox:
         self.methods = methods_of(places.environment or "", self._class) if self._class else {}
         self.has_step = hasattr(self._class, "step")
         """Whether the class is an environment, which answers whole turns."""
+        self.scores = self.has_step or hasattr(self._class, "score")
+        """Whether a trajectory gives itself its score."""
         sources: list[tuple[str, dict[str, Any]]] = [
             (f"{FUNCTIONS}={places.functions}", self.functions),
             (f"{TOOL_CONFIG}={places.tool_config}", self.configured),

@@ -31,6 +31,8 @@ class RowTools:
     """Of rows without ``agent_name``."""
     enabled: bool = True
     """False: every row has one turn, whatever it asks for."""
+    scores: bool = False
+    """Whether the class of the run gives trajectories their scores."""
     several_turns: bool = True
     """Whether anybody is there to answer a turn."""
 
@@ -48,6 +50,11 @@ class RowTools:
             return []
         by_name = {schema["function"]["name"]: schema for schema in self.schemas}
         return [by_name[name] for name in row.extra_info.get("tool_selection") or by_name if name in by_name]
+
+    def scores_itself(self, row: PromptRow) -> bool:
+        """Whether a trajectory of the row may bring its score with it, so that no scorer need know the row."""
+        agent = self.agent_of(row)
+        return is_plugin(agent) or (agent != SINGLE_TURN and self.scores)
 
     def groups(self, rows: Sequence[PromptRow]) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
         """The rows, by number, that show the same tools; with their schemas."""
@@ -104,7 +111,8 @@ def row_tools(cfg: Config) -> RowTools:
         toolbox.has_step,
         rollout.agent.default_agent_loop or usual,
         rollout.multi_turn.enable is not False,
-        several_turns(rollout),
+        scores=toolbox.scores,
+        several_turns=several_turns(rollout),
     )
 
 

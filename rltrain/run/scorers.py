@@ -12,14 +12,18 @@ from rltrain.config.schema.algorithm import FILTER_METRICS
 from rltrain.controller.failures import death_watch
 from rltrain.controller.group import PlacementGroupSchedulingStrategy
 from rltrain.controller.hang import Deadlines
+from rltrain.data.row_tools import RowTools
+from rltrain.data.rows import Rows
 from rltrain.rewards.processes.pool import PoolWatch, RewardPool
 from rltrain.rewards.processes.score import Score
+from rltrain.run.splits import Data
 
 
 def start_pool(
     cfg: Config,
     num_workers: int,
     splits: dict[str, Any],
+    data: Data,
     groups: Sequence[Any],
     folder: Path,
     deadlines: Deadlines,
@@ -28,8 +32,8 @@ def start_pool(
     """The rule scorers on the nodes of ``groups``, tried on one row of every data source; None where a reward model
     alone decides.
 
-    What they print goes to ``reward.log`` in ``folder``. deadlines: of the trial; they get the scorers' stacks.
-    stopped(): raises what ends a wait.
+    splits: references of the rows of ``data``. What scorers print goes to ``reward.log`` in ``folder``. deadlines: of
+    the trial; they get the scorers' stacks. stopped(): raises what ends a wait.
     """
     if not cfg.reward_model.runs_scorers:
         return None
@@ -45,10 +49,16 @@ def start_pool(
     pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch, places)
     deadlines.show("scorers", pool.stacks)
     for split in splits:
-        scores = pool.score_truths(split)
+        scores = pool.score_truths(split, _rows_to_try(cfg, data.rows[split], data.encoder.row_tools))
         if split == "train" or cfg.trainer.val_only:
             check_columns(cfg, scores, split)
     return pool
+
+
+def _rows_to_try(cfg: Config, rows: Rows, tools: RowTools) -> list[int]:
+    """The first row of every data source; of a source whose trajectories may score themselves none."""
+    custom = cfg.custom_reward_function.path is not None or cfg.reward.url is not None
+    return [row for row in rows.data_sources().values() if custom or not tools.scores_itself(rows[row])]
 
 
 def check_columns(cfg: Config, scores: Sequence[Score], split: str = "train") -> None:

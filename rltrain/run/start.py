@@ -87,7 +87,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
 
     # A scorer that does not work is better known before models are loaded.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(cfg, plan.num_reward_workers, splits, groups, folder.path, deadlines, on_wait)
+        pool = start_pool(cfg, plan.num_reward_workers, splits, data, groups, folder.path, deadlines, on_wait)
     rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), watchers.on_failure)
     group = WorkerGroup("hybrid", groups, device, threads, *rest)
     # After an error an orderly end would wait for workers that hang.

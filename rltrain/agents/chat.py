@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
 from rltrain.base.columns import names as c
 from rltrain.base.plugin import user_traceback
@@ -76,6 +77,13 @@ class Start:
     """Those that the row's prompt shows."""
 
 
+class Address(TypedDict):
+    """Where a library finds a conversation, named as OpenAI's clients take it."""
+
+    base_url: str
+    api_key: str
+
+
 class Tools(Protocol):
     """The tools of a trajectory, see `toolbox.Session`."""
 
@@ -133,6 +141,7 @@ class Chat:
         terms: Terms,
         tools: Tools,
         ask: Callable[[Asked], None],
+        address: Callable[[Chat], Address],
     ) -> None:
         self.messages: list[Message] = list(prompt)
         """All so far: the prompt's, turns of the assistant, and what was added."""
@@ -140,6 +149,7 @@ class Chat:
         self.rewards: list[float] = []
         """Of all turns."""
         self._coming, self._said, self._terms, self._tools, self._ask = list(turns), list(said), terms, tools, ask
+        self._address = address
         self._asked = Asked()
         self._answer: asyncio.Future[Turn] | None = None
 
@@ -147,6 +157,19 @@ class Chat:
     def tools(self) -> Sequence[str]:
         """Names of the tools that the policy was shown."""
         return self._tools.names
+
+    @property
+    def max_parallel_calls(self) -> int:
+        """Calls of a turn that are run."""
+        return self._terms.max_parallel_calls
+
+    @cached_property
+    def endpoint(self) -> Address:
+        """``base_url`` and ``api_key`` of this conversation, for a library that speaks with OpenAI's servers.
+
+        See `endpoint.Endpoint`. May be read in any thread. Who uses it leaves `reply` and `add` alone.
+        """
+        return self._address(self)
 
     async def reply(self) -> Turn:
         """The next turn of the policy. The first answers the row's prompt. Raises `Over` where none follows.
@@ -202,21 +225,24 @@ class Chat:
         self.rewards.append(float(value))
         self._asked.rewards.append(self.rewards[-1])
 
-    async def answer_calls(self, turn: Turn) -> None:
+    async def answer_calls(self, turn: Turn, results: Mapping[int, str] | None = None) -> None:
         """Run the calls of a turn at the same time, and add their results in the order of the calls.
 
         What goes wrong in a call is a result that says so. Each call that is not run, or cannot be read, gets one too.
+        results: by place of the call, of those that somebody else has run.
         """
         counts = self._asked.counts
         counts.update({c.TOOL_CALLS: len(turn.calls), c.UNREADABLE_CALLS: len(turn.problems)})
         place = len(self.turns) - 1
-        if self._tools.stateless and place < len(self._said):
+        if self._tools.stateless and not results and place < len(self._said):
             for message in self._said[place]:
-                self._add(message)
+                if message["role"] == "tool":
+                    self._add(message)
             return
-        run = [self._result(call) for call in turn.calls[: self._terms.max_parallel_calls]]
-        for call, (text, seconds) in zip(turn.calls, await asyncio.gather(*run), strict=False):
-            noted = {"arguments": _as_text(call.arguments), "seconds": seconds}
+        known, calls = results or {}, turn.calls[: self._terms.max_parallel_calls]
+        run = [self._result(call, known.get(place)) for place, call in enumerate(calls)]
+        for call, (text, noted) in zip(turn.calls, await asyncio.gather(*run), strict=False):
+            noted |= {"arguments": _as_text(call.arguments)}
             self._add({"role": "tool", "name": call.name, "content": text}, **noted)
         for call in turn.calls[self._terms.max_parallel_calls :]:
             counts[c.CALLS_NOT_RUN] += 1
@@ -225,13 +251,15 @@ class Chat:
         for why in turn.problems:
             self._add({"role": "tool", "name": "unreadable", "content": f"Error: {why}"})
 
-    async def _result(self, call: ToolCall) -> tuple[str, float]:
-        """The text for the policy, and seconds."""
+    async def _result(self, call: ToolCall, known: str | None) -> tuple[str, dict[str, Any]]:
+        """The text for the policy, and what is noted of it."""
+        if known is not None and call.name in self._tools.names:
+            return self.shortened(known), {}
         started = time.perf_counter()
         text = await self._text(call)
         seconds = time.perf_counter() - started
         self._asked.counts["tool_ms"] = max(self._asked.counts["tool_ms"], round(1e3 * seconds))
-        return text, round(seconds, 6)
+        return text, {"seconds": round(seconds, 6)}
 
     async def _text(self, call: ToolCall) -> str:
         counts = self._asked.counts

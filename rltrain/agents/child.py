@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any, BinaryIO
 
 from rltrain.agents.chat import Asked, Broken, Chat, Late, Message, Start, Terms, Turn, within
+from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.loop import lead
 from rltrain.agents.threads import num_abandoned
 from rltrain.agents.toolbox import Session, Toolbox
@@ -65,10 +66,12 @@ class _Stage:
     toolbox: Toolbox
     terms: Terms
     _all: dict[int, _Trajectory] = field(default_factory=dict)
+    _endpoint: Endpoint = field(init=False)
 
     async def serve(self, requests: BinaryIO) -> None:
         """Until the other end closes."""
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        self._endpoint = Endpoint(loop)
 
         def read() -> None:
             try:
@@ -121,7 +124,7 @@ class _Stage:
         try:
             session = await within(self.toolbox.open(start.row, start.seed), self.terms.timeout_s)
             session.names = [name for name in session.names if name in start.tools]
-            chat = trajectory.chat = Chat(start.prompt, turns, said, self.terms, session, ask)
+            chat = trajectory.chat = Chat(start.prompt, turns, said, self.terms, session, ask, self._endpoint.address)
             outcome = await lead(chat, session, start, self.terms)
             asked = chat.last_words()
             end = {
@@ -136,6 +139,8 @@ class _Stage:
         except BaseException as error:  # noqa: BLE001 - user code: sys.exit must not end the process
             end = {"failed": _words_of(error, self.terms)}
         finally:
+            if trajectory.chat:
+                self._endpoint.close(trajectory.chat)
             if session:
                 await asyncio.shield(session.close())
         if self._all.pop(number, None):

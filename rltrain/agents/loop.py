@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from rltrain.agents.calling import called
 from rltrain.agents.chat import Chat, Over, Start, Terms, Turn, within
+from rltrain.agents.endpoint import ended_by_endpoint
 from rltrain.agents.toolbox import Session
 from rltrain.base.plugin import load_plugin
 
@@ -18,11 +18,14 @@ _AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 async def lead(chat: Chat, session: Session, start: Start, terms: Terms) -> dict[str, float]:
     """Have a trajectory run to its end. Returns ``score``, where it gives itself one, and its other numbers."""
     returned = None
-    with suppress(Over):
+    try:
         if start.agent:
             returned = await called(_agent(start.agent), chat, start.row, start.seed)
         else:
             await answer_turns(chat, session, terms)
+    except Exception as error:
+        if not (isinstance(error, Over) or ended_by_endpoint(error)):
+            raise
     return _numbers(await score_of(session, chat, terms) if returned is None else returned)
 
 

@@ -320,6 +320,12 @@ def slot_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | os.environ
 
 
+def reach_loopback() -> None:
+    """Keep HTTP clients of this process from asking a proxy of the cluster for this machine's own address."""
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+
+
 def prepare_driver(**of_workers: str) -> None:
     """Environment of the driver, before Ray starts. of_workers: the user's variables for workers count here too."""
     os.environ.update(of_workers)

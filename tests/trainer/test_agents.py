@@ -1,8 +1,10 @@
 """Environments, classes with tools and agents between the turns of an answer."""
 
+import ast
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from rltrain.base.columns import names as c
 from tests.tiny_tools import END_ID, save_calling_model, tool_run
 
+EXAMPLES = Path(__file__).parents[2] / "examples/agents"
 R = "actor_rollout_ref__rollout__"
 ENVIRONMENT = '''
 class Count:
@@ -126,6 +129,28 @@ def test_an_agent_leads_the_answers(process_group, tiny_trainer, settings):
         if count == 2:
             assert text.told["agent_score"] == 0.5
             assert text.told["agent_numbers"]["turns"] == 2
+
+
+def test_an_agent_of_a_library_leads_the_answers_token_for_token(process_group, tiny_trainer, settings):
+    """The same conversation by OpenAI's client, as the example has it, and by the chat itself."""
+    example = (EXAMPLES / "self_check.py").read_text()
+    own = f"""
+async def agent(chat, row, seed):
+    await chat.reply()
+    chat.add("user", {self_check_words(example)!r})
+    await chat.reply()
+"""
+    (expected, _, _), (answers, texts, numbers) = (
+        generated(tiny_trainer(**settings("agent__default_agent_loop", code, "agent"))) for code in (own, example)
+    )
+    assert answers == expected
+    assert numbers[c.NUM_TURNS].max() == 2
+    assert not numbers[c.AGENT_FAILED].any()  # those without room for a second turn among them
+    assert all("agent_score" not in text.told for text in texts)
+
+
+def self_check_words(code):
+    return next(ast.literal_eval(line.removeprefix("CHECK = ")) for line in code.splitlines() if "CHECK = " in line)
 
 
 def test_a_process_that_is_killed_changes_no_token(process_group, tiny_trainer, settings, tmp_path):

@@ -1,0 +1,156 @@
+"""As much of HTTP/1.1 as the libraries need that speak with a model: requests whose length is told, one behind another.
+
+What is sent may come from any process of this machine. So sizes and waits are bounded, and the body of a request that
+is refused by its headers is not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_BODY_BYTES = 64 << 20
+# A connection that is kept may be silent for long; one that has begun a request may not.
+_IDLE_S, _REQUEST_S = 3600.0, 60.0
+
+
+class Refused(Exception):
+    """A request is answered with an error: ``status`` of HTTP, ``code`` for programs, ``text`` for people.
+
+    ``leaves_body``: what follows on the connection is no request.
+    """
+
+    def __init__(self, status: int, code: str, text: str, *, leaves_body: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.code, self.leaves_body = status, code, leaves_body
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request, but for its body."""
+
+    method: str
+    path: str
+    """Without what stands behind a question mark."""
+    headers: dict[str, str]
+    """By names in small letters."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a request is answered with."""
+
+    body: bytes
+    kind: str = "application/json"
+    status: int = 200
+    reason: str = "OK"
+
+    @classmethod
+    def of(cls, value: Any) -> Response:
+        """As JSON."""
+        return cls(json.dumps(value).encode())
+
+    @classmethod
+    def refusing(cls, refused: Refused) -> Response:
+        """As OpenAI's servers write errors. The code is the reason too, which some libraries show alone."""
+        error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}
+        return cls(json.dumps({"error": error}).encode(), status=refused.status, reason=refused.code)
+
+
+async def serve(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    admit: Callable[[Request], None],
+    answer: Callable[[Request, bytes], Awaitable[Response]],
+) -> None:
+    """Answer the requests of a connection until it ends. reader: with `limit` as its limit.
+
+    admit: raises Refused before a body is read. answer: takes it, and may raise Refused.
+    """
+    goes_on = True
+    try:
+        while goes_on and (request := await _head(reader, writer)):
+            try:
+                response = await answer(request, await _body(reader, writer, request, admit))
+            except Refused as refused:
+                response, goes_on = Response.refusing(refused), not refused.leaves_body
+            except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+                raise
+            except Exception as error:  # noqa: BLE001 - who asks is told of it, rather than hung up on
+                response = Response.refusing(Refused(500, "error", f"{type(error).__name__}: {error}"))
+            goes_on = goes_on and request.headers.get("connection", "").lower() != "close"
+            await _write(writer, response, goes_on)
+    except Refused as refused:
+        await _write(writer, Response.refusing(refused), goes_on=False)
+    except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+        return  # nobody is there to be told
+    finally:
+        writer.close()
+
+
+def limit() -> int:
+    """Of a stream's buffer."""
+    return _MAX_HEAD_BYTES
+
+
+async def _head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:
+    first = await asyncio.wait_for(reader.read(1), _IDLE_S)
+    if not first:
+        return None
+    try:
+        head = first + await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
+        line, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+        method, path, version = line.split(" ")
+        pairs = [each.split(":", 1) for each in lines]
+        headers = {name.strip().lower(): value.strip() for name, value in pairs}
+    except asyncio.LimitOverrunError:
+        raise Refused(431, "headers_too_large", f"headers have at most {_MAX_HEAD_BYTES:,} bytes.") from None
+    except ValueError:
+        raise Refused(400, "no_http", "this is no request of HTTP/1.1.") from None
+    if version not in ("HTTP/1.1", "HTTP/1.0"):
+        raise Refused(400, "no_http", f"{version:.20} is not HTTP/1.1.")
+    if headers.get("expect", "").lower() == "100-continue":
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return Request(method, path.partition("?")[0], headers)
+
+
+async def _body(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request, admit: Callable[[Request], None]
+) -> bytes:
+    if "transfer-encoding" in request.headers:
+        raise Refused(411, "no_length", "a request says its Content-Length.", leaves_body=True)
+    length = request.headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()) or len(length) > 18:
+        raise Refused(400, "no_http", f"Content-Length is {length:.40}: it is a number.", leaves_body=True)
+    if int(length) > _MAX_BODY_BYTES:
+        text = f"a request has at most {_MAX_BODY_BYTES:,} bytes; this one has {int(length):,}."
+        raise Refused(413, "too_large", text, leaves_body=True)
+    try:
+        admit(request)
+    except Refused:
+        # A connection that is closed before it was read to the end takes the response with it.
+        await asyncio.wait_for(_discard(reader, int(length)), _REQUEST_S)
+        raise
+    return await asyncio.wait_for(reader.readexactly(int(length)), _REQUEST_S)
+
+
+async def _discard(reader: asyncio.StreamReader, length: int) -> None:
+    while length and (piece := await reader.read(min(length, _MAX_HEAD_BYTES))):
+        length -= len(piece)
+
+
+async def _write(writer: asyncio.StreamWriter, response: Response, goes_on: bool) -> None:
+    lines = [
+        f"HTTP/1.1 {response.status} {response.reason}",
+        f"Content-Type: {response.kind}",
+        f"Content-Length: {len(response.body)}",
+        f"Connection: {'keep-alive' if goes_on else 'close'}",
+        # What is refused once is refused again, and libraries ask up to three times.
+        *(["x-should-retry: false"] if response.status >= 400 else []),
+    ]
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + response.body)
+    await asyncio.wait_for(writer.drain(), _REQUEST_S)

@@ -1,0 +1,372 @@
+"""The endpoint for agents of other libraries: what they are told, and what becomes of the one conversation there is."""
+
+import http.client
+import json
+import socket
+import time
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import pytest
+
+from rltrain.agents.chat import Start, Terms
+from rltrain.agents.hosts import Hosts
+from rltrain.agents.toolbox import Places
+from rltrain.slots.limits import Limits
+from tests.agents.test_hosts import TOOLS, killed, replies, reply, texts, turn
+
+AGENTS = '''
+import json, os, socket, threading, time, urllib.error, urllib.request
+import httpx, openai
+
+GO_ON = {"role": "user", "content": "go on"}
+
+
+def told(error):
+    return {"status": error.status_code, **error.body}
+
+
+async def talks(chat, row, seed):
+    """As many turns as the policy has."""
+    client = openai.AsyncOpenAI(**chat.endpoint)
+    messages = list(chat.messages)
+    while True:
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        print("heard", reply.to_json(indent=None))
+        messages += [reply.choices[0].message, GO_ON]
+
+
+def blocks(chat, row, seed):
+    """The same in a thread, with the library's client that blocks."""
+    client, messages = openai.OpenAI(**chat.endpoint), list(chat.messages)
+    for _ in range(2):
+        reply = client.chat.completions.create(model="m", messages=messages)
+        messages += [reply.choices[0].message, GO_ON]
+    return {"score": float(row["ground_truth"] in reply.choices[0].message.content)}
+
+
+def streams(chat, row, seed):
+    client, options = openai.OpenAI(**chat.endpoint), {"include_usage": True}
+    chunks = list(client.chat.completions.create(
+        model="m", messages=chat.messages, stream=True, stream_options=options, temperature=0.5, tools=None))
+    print("heard", [chunk.to_dict() for chunk in chunks])
+    return {"score": 1.0, "models": len(client.models.list().data)}
+
+
+def uses_tools(chat, row, seed):
+    client, messages = openai.OpenAI(**chat.endpoint), list(chat.messages)
+    names = row["extra_info"].get("names", chat.tools)
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    while True:
+        reply = client.chat.completions.create(model="m", messages=messages, tools=tools)
+        message, choice = reply.choices[0].message, reply.choices[0]
+        messages.append(message.model_dump(exclude_none=True))
+        if choice.finish_reason != "tool_calls":
+            return {"score": 1.0, "calls": 0.0}
+        for call in reversed(message.tool_calls):  # the order in which they were ready
+            said = f"{call.function.name} {json.loads(call.function.arguments)}"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+
+
+def tries(chat, row, seed):
+    """What the row has it try, after a first turn."""
+    client, messages = openai.OpenAI(**chat.endpoint), list(chat.messages)
+    first = client.chat.completions.create(model="m", messages=messages).choices[0].message
+    said = [*messages, first, GO_ON]
+    more = {"n": 2} if row["extra_info"]["try"] == "n" else {}
+    tried = {
+        "edits": [messages[0], {"role": "assistant", "content": "another"}, GO_ON],
+        "forks": messages,
+        "forgets": [GO_ON],
+        "adds nothing": said[:-1],
+        "system": [*said[:-1], {"role": "system", "content": "be brief"}],
+        "answers itself": [*said, {"role": "assistant", "content": "I did"}],
+        "image": [*said[:-1], {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        "n": said,
+    }[row["extra_info"]["try"]]
+    started = time.monotonic()
+    try:
+        client.chat.completions.create(model="m", messages=tried, **more)
+    except openai.APIStatusError as error:
+        print("told", json.dumps(told(error)))
+        assert time.monotonic() - started < 0.4  # the library does not try again
+    # The conversation is as it was.
+    client.chat.completions.create(model="m", messages=said)
+    return 1.0
+
+
+def outside(chat, row, seed):
+    """Have the test speak, from another process."""
+    print("address", json.dumps(chat.endpoint))
+    while True:
+        time.sleep(0.02)
+
+
+def plain(chat, row, seed):
+    """Clients that show no body of an error."""
+    body = json.dumps({"messages": chat.messages}).encode()
+    headers = {"Authorization": "Bearer " + chat.endpoint["api_key"]}
+    url = chat.endpoint["base_url"] + "/chat/completions"
+    urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+    messages = [*chat.messages, GO_ON]
+    {"httpx": lambda: httpx.post(url, json={"messages": messages}, headers=headers, timeout=60).raise_for_status(),
+     "urllib": lambda: urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps({"messages": messages}).encode(), headers))}[row["ground_truth"]]()
+
+
+async def stumbles(chat, row, seed):
+    client = openai.AsyncOpenAI(**chat.endpoint)
+    first = (await client.chat.completions.create(model="m", messages=chat.messages)).choices[0].message
+    try:
+        await client.chat.completions.create(model="m", messages=[*chat.messages[:2], first, GO_ON])
+    except openai.BadRequestError as error:
+        assert error.code == "trajectory_over"
+        raise ValueError("the agent's own") from (error if row["ground_truth"] == "cause" else None)
+
+
+def leaves(chat, row, seed):
+    """A request is under way when the trajectory is given up."""
+    client, messages = openai.OpenAI(**chat.endpoint), list(chat.messages)
+    try:
+        for _ in range(2):
+            reply = client.chat.completions.create(model="m", messages=messages)
+            messages += [reply.choices[0].message, GO_ON]
+    except openai.APIStatusError as error:
+        print("told", json.dumps(told(error)))
+
+
+async def random(chat, row, seed):
+    client, messages = openai.AsyncOpenAI(**chat.endpoint), list(chat.messages)
+    for _ in range(3):
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        messages += [reply.choices[0].message, {"role": "user", "content": os.urandom(8).hex()}]
+'''
+
+
+class Room:
+    """Hosts with one process, and what was printed there."""
+
+    def __init__(self, folder):
+        (folder / "tools.py").write_text(TOOLS)
+        (folder / "agents.py").write_text(AGENTS)
+        self.file, self._printed = folder / "agents.py", ""
+        terms = Terms(5.0, None, 2, 256, "middle")
+        self.hosts = Hosts(Places(str(folder / "tools.py")), terms, Limits(5.0, 4096), 1)
+
+    def begin(self, agent, turn, **row):
+        prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "?"}]
+        row = {"extra_info": {}, "ground_truth": "7", **row}
+        return self.hosts.begin(Start(prompt, row, 0, f"{self.file}:{agent}"), turn)
+
+    def asked(self):
+        line = reply(self.hosts)
+        assert "ask" in line, line
+        return line["ask"]
+
+    def printed(self, word):
+        """What stands behind ``word``, in all lines that begin with it, one at least."""
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            self._printed += self.hosts.printed()
+            if lines := [line[len(word) + 1 :] for line in self._printed.splitlines() if line.startswith(word)]:
+                return lines
+            time.sleep(0.05)
+        raise AssertionError(self._printed)
+
+
+@pytest.fixture
+def room(tmp_path):
+    made = Room(tmp_path)
+    yield made
+    made.hosts.shut()
+
+
+def test_openais_client_has_the_conversation(room):
+    number = room.begin("talks", turn(text=" one ", reasoning="hm"))
+    assert room.asked() == [{"role": "user", "content": "go on"}]
+    room.hosts.go_on(number, turn(text="two", finish="length"))
+    line = reply(room.hosts)
+    assert line["end"] == {}, line
+    first, second = map(json.loads, room.printed("heard"))
+    assert first["object"] == "chat.completion"
+    assert first["model"] == "m"
+    (choice,) = first["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", " one ")
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert second["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_agent_that_blocks_has_a_thread(room):
+    numbers = [room.begin("blocks", turn(text=str(at))) for at in range(20)]
+    assert all("ask" in line for line in replies(room.hosts, 20).values())
+    for number in numbers:
+        room.hosts.go_on(number, turn(text="it is 7"))
+    assert [line["end"] for line in replies(room.hosts, 20).values()] == [{"score": 1.0}] * 20
+
+
+def test_a_stream_is_one_piece_and_sampling_is_the_runs(room):
+    room.begin("streams", turn(("echo", {"word": "é"}), text="so"))
+    assert reply(room.hosts)["end"] == {"score": 1.0, "models": 1.0}
+    (heard,) = room.printed("heard")
+    assert "'delta': {'content': 'so'" in heard
+    assert "'finish_reason': 'tool_calls'" in heard
+    assert "'usage': {" in heard
+    assert room.printed("chat.endpoint:") == [
+        "'temperature' of requests is not used: the policy samples as the run does (rollout.*)."
+    ]
+
+
+def test_calls_go_to_the_library_and_results_come_in_their_order(room):
+    number = room.begin("uses_tools", turn(("echo", {"word": "a"}), ("nap", {"seconds": 1}), ("echo", {"word": "c"})))
+    line = reply(room.hosts)
+    assert [message["name"] for message in line["ask"]] == ["echo", "nap", "echo"]
+    assert texts(line) == [
+        "echo {'word': 'a'}", "nap {'seconds': 1}", "Error: not run: at most 2 calls in a turn"
+    ]  # fmt: skip
+    assert (line["counts"]["tool_calls"], line["counts"]["calls_not_run"]) == (3, 1)
+    # What no library can run is answered as by all other agents; the library sees the turn behind it.
+    room.hosts.go_on(number, turn(("fly", {}), problems=["it is no JSON."]))
+    line = reply(room.hosts)
+    assert texts(line)[0].startswith("Error: there is no tool 'fly'")
+    assert texts(line)[1] == "Error: it is no JSON."
+    room.hosts.go_on(number, turn(("fly", {}), ("echo", {"word": "b"}), problems=["broken."]))
+    line = reply(room.hosts)
+    assert texts(line)[1:] == ["echo {'word': 'b'}", "Error: broken."]
+    room.hosts.go_on(number, turn(text="done"))
+    assert reply(room.hosts)["end"] == {"score": 1.0, "calls": 0.0}
+
+
+def test_tools_that_the_policy_was_not_shown_are_refused(room):
+    room.begin("uses_tools", turn(text="x"), extra_info={"names": ["echo", "fly"]})
+    failed = reply(room.hosts)["failed"]
+    assert "the request has the tools echo, fly, and the policy was shown doze, echo" in failed
+
+
+@pytest.mark.parametrize(
+    ("attempt", "status", "words"),
+    [
+        ("edits", 409, 'message 1 is not what was said: {"role": "assistant", "content": "another"} stands in the'),
+        ("forks", 409, "the request has 2 of the 3 messages so far"),
+        ("forgets", 409, 'message 0 is not what was said: {"role": "user", "content": "go on"} stands in the place'),
+        ("adds nothing", 409, "the request adds no message"),
+        ("system", 400, '{"role": "system", "content": "be brief"} cannot be added'),
+        ("answers itself", 400, '{"role": "assistant", "content": "I did"} cannot be added'),
+        ("image", 400, "is no message of text"),
+        ("n", 400, "n=2 is not in this version; leave it out or 1."),
+    ],
+)
+def test_a_request_that_is_no_next_one_is_told_and_changes_nothing(room, attempt, status, words):
+    number = room.begin("tries", turn(text="one"), extra_info={"try": attempt})
+    assert room.asked() == [{"role": "user", "content": "go on"}]
+    room.hosts.go_on(number, turn(text="two"))
+    assert reply(room.hosts)["end"] == {"score": 1.0}
+    told = json.loads(room.printed("told")[0])
+    assert told["status"] == status
+    assert words in told["message"]
+
+
+@pytest.mark.parametrize("client", ["httpx", "urllib"])
+def test_clients_that_hide_the_body_of_an_error_end_as_well(room, client):
+    number = room.begin("plain", turn(text="one"), ground_truth=client)
+    room.asked()
+    room.hosts.go_on(number, None)
+    assert reply(room.hosts)["end"] == {}
+
+
+def test_an_error_of_the_agents_own_fails_it_behind_the_last_turn_too(room):
+    room.begin("stumbles", turn(text="one", finish="turns"), ground_truth="cause")
+    assert reply(room.hosts)["end"] == {}
+    room.begin("stumbles", turn(text="one", finish="turns"))
+    assert "ValueError: the agent's own" in reply(room.hosts)["failed"]
+
+
+def test_a_request_of_a_trajectory_that_is_given_up_gets_an_answer(room):
+    number = room.begin("leaves", turn(text="one"))
+    room.asked()
+    room.hosts.close(number)
+    told = json.loads(room.printed("told")[0])
+    assert (told["status"], told["code"]) == (401, "unknown_trajectory")
+
+
+def test_an_agent_that_is_begun_again_says_what_it_said(room):
+    number = room.begin("talks", turn(text="one"))
+    room.asked()
+    killed(room.hosts)
+    room.hosts.go_on(number, turn(text="two"))
+    assert room.asked() == [{"role": "user", "content": "go on"}]
+    room.hosts.go_on(number, None)
+    assert reply(room.hosts)["end"] == {}
+    number = room.begin("random", turn(text="one"))
+    room.asked()
+    killed(room.hosts)
+    room.hosts.go_on(number, turn(text="two"))
+    assert "begun again, the agent said something else" in reply(room.hosts)["failed"]
+
+
+@pytest.fixture
+def address(room):
+    room.begin("outside", turn(text="one"))
+    given = json.loads(room.printed("address")[0])
+    return urlsplit(given["base_url"]).port, given["api_key"]
+
+
+def raw(port, data):
+    """All that comes back, until the other end closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(data)
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+    return received
+
+
+def test_nobody_without_the_key_is_heard(room, address):
+    port, key = address
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        for given in ("", key[:-1], "é" * 10):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
+                connection.request(method, path, b"x" * (1 << 20), {"Authorization": f"Bearer {given}".encode()})
+                response = connection.getresponse()
+                assert (response.status, json.loads(response.read())["error"]["code"]) == (401, "unknown_trajectory")
+    assert len(key) > 40
+    with pytest.raises(OSError), socket.create_connection((local_address(), port), timeout=5):
+        pass
+
+
+def local_address():
+    """Of this machine, as others know it; with none, another of the loopback, where nothing listens either."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.2"
+
+
+def test_what_is_no_request_is_refused_and_stops_nobody(room, address):
+    port, key = address
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {key}\r\n".encode()
+    hostile = {
+        b"hello\r\n\r\n": b"400",
+        b"GET / HTTP/2\r\n\r\n": b"400",
+        b"GET /v1/models HTTP/1.1\r\nno colon\r\n\r\n": b"400",
+        b"GET / HTTP/1.1\r\nx: " + b"y" * (1 << 18): b"431",
+        head + b"Content-Length: -1\r\n\r\n": b"400",
+        head + b"Content-Length: 99999999999\r\n\r\n": b"413",
+        head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n": b"411",
+        head + b"Connection: close\r\nContent-Length: 3\r\n\r\n[1]": b"400",
+        head + b"Connection: close\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000: b"400",
+        head + b"Connection: close\r\nContent-Length: 15\r\n\r\n" + b'{"messages": 3}': b"400",
+        head.replace(b"POST", b"PUT") + b"Connection: close\r\n\r\n": b"404",
+    }
+    messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "?"}]}]
+    with socket.create_connection(("127.0.0.1", port)) as half:
+        half.sendall(head + b"Content-Length: 10\r\n\r\n{")  # and nothing more comes
+        for data, status in hostile.items():
+            assert raw(port, data).split(b" ")[:2] == [b"HTTP/1.1", status], data[:80]
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+            for again in (0, 1):  # a library's second try gets the same turn
+                headers = {"Authorization": f"Bearer {key}", "x-stainless-retry-count": str(again)}
+                connection.request("POST", "/v1/chat/completions?x=1", json.dumps({"messages": messages}), headers)
+                reply = json.loads(connection.getresponse().read())
+                assert reply["choices"][0]["message"]["content"] == "one"

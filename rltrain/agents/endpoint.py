@@ -21,7 +21,6 @@ from typing import Any
 from rltrain.agents import http
 from rltrain.agents.chat import Address, Broken, Chat, Message, Over, ToolCall, Turn
 from rltrain.agents.http import Refused, Request, Response
-from rltrain.base.env import reach_loopback
 
 _OVER = "trajectory_over"
 _MODEL = "policy"
@@ -230,7 +229,6 @@ class Endpoint:
         serve = partial(http.serve, admit=self._admit, answer=self._answer)
         server = asyncio.start_server(serve, sock=listener, limit=http.limit(), backlog=1024)
         asyncio.run_coroutine_threadsafe(server, self._loop)
-        reach_loopback()
         return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
     def _conversation(self, request: Request) -> _Conversation:

@@ -16,6 +16,7 @@ _MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
 # A connection that is kept may be silent for long; one that has begun a request may not.
 _IDLE_S, _REQUEST_S = 3600.0, 60.0
+_LINGER_S = 1.0
 
 
 class Refused(Exception):
@@ -77,7 +78,9 @@ async def serve(
             try:
                 response = await answer(request, await _body(reader, writer, request, admit))
             except Refused as refused:
-                response, goes_on = Response.refusing(refused), not refused.leaves_body
+                if refused.leaves_body:
+                    raise
+                response = Response.refusing(refused)
             except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
                 raise
             except Exception as error:  # noqa: BLE001 - who asks is told of it, rather than hung up on
@@ -86,6 +89,8 @@ async def serve(
             await _write(writer, response, goes_on)
     except Refused as refused:
         await _write(writer, Response.refusing(refused), goes_on=False)
+        # A connection that is closed before it was read to the end takes the response with it.
+        await asyncio.wait_for(_discard(reader, _MAX_BODY_BYTES), _LINGER_S)
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
         return  # nobody is there to be told
     finally:
@@ -132,7 +137,6 @@ async def _body(
     try:
         admit(request)
     except Refused:
-        # A connection that is closed before it was read to the end takes the response with it.
         await asyncio.wait_for(_discard(reader, int(length)), _REQUEST_S)
         raise
     return await asyncio.wait_for(reader.readexactly(int(length)), _REQUEST_S)
@@ -153,4 +157,6 @@ async def _write(writer: asyncio.StreamWriter, response: Response, goes_on: bool
         *(["x-should-retry: false"] if response.status >= 400 else []),
     ]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + response.body)
+    if not goes_on:
+        writer.write_eof()
     await asyncio.wait_for(writer.drain(), _REQUEST_S)

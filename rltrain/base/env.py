@@ -316,14 +316,9 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
 
 def slot_environment() -> dict[str, str]:
     """Environment of a process that makes one call at a time: a pool of threads would only eat its address space."""
-    # What the user has set stands last and wins.
-    return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | os.environ
-
-
-def reach_loopback() -> None:
-    """Keep HTTP clients of this process from asking a proxy of the cluster for this machine's own address."""
-    for name in ("no_proxy", "NO_PROXY"):
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+    # What the user has set stands last and wins; but no proxy reaches this machine's own address.
+    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
+    return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ, "no_proxy": direct, "NO_PROXY": direct}
 
 
 def prepare_driver(**of_workers: str) -> None:

@@ -175,7 +175,9 @@ class Room:
 
 
 @pytest.fixture
-def room(tmp_path):
+def room(tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # of a cluster, which does not reach the process
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     made = Room(tmp_path)
     yield made
     made.hosts.shut()

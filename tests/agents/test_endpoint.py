@@ -13,7 +13,7 @@ from rltrain.agents.chat import Start, Terms
 from rltrain.agents.hosts import Hosts
 from rltrain.agents.toolbox import Places
 from rltrain.slots.limits import Limits
-from tests.agents.test_hosts import TOOLS, killed, replies, reply, texts, turn
+from tests.agents.test_hosts import NAMES, TOOLS, killed, replies, reply, texts, turn
 
 AGENTS = '''
 import json, os, socket, threading, time, urllib.error, urllib.request
@@ -156,7 +156,7 @@ class Room:
     def begin(self, agent, turn, **row):
         prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "?"}]
         row = {"extra_info": {}, "ground_truth": "7", **row}
-        return self.hosts.begin(Start(prompt, row, 0, f"{self.file}:{agent}"), turn)
+        return self.hosts.begin(Start(prompt, row, 0, f"{self.file}:{agent}", NAMES), turn)
 
     def asked(self):
         line = reply(self.hosts)

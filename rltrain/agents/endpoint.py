@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from threading import Lock
@@ -207,6 +208,7 @@ class Endpoint:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._lock = loop, Lock()
         self._base_url = ""
+        self._server: Future[asyncio.Server] | None = None
         # By keys that nobody guesses.
         self._conversations: dict[str, _Conversation] = {}
         self._keys: dict[Chat, str] = {}
@@ -224,11 +226,16 @@ class Endpoint:
         if conversation := self._conversations.pop(self._keys.pop(chat, ""), None):
             conversation.close()
 
+    def shut(self) -> None:
+        """Listen no more."""
+        if self._server and self._server.done():
+            self._server.result().close()
+
     def _listen(self) -> str:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         serve = partial(http.serve, admit=self._admit, answer=self._answer)
         server = asyncio.start_server(serve, sock=listener, limit=http.limit(), backlog=1024)
-        asyncio.run_coroutine_threadsafe(server, self._loop)
+        self._server = asyncio.run_coroutine_threadsafe(server, self._loop)
         return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
     def _conversation(self, request: Request) -> _Conversation:

@@ -91,8 +91,8 @@ async def serve(
         await _write(writer, Response.refusing(refused), goes_on=False)
         # A connection that is closed before it was read to the end takes the response with it.
         await asyncio.wait_for(_discard(reader, _MAX_BODY_BYTES), _LINGER_S)
-    except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-        return  # nobody is there to be told
+    except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        return  # nobody is there to be told; and asyncio logs a cancelled end as an error
     finally:
         writer.close()
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from rltrain.agents import stand_ins
 from rltrain.agents.chat import Asked, Chat, Message, Start, Terms, ToolCall, Turn
 from rltrain.agents.configured import TOOL_CONFIG
+from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.environments import ENVIRONMENT
 from rltrain.agents.functions import FUNCTIONS
 from rltrain.agents.loop import lead
@@ -141,6 +142,7 @@ class Trial:
     async def run(self, toolbox: Toolbox) -> bool:
         """Whether it came to its end."""
         session: Session | None = None
+        endpoint = Endpoint(asyncio.get_running_loop())
         try:
             session = await toolbox.open(self._start.row, self._start.seed)
             session.names = [name for name in session.names if name in self._start.tools]
@@ -148,14 +150,16 @@ class Trial:
             if first is None:
                 _say("There is no turn.")
                 return False
-            chat = self._chat = Chat(self._start.prompt, [first], [], self._terms, session, self._ask)
-            outcome = await lead(chat, session, self._start, self._terms)
+            terms = self._terms
+            chat = self._chat = Chat(self._start.prompt, [first], [], terms, session, self._ask, endpoint.address)
+            outcome = await lead(chat, session, self._start, terms)
             self._tell(chat.last_words())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown
             _head("failed: the trajectory could not go on")
             _say(str(error) if isinstance(error, RltrainError) else user_traceback(error))
             return False
         finally:
+            endpoint.shut()
             if session:
                 await session.close()
         _head(f"the end, after {self._num_turns} turns")

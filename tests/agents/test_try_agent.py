@@ -141,6 +141,15 @@ def test_an_agent_leads_its_trajectory_with_tools_or_without(attempt):
     assert "rltrain/tools" not in text, "the frames are the user's own"
 
 
+def test_an_agent_of_a_library_is_tried_too(attempt):
+    example = Path(__file__).parents[2] / "examples/agents/self_check.py"
+    for turns in (["4", "5"], ["4"]):  # the second is one too few, which ends it
+        code, text = attempt(f"{example}:agent", turns=turns)
+        assert code == 0, text
+        assert "── user ──\nCheck every step of your answer" in text
+        assert f"the end, after {len(turns)} turns" in text
+
+
 @pytest.mark.parametrize(
     ("file", "more", "words"),
     [

@@ -175,7 +175,7 @@ def test_a_conversation_is_shown_message_by_message(conversations, capsys):
 
 def test_a_conversation_fits_a_line(conversations, capsys):
     lines = shown(capsys, conversations, "--lines", "--width", 200).splitlines()
-    assert lines[0] == '0+0=? -> [mul {"a": 17, "b": 23} = 391] -> 391 ✓'
+    assert lines[0] == "0+0=? -> [mul 17, 23 = 391] -> 391 ✓"
     assert lines[1] == "0+0=? -> 16 -> [higher] -> 24 ✓"
     long = {"question": "?", "answer": "", "ground_truth": "7", "score": 0.0, "messages": json.dumps(PLAYED * 40)}
     assert one_line(long) == "? -> 16 -> [higher] -> 24 -> … -> [higher] -> 24 ✗ (7)"

@@ -45,14 +45,16 @@ def is_right(sample: Mapping[str, Any]) -> bool:
 def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
     """``47+9=? -> 56 ✓``; a wrong answer with the right one behind it.
 
-    A conversation shows calls with their results, and what else was said: ``17*23? -> [mul {"a": 17} = 391] -> 391 ✓``.
+    A conversation shows calls with their results, and what else was said: ``17*23? -> [mul 17, 23 = 391] -> 391 ✓``.
     """
     parts = _parts(sample)
     if len(parts) > _MOST_PARTS:
         parts = [*parts[: _MOST_PARTS // 2], "…", *parts[-(_MOST_PARTS // 2 - 1) :]]
-    answer = " -> ".join(shorten(part, max(12, width // 2 // len(parts))) for part in parts)
+    question = shorten(sample["question"], width // 2)
+    room = width // 2 if len(parts) == 1 else max(12, (width - len(question) - width // 8) // len(parts) - len(" -> "))
+    answer = " -> ".join(shorten(part, room) for part in parts)
     mark = "✓" if is_right(sample) else f"✗ ({shorten(str(sample['ground_truth']), width // 4)})"
-    return f"{shorten(sample['question'], width // 2)} -> {answer} {mark}"
+    return f"{question} -> {answer} {mark}"
 
 
 def conversation(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -66,7 +68,7 @@ def _parts(sample: Mapping[str, Any]) -> list[str]:
     parts = []
     for message, following in zip(messages, [*messages[1:], {}], strict=False):
         if message["role"] != "assistant":
-            call = " ".join(str(message[key]) for key in ("name", "arguments") if key in message)
+            call = " ".join(filter(None, [message.get("name"), _values(message.get("arguments", ""))]))
             parts.append(f"[{call} = {message['content']}]" if call else f"[{message['content']}]")
         elif following.get("role") != "tool":  # else the call is shown with its result
             parts.append(message["content"])
@@ -85,6 +87,16 @@ def without_middle(text: str, most: int, how: str = "") -> str:
     cut = len(text) - most
     middle = f"\n… {cut:,} characters left out{how} …\n"
     return text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
+
+
+def _values(arguments: str) -> str:
+    """The values of a call's arguments, without their names."""
+    try:
+        return ", ".join(
+            value if isinstance(value, str) else json.dumps(value) for value in json.loads(arguments).values()
+        )
+    except (ValueError, AttributeError):  # it was no JSON, or lost its middle
+        return arguments
 
 
 def sample_steps(run: Path, split: str) -> dict[int, Path]:

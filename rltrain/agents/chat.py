@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
 from rltrain.base.columns import names as c
+from rltrain.base.errors import storable
 from rltrain.base.plugin import user_traceback
 
 if TYPE_CHECKING:
@@ -130,14 +131,13 @@ class Asked:
 
 
 class Chat:
-    """A conversation. turns: those so far, one at least. said: the messages behind those that something has followed,
-    where it is begun again."""
+    """A conversation. past: the turns so far, one at least; and of those that something has followed, where it is begun
+    again, the messages behind them and their rewards."""
 
     def __init__(
         self,
         prompt: Sequence[Message],
-        turns: Sequence[Turn],
-        said: Sequence[list[Message]],
+        past: tuple[Sequence[Turn], Sequence[list[Message]], Sequence[list[float]]],
         terms: Terms,
         tools: Tools,
         ask: Callable[[Asked], None],
@@ -148,7 +148,9 @@ class Chat:
         self.turns: list[Turn] = []
         self.rewards: list[float] = []
         """Of all turns."""
-        self._coming, self._said, self._terms, self._tools, self._ask = list(turns), list(said), terms, tools, ask
+        turns, self._said, self._paid = past
+        self._coming, self._terms, self._tools, self._ask = list(turns), terms, tools, ask
+        self._is_over = False
         self._address = address
         self._asked = Asked()
         self._answer: asyncio.Future[Turn] | None = None
@@ -185,7 +187,7 @@ class Chat:
 
     async def _hear(self) -> None:
         """Say what was added, until the next turn is there."""
-        if self.turns[-1].finish != "stop":
+        if self._is_over or self.turns[-1].finish != "stop":
             raise Over
         asked, place, self._asked = self._asked, len(self.turns) - 1, Asked()
         if not asked.messages:
@@ -197,10 +199,12 @@ class Chat:
         elif shown(asked.messages) != shown(self._said[place]):
             raise Broken("begun again, the agent said something else: it depends on more than its row and its seed")
         if not self._coming:
+            self._is_over = True
             raise Over
 
     def answered(self, turn: Turn | None) -> None:
         """The policy has answered; None: it will not."""
+        self._is_over = turn is None
         if self._answer and not self._answer.done():
             if turn:
                 self._answer.set_result(turn)
@@ -217,6 +221,7 @@ class Chat:
 
     def _add(self, message: Message, **noted: Any) -> None:
         """noted: of `_NOTED`."""
+        message = message | {"content": storable(message["content"])}
         self._asked.messages.append(message | noted)
         self.messages += shown([message])
 
@@ -235,9 +240,10 @@ class Chat:
         counts.update({c.TOOL_CALLS: len(turn.calls), c.UNREADABLE_CALLS: len(turn.problems)})
         place = len(self.turns) - 1
         if self._tools.stateless and not results and place < len(self._said):
-            for message in self._said[place]:
-                if message["role"] == "tool":
-                    self._add(message)
+            first = len(self._asked.messages)
+            for message in self._said[place][first : first + len(turn.calls) + len(turn.problems)]:
+                self._add(message)
+            self.rewards += self._paid[place]
             return
         known, calls = results or {}, turn.calls[: self._terms.max_parallel_calls]
         run = [self._result(call, known.get(place)) for place, call in enumerate(calls)]
@@ -304,6 +310,8 @@ async def within(awaitable: Awaitable[Result], timeout_s: float) -> Result:
         for _ in range(_BEATS):
             done, _ = await asyncio.wait({task}, timeout=timeout_s / _BEATS)
             if done:
+                if task.cancelled():  # by itself: a cancelled trajectory ends at the wait
+                    raise RuntimeError("it was cancelled by its own code")
                 return task.result()
         raise Late
     finally:

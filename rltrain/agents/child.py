@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, BinaryIO
 
-from rltrain.agents.chat import Asked, Broken, Chat, Late, Message, Start, Terms, Turn, within
+from rltrain.agents.chat import Asked, Broken, Chat, Late, Start, Terms, Turn, within
 from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.loop import lead
-from rltrain.agents.threads import num_abandoned
+from rltrain.agents.threads import abandoned_s
 from rltrain.agents.toolbox import Session, Toolbox
 from rltrain.base.errors import RltrainError
 from rltrain.base.plugin import user_traceback
@@ -67,6 +67,8 @@ class _Stage:
     terms: Terms
     _all: dict[int, _Trajectory] = field(default_factory=dict)
     _endpoint: Endpoint = field(init=False)
+    # The loop itself remembers no task.
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def serve(self, requests: BinaryIO) -> None:
         """Until the other end closes."""
@@ -77,22 +79,21 @@ class _Stage:
             try:
                 while True:
                     loop.call_soon_threadsafe(inbox.put_nowait, pickle.load(requests))
-            except (EOFError, OSError, RuntimeError):
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(inbox.put_nowait, None)
+            except BaseException:  # noqa: BLE001 - the other end has closed, or what it sends cannot be read
+                os._exit(0)
 
         Thread(target=read, daemon=True).start()
-        watch = asyncio.ensure_future(self._watch())
-        while request := await inbox.get():
-            getattr(self, f"_{request[0]}")(*request[1:])
-        watch.cancel()
+        self._watching = asyncio.ensure_future(self._watch())
+        while True:
+            name, *arguments = await inbox.get()
+            getattr(self, f"_{name}")(*arguments)
 
     def _ping(self) -> None:
-        _send(self.channel, {"pong": num_abandoned()})
+        _send(self.channel, {"pong": abandoned_s()})
 
-    def _begin(self, number: int, start: Start, turns: list[Turn], said: list[list[Message]]) -> None:
+    def _begin(self, number: int, start: Start, *past: Any) -> None:
         trajectory = self._all[number] = _Trajectory()
-        trajectory.task = asyncio.ensure_future(self._live(number, trajectory, start, turns, said))
+        trajectory.task = asyncio.ensure_future(self._live(number, trajectory, start, past))
 
     def _turn(self, number: int, turn: Turn | None) -> None:
         if (trajectory := self._all.get(number)) and trajectory.chat:
@@ -113,9 +114,9 @@ class _Stage:
                     self._close(number)
                     self._tell(number, {"failed": f"not done after {limit:g} s (multi_turn.trajectory_timeout_s)"})
 
-    async def _live(
-        self, number: int, trajectory: _Trajectory, start: Start, turns: list[Turn], said: list[list[Message]]
-    ) -> None:
+    async def _live(self, number: int, trajectory: _Trajectory, start: Start, past: tuple[Any, ...]) -> None:
+        """past: turns, what was said to each, and the rewards of that."""
+
         def ask(asked: Asked) -> None:
             trajectory.waits = True
             self._tell(number, {"ask": asked.messages, "counts": asked.counts, "rewards": asked.rewards})
@@ -124,27 +125,30 @@ class _Stage:
         try:
             session = await within(self.toolbox.open(start.row, start.seed), self.terms.timeout_s)
             session.names = [name for name in session.names if name in start.tools]
-            chat = trajectory.chat = Chat(start.prompt, turns, said, self.terms, session, ask, self._endpoint.address)
+            chat = trajectory.chat = Chat(start.prompt, past, self.terms, session, ask, self._endpoint.address)
             outcome = await lead(chat, session, start, self.terms)
             asked = chat.last_words()
             end = {
                 "end": outcome,
-                "extra": session.extra_fields,
+                "extra": _of_json(session.extra_fields),
                 "said": asked.messages,
                 "counts": asked.counts,
                 "rewards": asked.rewards,
             }
-        except asyncio.CancelledError:
-            return
         except BaseException as error:  # noqa: BLE001 - user code: sys.exit must not end the process
             end = {"failed": _words_of(error, self.terms)}
-        finally:
-            if trajectory.chat:
-                self._endpoint.close(trajectory.chat)
-            if session:
-                await asyncio.shield(session.close())
+        if trajectory.chat:
+            self._endpoint.close(trajectory.chat)
+        # Told before it is closed, which may take its time; one that nobody waits for any more tells nothing.
         if self._all.pop(number, None):
             self._tell(number, end)
+        if session:
+            self._closing.add(closing := asyncio.ensure_future(self._shut(session)))
+            closing.add_done_callback(self._closing.discard)
+
+    async def _shut(self, session: Session) -> None:
+        with suppress(Late):
+            await within(session.close(), self.terms.timeout_s)
 
     def _tell(self, number: int, line: dict[str, Any]) -> None:
         try:
@@ -155,6 +159,15 @@ class _Stage:
             why = f"{len(text):,} bytes were said at once; {MAX_RESULT_BYTES:,} are taken"
             text = json.dumps({"number": number, "failed": why})
         self.channel.sendall(text.encode() + b"\n")
+
+
+def _of_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """Those of the fields that JSON can hold, as it holds them."""
+    held = {}
+    for name, value in fields.items():
+        with suppress(TypeError, ValueError, RecursionError):
+            held[str(name)] = json.loads(json.dumps(value))
+    return held
 
 
 def _words_of(error: BaseException, terms: Terms) -> str:

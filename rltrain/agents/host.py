@@ -9,6 +9,7 @@ process, alone, is at fault and is given up.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import time
@@ -43,6 +44,8 @@ class Held:
     """None behind the last: there is no room for another."""
     said: list[list[Message]] = field(default_factory=list)
     """The messages behind each turn that was answered."""
+    paid: list[list[float]] = field(default_factory=list)
+    """Rewards, likewise."""
 
 
 class _Unusable(Exception):
@@ -68,7 +71,7 @@ class Host:
         self._news = news
         self._orders: SimpleQueue[tuple[str, Held] | None] = SimpleQueue()
         self._heard, self._wake = os.pipe()
-        self._printed = Printed()
+        self._printed, self._prints = Printed(), SimpleQueue[str]()
         self._there: set[int] = set()
         self._asked: dict[int, Held] = {}
         # Trajectories to be answered alone, those that wait until that is done, and the one that it is done with.
@@ -110,13 +113,15 @@ class Host:
             self._news.put(f"{type(error).__name__}: {error}")
         finally:
             self._process.close()
+            os.close(self._heard)
+            os.close(self._wake)
 
     def _start(self) -> None:
         self._process = ChildProcess("rltrain.agents.child", self._opening, self._printed)
         self._buffer = bytearray()
         self._there, self._asked, self._is_ready = set(), {}, False
         self._last_heard = self._last_ping = time.monotonic()
-        self._stuck_since: float | None = None
+        self._stuck_s = 0.0
 
     def _obey(self) -> bool:
         """Carry out what was ordered; whether to go on."""
@@ -128,10 +133,8 @@ class Host:
                 name, held = order
                 if name == "close":
                     self._forget(held)
-                elif self._suspects or self._alone:
-                    self._later.append(held)
                 else:
-                    self._send_turn(held)
+                    self._later.append(held)
         self._next_suspect()
         return True
 
@@ -147,6 +150,8 @@ class Host:
             self._alone = None
 
     def _next_suspect(self) -> None:
+        if not self._is_ready:  # nobody reads yet, and what is sent has to wait somewhere
+            return
         while not self._alone and self._suspects and not self._asked:
             self._alone = self._suspects.popleft()
             self._send_turn(self._alone)
@@ -162,17 +167,23 @@ class Host:
         else:
             self._there.add(held.number)
             turns = [turn for turn in held.turns if turn]
-            self._send(("begin", held.number, held.start, turns, held.said))
+            self._send(("begin", held.number, held.start, turns, held.said, held.paid))
 
     def _send(self, request: tuple[Any, ...]) -> None:
-        with suppress(OSError):  # it has died, which is seen where it is read from
+        try:
             self._process.channel.settimeout(self._silent_s)
             self._process.channel.sendall(pickle.dumps(request))
+        except TimeoutError:
+            self._last_heard = -math.inf  # half a request is there: what follows could not be read
+        except OSError:
+            return  # it has died, which is seen where it is read from
 
     def _look(self) -> None:
         """Read what has come, within a second; replace a process that has died or says nothing."""
         ready = wait([self._process.channel, self._printed.reader, self._heard], _PING_S)
         self._printed.drain()  # a full pipe would block the process
+        if text := self._printed.take():
+            self._prints.put(text)
         if self._heard in ready:
             os.read(self._heard, 1 << 16)
         now = time.monotonic()
@@ -189,7 +200,7 @@ class Host:
         elif now - self._last_heard > (self._silent_s if self._is_ready else START_TIMEOUT_S):
             if self._asked or not self._is_ready:
                 self._bury(f" has said nothing for {now - self._last_heard:.0f} s")
-        elif self._is_spoilt(now):
+        elif self._is_spoilt():
             self._bury(" had calls that never ended")
         elif now - self._last_ping > _PING_S and self._is_ready:
             self._last_ping = now
@@ -201,18 +212,16 @@ class Host:
         except OSError:
             return b""
 
-    def _is_spoilt(self, now: float) -> bool:
+    def _is_spoilt(self) -> bool:
         """Whether calls that were given up run on: threads that compute without end take the time of all others."""
-        if self._stuck_since is None:
-            return False
-        return not self._asked or now - self._stuck_since > self._silent_s
+        return self._stuck_s > (self._silent_s if self._asked else 0)
 
     def _take(self, text: bytearray) -> bool:
         """A line that has come; whether it is one."""
         try:
             line = json.loads(text)
             if "pong" in line:
-                self._stuck_since = (self._stuck_since or time.monotonic()) if line["pong"] else None
+                self._stuck_s = float(line["pong"])
                 return True
             if "unusable" in line:
                 raise _Unusable(line["unusable"])
@@ -249,4 +258,8 @@ class Host:
 
     def printed(self) -> str:
         """What was printed since the last call."""
-        return self._printed.take()
+        texts = []
+        with suppress(Empty):
+            while True:
+                texts.append(self._prints.get_nowait())
+        return "".join(texts)

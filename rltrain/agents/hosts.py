@@ -69,7 +69,9 @@ class Hosts:
                     raise ConfigError(item)
                 if item.number in self._held:
                     if "ask" in item.line:
-                        self._held[item.number][0].said.append(item.line["ask"])
+                        held, _ = self._held[item.number]
+                        held.said.append(item.line["ask"])
+                        held.paid.append(item.line["rewards"])
                     else:
                         self._forget(item.number)
                     found.append(item)

@@ -1,19 +1,24 @@
 """Functions that block, out of the way of the event loop."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-# Threads are started as they are needed, and as many calls may be under way as trajectories wait.
+# Threads are started as they are needed: a call of a trajectory that waits has one.
 _MOST_THREADS = 1024
-# Calls that nobody waits for any more, and that no thread can be made to end.
-_abandoned: set[Future[Any]] = set()
+# Address space of a process is bounded, and by itself a thread takes 8 MB of it.
+_STACK_BYTES = 1 << 20
+# Calls that nobody waits for any more, and that no thread can be made to end; since when.
+_abandoned: dict[Future[Any], float] = {}
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
+    threading.stack_size(_STACK_BYTES)
     return ThreadPoolExecutor(_MOST_THREADS)
 
 
@@ -24,11 +29,11 @@ async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any)
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if not future.done():
-            _abandoned.add(future)
-            future.add_done_callback(_abandoned.discard)
+            _abandoned[future] = time.monotonic()
+            future.add_done_callback(lambda done: _abandoned.pop(done, None))
         raise
 
 
-def num_abandoned() -> int:
-    """Threads of this process that still work on a call which was given up."""
-    return len(_abandoned)
+def abandoned_s() -> float:
+    """Since when a thread of this process works on a call that was given up; 0 where none does."""
+    return max((time.monotonic() - since for since in list(_abandoned.values())), default=0.0)

@@ -318,7 +318,9 @@ def slot_environment() -> dict[str, str]:
     """Environment of a process that makes one call at a time: a pool of threads would only eat its address space."""
     # What the user has set stands last and wins; but no proxy reaches this machine's own address.
     direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
-    return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ, "no_proxy": direct, "NO_PROXY": direct}
+    # An arena of malloc's for each thread of a tool would take 64 MB of the address space.
+    usual = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    return {**usual, **os.environ, "no_proxy": direct, "NO_PROXY": direct}
 
 
 def prepare_driver(**of_workers: str) -> None:

@@ -70,6 +70,8 @@ class ChildProcess:
 
     def close(self) -> None:
         """End the process, and those it started, now."""
+        if self.channel.fileno() < 0:
+            return
         self.channel.close()
         send([self._process.pid], signal.SIGTERM)
         has_ended(self._process, _END_S)

@@ -150,8 +150,8 @@ class Trial:
             if first is None:
                 _say("There is no turn.")
                 return False
-            terms = self._terms
-            chat = self._chat = Chat(self._start.prompt, [first], [], terms, session, self._ask, endpoint.address)
+            terms, prompt = self._terms, self._start.prompt
+            chat = self._chat = Chat(prompt, ([first], [], []), terms, session, self._ask, endpoint.address)
             outcome = await lead(chat, session, self._start, terms)
             self._tell(chat.last_words())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown

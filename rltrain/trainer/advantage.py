@@ -63,11 +63,15 @@ class Advantages:
             if self._passes.estimator.whitens:
                 whitening = Whitening(*moments["advantages"].whitening(float(self._rounding(samples, coef).max())))
             # Whitening is affine, so the mean over an answer's tokens may be whitened as the tokens are.
-            samples.update({c.ADVANTAGE: (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale})
+            whitened = (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale
+            samples.update({c.ADVANTAGE: np.where(samples[c.LEFT_OUT], 0.0, whitened)})
             # Tokens stay as they are in the store: two numbers travel with the update instead of a second copy of the
             # column.
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
         there = np.flatnonzero(~samples[c.LEFT_OUT])
+        if not len(there):
+            samples.update({c.ADVANTAGE: np.zeros(len(samples))})
+            return Whitening(), metrics | m.outcome_advantage_metrics(samples)
         terms = {
             name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error)[there])
             for name in self._cfg.algorithm.gdpo_reward_keys

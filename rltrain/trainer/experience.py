@@ -200,7 +200,10 @@ class Experience:
                 is_learnt_from=False,
             )
             greedy, _ = self._policy.generate(task)
+            refuse_failures(greedy, self._policy.failure)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
+            # Without its baseline an answer cannot be judged.
+            samples.update({c.LEFT_OUT: samples[c.LEFT_OUT] | failed_of(greedy).repeat(n)})
 
 
 def _without_failed(values: NDArray[np.float64], failed: NDArray[np.bool_], n: int) -> NDArray[np.float64]:

@@ -22,6 +22,7 @@ from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
 from rltrain.rewards.processes.pool import RewardPool, Scoring
 from rltrain.trainer.balance import Ids
+from rltrain.trainer.left_out import failed_of
 from rltrain.trainer.roles import RewardModel
 
 Floats = NDArray[np.float64]
@@ -75,7 +76,7 @@ class Rewards:
             columns = begun.collect()
             self.seconds = begun.seconds
         if self._weights:
-            columns[c.SCORE] = self._weigh(columns)
+            columns[c.SCORE] = self._weigh(columns, failed_of(samples))
         total = columns[c.SCORE]
         if self._pool:
             # Kept although it may be the score itself: accuracy and the sampler ask for the rule's part.
@@ -91,9 +92,9 @@ class Rewards:
         # Two columns, because a KL penalty is later taken off the reward and not off the score.
         return columns | {c.SCORE: total, c.REWARD: total}
 
-    def _weigh(self, columns: dict[str, Column]) -> Floats:
+    def _weigh(self, columns: dict[str, Column], left_out: NDArray[np.bool_]) -> Floats:
         """The weighted sum of ``reward.weights``; an answer that could not be scored keeps ``reward.on_error``."""
-        failed = columns[c.REWARD_FAILED] > 0
+        failed = (columns[c.REWARD_FAILED] > 0) | left_out
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():
             term = _floats(columns.get(column_of(name, columns)), len(failed))
@@ -182,7 +183,7 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     """A number of the scorer's [n]; ``on_error`` where scoring failed. RewardError where a scored answer has none."""
     values = _floats(samples.numbers.get(column_of(name, samples.numbers)), len(samples))
     missing = np.isnan(values)
-    if (missing & (samples[c.REWARD_FAILED] == 0)).any():
+    if (missing & (samples[c.REWARD_FAILED] == 0) & ~failed_of(samples)).any():
         have = ", ".join(sorted(term.removeprefix(c.SCORER) for term in samples.numbers if term.startswith(c.SCORER)))
         raise RewardError(
             f"the scorer returned no number '{name}' for some answers, and the configuration asks for it. It returned "

@@ -20,7 +20,7 @@ from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.controller.samples import Samples
-from rltrain.trainer.left_out import refuse_failures
+from rltrain.trainer.left_out import failed_of, refuse_failures
 from rltrain.trainer.metrics import Answered, turn_metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards
@@ -71,6 +71,8 @@ class Validation:
         hidden |= set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
         extras = {name.removeprefix(c.SCORER): values for name, values in scores.items() if name.startswith(c.SCORER)}
         numbers = {name: values for name, values in scores.items() if name not in hidden and c.SCORER not in name}
+        # A trajectory that could not go on says nothing of the policy.
+        numbers = {name: np.where(failed_of(samples), np.nan, values) for name, values in numbers.items()}
         metrics = validation_metrics(self._rewards.data_sources("val"), extras | numbers, num_samples)
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
         most_turns = self._cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns

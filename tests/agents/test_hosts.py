@@ -306,6 +306,9 @@ def test_an_instance_lives_as_long_as_its_trajectory(make, tmp_path):
     shop.go_on(number, turn(text="done"))
     line = reply(shop)
     assert line["end"] == {"score": 70.0, "spent": 1.0}
+    end = time.monotonic() + 20
+    while not (tmp_path / "closed").exists() and time.monotonic() < end:
+        time.sleep(0.05)
     assert (tmp_path / "closed").read_text() == "x"
     shop.close(other)
 
@@ -385,3 +388,78 @@ def test_what_cannot_be_imported_ends_the_wait(make, tmp_path):
     hosts.begin(start(), turn(("echo", {"word": "x"})))
     with pytest.raises(ConfigError, match="cannot be imported"):
         reply(hosts)
+
+
+def test_what_is_asked_while_a_slow_file_is_imported_is_answered(make, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('x' * 300_000)\ntime.sleep(4)\n" + TOOLS)
+    hosts = make(functions="slow.py", timeout_s=0.5)
+    large = {"cases": "x" * 300_000}
+    numbers = [hosts.begin(start(extra_info=large), turn(("echo", {"word": str(at)}))) for at in range(3)]
+    found = replies(hosts, 3)
+    assert [texts(found[number]) for number in numbers] == [["0"], ["1"], ["2"]]
+
+
+def test_a_call_that_is_cancelled_by_itself_is_an_error(make, tmp_path):
+    code = '''
+import asyncio
+
+async def cancel() -> str:
+    """Cancel."""
+    raise asyncio.CancelledError
+
+async def agent(chat, row, seed):
+    await chat.reply()
+    raise asyncio.CancelledError
+'''
+    (tmp_path / "cancel.py").write_text(code.partition("async def agent")[0])
+    (tmp_path / "agent.py").write_text(code)
+    hosts = make(functions="cancel.py", trajectory_s=30.0)
+    number = hosts.begin(start(tools=("cancel",)), turn(("cancel", {})))
+    other = hosts.begin(start(f"{tmp_path}/agent.py:agent"), turn(text="5"))
+    found = replies(hosts, 2, 20)
+    assert texts(found[number]) == ["Error: RuntimeError: it was cancelled by its own code"]
+    assert "CancelledError" in found[other]["failed"]
+
+
+def test_an_end_is_told_whatever_closing_does(make, tmp_path):
+    code = (
+        COUNT
+        + """
+    def close(self):
+        import time
+        time.sleep(100)
+"""
+    )
+    (tmp_path / "slow.py").write_text(code)
+    hosts = make(environment="slow.py:Count", kwargs={"most": 1}, trajectory_s=5.0)
+    hosts.begin(start(), turn(text="a"))
+    assert reply(hosts)["end"] == {"score": 0.5}
+
+
+def test_an_agent_begun_again_hears_its_tools_once(make, tmp_path):
+    (tmp_path / "agent.py").write_text("""
+async def agent(chat, row, seed):
+    for _ in range(2):
+        turn = await chat.reply()
+        await chat.answer_calls(turn)
+        chat.add("user", "go on")
+    await chat.reply()
+    return {"score": sum(chat.rewards), "messages": len(chat.messages)}
+""")
+    code = TOOLS.replace("-> str:", "-> tuple:", 1).replace("    return word", "    return word, 0.5")
+    (tmp_path / "paid.py").write_text(code)
+    hosts = make(functions="paid.py")
+    number = hosts.begin(start(f"{tmp_path}/agent.py:agent"), turn(("echo", {"word": "a"})))
+    assert texts(reply(hosts)) == ["a", "go on"]
+    killed(hosts)
+    hosts.go_on(number, turn(("echo", {"word": "b"})))
+    assert texts(reply(hosts)) == ["b", "go on"]
+    hosts.go_on(number, turn(text="done"))
+    assert reply(hosts)["end"] == {"score": 1.0, "messages": 8.0}
+
+
+def test_half_a_sign_of_a_result_is_replaced(make, tmp_path):
+    (tmp_path / "half.py").write_text(TOOLS.replace("return word", "return '\\ud83d'", 1))
+    hosts = make(functions="half.py")
+    hosts.begin(start(), turn(("echo", {"word": "a"})))
+    assert texts(reply(hosts)) == ["\ufffd"]

@@ -39,7 +39,7 @@ def _told(answer: Conversation, turns: Sequence[str]) -> dict[str, Any]:
         messages.append({"role": "assistant", "content": turn})
         messages += answer.said[place] if place < len(answer.said) else []
     told: dict[str, Any] = {
-        **answer.extra,
+        **{name: value for name, value in answer.extra.items() if not name.startswith("agent_")},
         # As verl counts: turns of the policy, what answers them, and the prompt.
         "num_turns": 2 * answer.num_turns,
         "tool_rewards": answer.rewards,

@@ -1,7 +1,6 @@
 """The surroundings of the program: environment variables, CPU limits, device files, shipped files.
 
-Every variable that rltrain sets is set here, so that a user finds them all in one place; one that the user has set is
-left alone.
+Every variable that rltrain sets is set here; one that the user has set is left alone.
 """
 
 from __future__ import annotations
@@ -315,12 +314,12 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
 
 
 def slot_environment() -> dict[str, str]:
-    """Environment of a process that makes one call at a time: a pool of threads would only eat its address space."""
+    """Environment of a process for a user's functions."""
     # What the user has set stands last and wins; but no proxy reaches this machine's own address.
-    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
-    # An arena of malloc's for each thread of a tool would take 64 MB of the address space.
-    usual = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    return {**usual, **os.environ, "no_proxy": direct, "NO_PROXY": direct}
+    own = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
+    # A pool of threads, or an arena of malloc's for each, would only eat its address space.
+    few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
+    return few | os.environ | dict.fromkeys(("no_proxy", "NO_PROXY"), own)
 
 
 def prepare_driver(**of_workers: str) -> None:

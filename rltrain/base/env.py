@@ -314,10 +314,9 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
 
 
 def slot_environment() -> dict[str, str]:
-    """Environment of a process for a user's functions."""
+    """Environment of a process for a user's functions: more threads, or arenas, would only eat its address space."""
     # What the user has set stands last and wins; but no proxy reaches this machine's own address.
     own = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
-    # A pool of threads, or an arena of malloc's for each, would only eat its address space.
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
     return few | os.environ | dict.fromkeys(("no_proxy", "NO_PROXY"), own)
 

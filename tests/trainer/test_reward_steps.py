@@ -123,7 +123,7 @@ def test_the_rule_reward_may_be_a_weighted_sum_of_numbers(make):
         "scorer/acc": np.array([1.0, np.nan]),
         "reward_failed": np.array([0.0, 1.0]),
     }
-    assert trainer.rewards._weigh(failed).tolist() == [2.0 + 0.125, -7.0]
+    assert trainer.rewards._weigh(failed, np.zeros(2, dtype=bool)).tolist() == [2.0 + 0.125, -7.0]
     with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer returned no number"):
         trainer.rewards._weigh({"score": scores, "reward_failed": np.zeros(2)})
 

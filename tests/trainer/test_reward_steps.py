@@ -125,7 +125,7 @@ def test_the_rule_reward_may_be_a_weighted_sum_of_numbers(make):
     }
     assert trainer.rewards._weigh(failed, np.zeros(2, dtype=bool)).tolist() == [2.0 + 0.125, -7.0]
     with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer returned no number"):
-        trainer.rewards._weigh({"score": scores, "reward_failed": np.zeros(2)})
+        trainer.rewards._weigh({"score": scores, "reward_failed": np.zeros(2)}, np.zeros(2, dtype=bool))
 
 
 def test_numbers_of_the_scorer_never_replace_the_trainer_s(make):

@@ -1,0 +1,186 @@
+"""Do tools and environments teach? examples/agent_cpu.sh, with what they say and with noise in its place.
+
+    python -m bench.learning_agents [--out outputs/learning_agents] [--seeds 3] [--jobs 1] [--only calculator,guess]
+
+A seed decides the model, the order of the data and the answers that are drawn; both arms of a seed share them. A run
+that is complete is not made again. The plot needs the extra `plot`. Writes bench/results/learning_agents_cpu.md and
+learning_agents_cpu.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.run.report.table import read_metrics
+
+ROOT = Path(__file__).parent.parent
+TURNS = "actor_rollout_ref.rollout.multi_turn."
+EVERY = 5
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of examples/agent_cpu.sh and its control."""
+
+    score: str
+    """Key of the held-out score: the share of right answers."""
+    aside: str
+    """What stands beside it."""
+    shown: tuple[int, ...]
+    """Steps of the table's columns; the last is that of the run."""
+    arms: dict[str, str]
+    """What it is told, and the setting for that."""
+
+
+TASKS = {
+    "calculator": Task(
+        "val-core/rltrain/arithmetic/reward/mean@4",
+        "calls an answer",
+        (0, 5, 10, 20, 30, 40),
+        {"calculator": "", "noise": f"{TURNS}function_tool_path=bench/noise.py"},
+    ),
+    "guess": Task(
+        "val-core/rltrain/guess_number/reward/mean@32",
+        "guesses a game",
+        (0, 10, 20, 30, 45, 60),
+        {"higher, lower": "", "noise": f"{TURNS}environment=bench/noise.py:DeafGuess"},
+    ),
+}
+
+
+def folder(out: Path, task: str, arm: str, seed: int) -> Path:
+    return out / f"{task}_{'noise' if TASKS[task].arms[arm] else 'honest'}_{seed}"
+
+
+def train(out: Path, task: str, seed: int) -> None:
+    """Both arms, one after the other: the second finds the model of the first."""
+    for arm in TASKS[task].arms:
+        train_arm(out, task, arm, seed)
+
+
+def train_arm(out: Path, task: str, arm: str, seed: int) -> None:
+    run = folder(out, task, arm, seed)
+    if (run / "done").exists():
+        return
+    # Seeds that run at the same time must not write the same file.
+    made = str(out / f"made_{task}_{seed}")
+    shared = {"TASK": task, "SEED": str(seed), "RUN": str(run), "OUT": made, "OMP_NUM_THREADS": "1"}
+    settings = [f"data.seed={seed}", f"trainer.total_training_steps={TASKS[task].shown[-1]}"]
+    settings += [f"trainer.test_freq={EVERY}", "trainer.save_at_end=False", "trainer.logger=[]"]
+    if TASKS[task].arms[arm]:
+        settings.append(TASKS[task].arms[arm])
+    command = ["bash", "examples/agent_cpu.sh", *settings]
+    subprocess.run(command, cwd=ROOT, env=os.environ | shared, check=True, stdout=subprocess.DEVNULL)
+    (run / "done").touch()
+
+
+def points(run: Path, task: str) -> dict[int, tuple[float, float]]:
+    """Held-out score, and what stands beside it, by step."""
+    lines = [line for line in read_metrics(run) if TASKS[task].score in line]
+    return {line["step"]: (line[TASKS[task].score], _aside(line, task)) for line in lines}
+
+
+def _aside(line: dict[str, Any], task: str) -> float:
+    # num_turns counts what answers a turn as one more, and the prompt. A call is answered, and then there is another.
+    turns = line["val-aux/num_turns/mean"] / 2
+    return turns - 1 if task == "calculator" else turns
+
+
+def rows(out: Path, task: str, seeds: int) -> list[str]:
+    shown = TASKS[task].shown
+    lines = [f"| told | | {' | '.join(f'step {step}' for step in shown)} | s/step |", f"|{'---|' * (len(shown) + 3)}"]
+    for arm in TASKS[task].arms:
+        runs = [folder(out, task, arm, seed) for seed in range(1, seeds + 1)]
+        curves = [points(run, task) for run in runs]
+        times = [line["timing_s/step"] for run in runs for line in read_metrics(run) if "timing_s/step" in line]
+        for place, name in enumerate(("right" if task == "calculator" else "found", TASKS[task].aside)):
+            cells = [" ".join(f"{curve[step][place]:.2f}" for curve in curves) for step in shown]
+            seconds = "" if place else f"{sum(times) / len(times):.2f}"
+            lines.append(f"| {arm} | {name} | {' | '.join(cells)} | {seconds} |")
+    return lines
+
+
+def plot(out: Path, tasks: list[str], seeds: int, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, all_axes = pyplot.subplots(2, len(tasks), figsize=(4.5 * len(tasks), 6), sharex="col", squeeze=False)
+    for column, task in enumerate(tasks):
+        for arm in TASKS[task].arms:
+            curves = [points(folder(out, task, arm, seed), task) for seed in range(1, seeds + 1)]
+            steps = list(curves[0])
+            for place in (0, 1):
+                values = [[curve[step][place] for curve in curves] for step in steps]
+                axes = all_axes[place][column]
+                (line,) = axes.plot(steps, [sum(each) / len(each) for each in values], label=arm)
+                low, high = [min(each) for each in values], [max(each) for each in values]
+                axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12)
+        all_axes[0][column].set_title(task)
+        all_axes[0][column].set_ylabel("held-out accuracy" if task == "calculator" else "found")
+        all_axes[0][column].legend(fontsize=8)
+        all_axes[1][column].set_ylabel(TASKS[task].aside)
+        all_axes[1][column].set_xlabel("step (mean of seeds; band: all seeds)")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("outputs/learning_agents"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", default=",".join(TASKS))
+    options = parser.parse_args()
+    out, tasks = options.out.resolve(), options.only.split(",")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        seeds = range(1, options.seeds + 1)
+        for job in [pool.submit(train, out, task, seed) for task in tasks for seed in seeds]:
+            job.result()
+    command = f"python -m bench.learning_agents --seeds {options.seeds} --jobs {options.jobs}"
+    lines = [
+        "# Learning with tools and environments, CPU",
+        "",
+        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores.",
+        TEXT.format(seeds=", ".join(map(str, range(1, options.seeds + 1)))),
+    ]
+    for task in tasks:
+        lines += ["", ABOUT[task], *rows(out, task, options.seeds)]
+    lines += ["", "![held-out scores, and calls and guesses](learning_agents_cpu.png)", ""]
+    results = ROOT / "bench/results"
+    (results / "learning_agents_cpu.md").write_text("\n".join(lines))
+    plot(out, tasks, options.seeds, results / "learning_agents_cpu.png")
+
+
+ABOUT = {
+    "calculator": """\
+## Sums of two numbers up to 49
+
+128 held-out ones, 4 sampled answers each. The warm-up ends with answers of which 4 of 10 begin with a call; half of
+those say its result. `noise`: the tool says any sum of two numbers up to 49.
+""",
+    "guess": """\
+## A number from 1 to 15 in at most 4 guesses
+
+Each number, 32 sampled games each. The warm-up ends with games in which 4 of 10 guesses heed the words before. Halving
+finds all numbers; any number of those that are left, 0.60 of them; different numbers without a look at the words, 0.27.
+`noise`: "higher" and "lower" come by chance. Where the warm-up heeds no word at all, 100 such steps brought 0.21 to
+0.29 (one seed), and 30 steps at twice the learning rate ended in words that are no numbers.
+""",
+}
+TEXT = """\
+examples/agent_cpu.sh: GRPO, a model of a third of a million parameters. Each cell: seeds {seeds}. Seconds a step with
+other jobs on the same cores: an upper bound."""
+
+
+if __name__ == "__main__":
+    main()

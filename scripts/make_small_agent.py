@@ -1,0 +1,199 @@
+"""A tiny model that knows how a conversation is written, and not what for: examples/agent_cpu.sh trains it.
+
+``--task calculator``: asked for a sum, it answers with any number at once, or writes a call of the calculator; told a
+result, it says that or any other number. ``--task guess``: it says any number, or any of those that are left. A
+supervised warm-up of about a minute shows it such conversations, behind others in which all is heeded, since that is
+what takes long to learn. Nothing is downloaded; the same options give the same folder.
+"""
+
+import argparse
+import functools
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+from scripts.make_small_model import MAX_POSITIONS, build_tokenizer, save
+
+# A call and its result are written as Qwen writes them (hermes), but for the newlines.
+OPEN, CLOSE = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+RESULT, END_RESULT = "<tool_response>", "</tool_response>"
+# One token each, so that a conversation is a few dozens of them.
+WORDS = [OPEN, CLOSE, RESULT, END_RESULT, "calculator", "higher", "lower"]
+TEMPLATE = """\
+{%- if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|end|>{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|user|>{% endif -%}
+<tool_response>{{ message.content }}</tool_response>
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|end|>{% endif %}
+{%- else %}<|{{ message.role }}|>{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<|end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+# Of the game: a word is followed by the next guess at once, so that one look back shows the guess that it is about.
+GAME_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
+# How the templates write what the policy is told between two turns.
+BETWEEN = {"calculator": "<|user|>{}<|end|><|assistant|>", "guess": "{}"}
+# Shares of answers that begin with a call, of calls with a wrong operand, of results that are said, and of guesses that
+# heed the words before.
+CALLS, SLIPS, COPIES, HEEDS = 0.4, 0.2, 0.5, 0.4
+# The share of the warm-up in which all is heeded.
+PRACTICE = 0.6
+MAX_OPERAND, MAX_TURNS = 49, 4
+
+# Prompt, then what the policy says and what it is told, by turns; the policy ends.
+Conversation = tuple[str, list[str]]
+# Makes one. Its number is the share of the warm-up that is done.
+Talk = Callable[[random.Random, float], Conversation]
+
+
+def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
+    """The quickstart's tokenizer of bytes, with tokens for the words of a task, and a template."""
+    tokenizer = build_tokenizer()
+    game = options.task == "guess"
+    tokenizer.add_tokens([*WORDS, *(str(number) for number in range(options.low, options.high + 1) if game)])
+    tokenizer.chat_template = GAME_TEMPLATE if game else TEMPLATE
+    return tokenizer
+
+
+def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """A third of a million parameters. Copying takes two layers: one finds what came before a token, the next where."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 32) * 32, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def asked_for_a_sum(rng: random.Random, done: float) -> Conversation:
+    """An answer at once, or behind a call. At first all call and copy, which is what takes the steps to learn."""
+    calls, slips, copies = (CALLS, SLIPS, COPIES) if done > PRACTICE else (1.0, 0.0, 1.0)
+    operands = [rng.randint(0, MAX_OPERAND) for _ in range(2)]
+    prompt = "{}+{}=?".format(*operands)
+    if rng.random() >= calls:
+        return prompt, [any_sum(rng)]
+    if rng.random() < slips:
+        operands[rng.randrange(2)] = rng.randint(0, MAX_OPERAND)
+    result = str(sum(operands))
+    answer = result if rng.random() < copies else any_sum(rng)
+    expression = "{}+{}".format(*operands)
+    return prompt, [f"{OPEN}{expression}{CLOSE}", f"{RESULT}{result}{END_RESULT}", answer]
+
+
+def any_sum(rng: random.Random) -> str:
+    return str(rng.randint(0, MAX_OPERAND) + rng.randint(0, MAX_OPERAND))
+
+
+def guessing(prompt: str, low: int, high: int) -> Talk:
+    """Games whose player says any number, or any that is left. At first he always does the latter."""
+
+    def game(rng: random.Random, done: float) -> Conversation:
+        number, said = rng.randint(low, high), []
+        least, most = low, high
+        heeds = HEEDS if done > PRACTICE else 1.0
+        for _ in range(MAX_TURNS):
+            guess = rng.randint(least, most) if rng.random() < heeds else rng.randint(low, high)
+            said += [str(guess), "higher" if guess < number else "lower"]
+            if guess == number:
+                break
+            least, most = (max(least, guess + 1), most) if guess < number else (least, min(most, guess - 1))
+        return prompt.format(low=low, high=high), said[:-1]
+
+    return game
+
+
+@functools.cache
+def prompt_tokens(tokenizer: PreTrainedTokenizerFast, prompt: str, task: str) -> tuple[int, ...]:
+    """As the run has it."""
+    messages, tools = [{"role": "user", "content": prompt}], TOOLS if task == "calculator" else None
+    return tuple(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
+
+
+def as_tokens(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, task: str) -> list[torch.Tensor]:
+    """Token ids [length], and labels: -100 but on what the policy says."""
+    prompt, said = conversation
+    ids = list(prompt_tokens(tokenizer, prompt, task))
+    labels = [-100] * len(ids)
+    for place, text in enumerate(said):
+        own = place % 2 == 0
+        piece = tokenizer.encode(f"{text}<|end|>" if own else BETWEEN[task].format(text))
+        ids += piece
+        labels += piece if own else [-100] * len(piece)
+    return [torch.tensor(ids), torch.tensor(labels)]
+
+
+def warm_up(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, talk: Talk,
+    options: argparse.Namespace,
+) -> float:  # fmt: skip
+    """Supervised steps on new conversations. Returns the last loss, in nats a token."""
+    rng = random.Random(options.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    pad = torch.nn.utils.rnn.pad_sequence
+    for step in range(1, options.steps + 1):
+        pairs = [as_tokens(tokenizer, talk(rng, step / options.steps), options.task) for _ in range(options.batch_size)]
+        tokens = pad([ids for ids, _ in pairs], batch_first=True, padding_value=tokenizer.pad_token_id)
+        labels = pad([labels for _, labels in pairs], batch_first=True, padding_value=-100)[:, 1:]
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * min(1.0, step / 20, 2 * (1 - step / (options.steps + 1)))
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+        loss = F.cross_entropy(model.lm_head(hidden[labels != -100]), labels[labels != -100])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            print(f"warm-up step {step}: loss {loss.item():.3f}", flush=True)
+    return loss.item()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--task", choices=["calculator", "guess"], default="calculator", help="what it talks about")
+    parser.add_argument("--prompt", default="{low}-{high}?", help="guess: as of data_preprocess.guess_number")
+    parser.add_argument("--low", type=int, default=1, help="guess: the smallest number")
+    parser.add_argument("--high", type=int, default=15, help="guess: the largest number")
+    parser.add_argument("--steps", type=int, default=300, help="warm-up steps")
+    parser.add_argument("--batch-size", type=int, default=128, help="conversations per warm-up step")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of the warm-up")
+    parser.add_argument("--seed", type=int, default=0, help="decides weights and conversations")
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    if options.low > options.high:
+        parser.error(f"--low {options.low} is over --high {options.high}")
+    tokenizer = tokenizer_of(options)
+    model = tiny_model(tokenizer, options.seed)
+    talk = asked_for_a_sum if options.task == "calculator" else guessing(options.prompt, options.low, options.high)
+    loss = warm_up(model, tokenizer, talk, options)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    save(model, tokenizer, {"step": options.steps, "loss": round(loss, 4)}, options.output)
+    print(
+        f"{options.output}: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.2f} million parameters"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

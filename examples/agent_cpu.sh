@@ -32,7 +32,7 @@ guess)
     "$PYTHON" -m rltrain.data_preprocess.guess_number --output "$DATA" --num-train 2048 --num-test 15 --low 1 --high 15 --prompt '{low}-{high}?' --seed 0 >/dev/null
     KEYS=("$TURNS.environment=rltrain.agents.ready.guess:Guess" "$TURNS.max_assistant_turns=4"
         actor_rollout_ref.rollout.val_kwargs.n=32
-        actor_rollout_ref.actor.optim.lr=5e-4 trainer.total_training_steps=60)
+        actor_rollout_ref.actor.optim.lr=5e-4 trainer.total_training_steps=200)
     ;;
 *)
     echo "error: TASK=$TASK: it is calculator or guess" >&2

@@ -173,9 +173,9 @@ those say its result. `noise`: the tool says any sum of two numbers up to 49.
 
 Each number, 32 sampled games each. The warm-up ends with games in which 4 of 10 guesses heed the words before. Halving
 finds all numbers; any number of those that are left, 0.60 of them; different numbers without a look at the words, 0.27.
-`noise`: "higher" and "lower" come by chance. The example itself goes on to 200 steps, where seed 1 found 0.92: it has
-begun to halve. Where the warm-up heeds no word at all, 100 steps brought 0.21 to 0.29 (one seed), and 30 steps at twice
-the learning rate ended in words that are no numbers.
+`noise`: "higher" and "lower" come by chance. The example itself goes on to 200 steps, where they find 0.92 0.96 0.87:
+they have begun to halve. Where the warm-up heeds no word at all, 100 steps brought 0.21 to 0.29 (one seed), and 30
+steps at twice the learning rate ended in words that are no numbers.
 """,
 }
 TEXT = """\

@@ -38,9 +38,6 @@ def _turns(config: Config) -> Iterator[str]:
     if not several_turns(rollout):
         return
     tools = who_answers(rollout)
-    engine = ENGINES.get(rollout.name)  # an unknown name is refused elsewhere
-    if engine and not engine.several_turns:
-        yield f"{tools}: rollout.name={rollout.name} samples one turn. Use {engines_with('several_turns')}."
     if config.reward_model.enable:
         yield f"{tools} and reward_model.enable=True: it would judge the words of tools too. Keep one of them."
 

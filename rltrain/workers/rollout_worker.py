@@ -101,6 +101,9 @@ class RolloutWorker(Rollout):
         self.encoder = chat_encoder(cfg)
         self._max_model_len = self._rollout.max_model_len or longest_sequence(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
+        # Where one member takes all jobs, it agrees with nobody.
+        alone = ENGINES[self._rollout.name].leader_serves
+        self._serving = replace(self._replica, size=1, group=None) if alone else self._replica
         self._rows = rows or {}
         self._answering = self._make_answering() if several_turns(self._rollout) else None
         self._agent_log = PrintLog(Path(cfg.trainer.default_local_dir) / "agents.log")
@@ -145,7 +148,7 @@ class RolloutWorker(Rollout):
         number = turns.num_tool_processes
         hosts = Hosts(Places.of(turns), Terms.of(turns), limits, number) if self._replica.leads else None
         call_format = format_of(turns.format, self.encoder)
-        return Answering(turns, self.encoder, call_format, self._replica, hosts, self._max_model_len)
+        return Answering(turns, self.encoder, call_format, self._serving, hosts, self._max_model_len)
 
     def _release(self) -> None:
         if self.engine.sleep():
@@ -263,13 +266,10 @@ class RolloutWorker(Rollout):
                 given = tuple(answer.tokens if answer else _NOTHING for answer in answers) if any(answers) else None
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
-        # Where one member takes all jobs, it agrees with nobody.
-        alone = ENGINES[self._rollout.name].leader_serves
-        replica = replace(self._replica, size=1, group=None) if alone else self._replica
         prepare = pictures.prepare if pictures else list
         key = f"rollout/{task.call}"
         ends = self._can_be_given_up
-        return JobQueue(jobs, num_dealt, replica, self._store, key, task.enough, task.must, prepare, can_end=ends)
+        return JobQueue(jobs, num_dealt, self._serving, self._store, key, task.enough, task.must, prepare, can_end=ends)
 
     def _hand_out(self, job: Job, answers: list[Conversation]) -> None:
         self._finished.put((job, self._texts(answers)))

@@ -466,7 +466,6 @@ TOOLS = f"{A}rollout.multi_turn.function_tool_path=tools.py"
             [f"{A}rollout.agent.default_agent_loop=my_agent"],
             "there is no such agent. Use single_turn_agent, tool_agent",
         ),
-        ([TOOLS, f"{A}rollout.name=sglang"], "samples one turn. Use rollout.name=hf or rollout.name=vllm"),
         ([TOOLS, "reward_model.enable=True", "reward_model.model.path=m"], "it would judge the words of tools"),
         ([TOOLS, f"{A}rollout.multi_turn.max_user_turns=2"], "use multi_turn.max_assistant_turns"),
         ([TOOLS, f"{A}rollout.multi_turn.tool_response_truncate_side=both"], "use one of left, middle, right"),

@@ -35,8 +35,6 @@ class Engine:
     """Prompts may have images."""
     speculation: bool = False
     """It can verify guessed tokens (``rollout.tail=exact``)."""
-    several_turns: bool = False
-    """Tools may answer between the turns of an answer."""
     counted_seeds: bool = False
     """Its random numbers depend on the sample's seed and the position alone, the same in every such engine."""
     temperatures: tuple[float, float] = (0.0, math.inf)
@@ -70,7 +68,6 @@ ENGINES = {
         factory="rltrain.workers.rollout.embedded.engine:HFRollout",
         embedded=True,
         images=True,
-        several_turns=True,
         counted_seeds=True,
         unused_keys=(
             "enforce_eager",
@@ -88,7 +85,6 @@ ENGINES = {
         over_nodes=True,
         images=True,
         speculation=True,
-        several_turns=True,
         counted_seeds=True,
         rigid_on_npu=True,
         # vLLM refuses more than 2. Less than 0.01 it raises to 0.01 with a warning, so that the trainer would compute

@@ -11,6 +11,7 @@ import pytest
 
 from rltrain.base.columns import names as c
 from tests.tiny_tools import END_ID, save_calling_model, tool_run
+from tests.trainer.steps import actor_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples/agents"
 R = "actor_rollout_ref__rollout__"
@@ -202,3 +203,47 @@ def test_what_waits_for_a_later_step_behind_its_first_turn_begins_anew(process_g
         assert (lengths > 0).all()
         assert (turns > 0).all()
     assert anew > 0
+
+
+SLOW = """
+import random, time
+
+class Slow(Shop):
+    def __init__(self, most_s):
+        super().__init__()
+        self.most_s = most_s
+
+    def add(self, a: int, b: int) -> str:
+        \"\"\"Add two numbers.
+
+        Args:
+            a: One of them.
+            b: The other.
+        \"\"\"
+        time.sleep(random.random() * self.most_s)
+        return super().add(a, b), 0.25
+"""
+
+
+MANY = [(4, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in ((4, 1), (64, 1), (64, 2)))]
+
+
+@pytest.mark.parametrize(("at_once", "processes"), MANY)
+def test_latencies_places_and_processes_change_no_token_and_no_weight(
+    process_group, tiny_trainer, settings, at_once, processes
+):
+    def run(most_s, **keys):
+        made = settings("multi_turn__environment", SHOP + SLOW, "Slow") | keys
+        trainer = tiny_trainer(**made, **{R + "multi_turn__environment_kwargs": f"{{most_s: {most_s}}}"})
+        answers, texts, _ = generated(trainer)
+        for step in (1, 2, 3):
+            trainer.step(step)
+        return answers, [(text.told["tool_rewards"], text.told["agent_score"]) for text in texts], trainer
+
+    keys = {R + "max_num_seqs": at_once, R + "multi_turn__num_tool_processes": processes}
+    quick_answers, quick_rewards, quick = run(0)
+    answers, rewards, slow = run(0.2, **keys)
+    assert answers == quick_answers
+    assert rewards == quick_rewards
+    assert any(len(each) > 1 for each, _ in rewards)
+    assert actor_weights(slow).equal(actor_weights(quick))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -110,7 +111,8 @@ class Answering:
 
     def begin(self, row: Callable[[int], PromptRow], seeds: NDArray[np.uint64]) -> None:
         """A task begins. row: by place of the prompt; seeds [places]: of what happens beside the policy."""
-        self._row, self._seeds = row, seeds
+        # To make a row took more than to read a turn, and every turn asks for its own.
+        self._row, self._seeds = cache(row), seeds
         self.forget()
 
     def forget(self) -> None:

@@ -1,0 +1,257 @@
+"""What the machinery of several turns costs, with the embedded engine and a tiny model: a row a question.
+
+    python -m bench.agents [NAME...]      prints the table; with all names, writes bench/results/agents_cpu.md
+
+Each question has a function here, whose docstring says how it is asked. The model is tiny, so that shares of its time
+are larger than those of any real one.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+
+from bench.table import write
+from rltrain.base.columns import names as c
+from rltrain.slots.limits import descendants
+from rltrain.trainer.ppo import PPOTrainer
+from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.rollout.conversations import Conversation, Conversations
+from rltrain.workers.tasks import GenerateTask
+from tests.local import local_trainer
+from tests.tiny import small_run, write_arithmetic
+from tests.tiny_tools import CALL_ID, TOOLS, VOCABULARY, save_calling_model, tool_run
+
+R = "actor_rollout_ref__rollout__"
+ENVIRONMENT = """
+class Adds:
+    def __init__(self):
+        self.sum = 0
+
+    def add(self, a: int, b: int) -> str:
+        \"\"\"Add two numbers.
+
+        Args:
+            a: One of them.
+            b: The other.
+        \"\"\"
+        self.sum += a + b
+        return str(self.sum)
+
+    def score(self):
+        return self.sum
+"""
+# As the template of `tests.tiny_tools` shows the tool, so that prompts are the same tokens with it and without.
+SHOWN = {"role": "system", "content": "add\n"}
+NEVER = "\N{SECTION SIGN}"
+
+
+def trainer_of(folder: Path, model: Path, code: str = TOOLS, rows: int = 24, **keys: Any) -> PPOTrainer:
+    """A trainer in this process whose answers may have 400 tokens."""
+    files = write_arithmetic(folder / "train.parquet", range(rows)), write_arithmetic(folder / "test.parquet", range(6))
+    keys = tool_run(model, folder, code) | keys
+    return local_trainer(small_run(model, files, folder / "run", **{k: v for k, v in keys.items() if v is not None}))
+
+
+def generated(trainer: PPOTrainer, prompts: int, samples: int, step: int, tokens: int | None = None) -> Any:
+    """Payload, texts and numbers of a rollout. tokens: of every answer; None: as many as the policy writes."""
+    places, sampling = np.arange(prompts, dtype=np.int32), Sampling(tokens or 400, 1.0, ignore_eos=tokens is not None)
+    task = GenerateTask("train", places, samples, sampling, seed=1, step=step, call=next(trainer.calls))
+    return trainer.worker.rollout.generate(task)
+
+
+def never_called(folder: Path) -> str:
+    """Processor time of rollouts in pairs: 128 answers with a tool that no answer calls, against the plain path."""
+    model = save_calling_model(folder / "model", call=NEVER)
+    plain = folder / "plain"
+    plain.mkdir()
+    with_tool = trainer_of(folder, model)
+    made = write_arithmetic(plain / "made.parquet", range(24))
+    rows = pq.read_table(made).to_pylist()
+    pq.write_table(pa.Table.from_pylist([row | {"prompt": [SHOWN, *row["prompt"]]} for row in rows]), made)
+    without = local_trainer(
+        small_run(
+            model, (made, made), plain / "run",
+            **tool_run(model, plain) | {R + "multi_turn__function_tool_path": "null"},
+        )
+    )  # fmt: skip
+    assert without.worker.rollout._answering is None
+    return "; ".join(f"{tokens} tokens each {_pairs(with_tool, without, tokens)}" for tokens in (32, 128))
+
+
+def _pairs(with_tool: PPOTrainer, without: PPOTrainer, tokens: int) -> str:
+    ratios, more_ms = [], []
+    for pair in range(10):
+        found, seconds = {}, {}
+        for trainer in (with_tool, without) if pair % 2 else (without, with_tool):
+            gc.collect()
+            started = time.process_time()
+            found[trainer] = generated(trainer, 16, 8, pair + 1, tokens)
+            seconds[trainer] = time.process_time() - started
+        ours, theirs = found[with_tool], found[without]
+        assert torch.equal(*(each[0].ragged(c.RESPONSE).values for each in (ours, theirs)))
+        assert not ours[2].per_sample[c.TOOL_CALLS].any()
+        if pair > 1:  # the first two warm up
+            ratios.append(seconds[with_tool] / seconds[without])
+            more_ms.append(1e3 * (seconds[with_tool] - seconds[without]) / (16 * 8))
+    low, high = np.quantile(ratios, [0.25, 0.75])
+    return f"{median(ratios) - 1:+.1%} (quartiles {low - 1:+.1%}, {high - 1:+.1%}), {median(more_ms):+.2f} ms an answer"
+
+
+def per_turn(folder: Path) -> str:
+    """Milliseconds from a turn's end until its context is there in tokens: decode, parse, tool, seam; one at a time."""
+    trainer = trainer_of(folder, save_calling_model(folder / "model"))
+    answering = trainer.worker.rollout._answering
+    rows = trainer.worker.rollout._rows["train"]
+    answering.begin(lambda place: rows[place], np.zeros(1, dtype=np.uint64))
+    text = [VOCABULARY.index(character) for character in "I add these two numbers, as I was asked to. " * 3]
+    times: list[float] = []
+    tokens = np.array([*text, CALL_ID], dtype=np.int32)
+    for number in range(1100):
+        if number % 8 == 0:
+            trajectory = Conversation(0, 0, np.zeros(1, dtype=np.int32))
+        trajectory.num_turns += 1
+        trajectory.add_sampled(tokens, np.zeros(len(tokens), dtype=np.float32))
+        started = time.perf_counter()
+        assert answering.ask((0, 0), trajectory, "stop")
+        while not (replies := answering.arrived(0.05)):
+            pass
+        if number >= 100:
+            times.append(1e3 * (time.perf_counter() - started))
+        assert replies[0][1].messages[0]["content"] == "5"
+        if number % 8 == 7:
+            answering.forget()
+    answering._hosts.shut()
+    middle, late = np.quantile(times, [0.5, 0.99])
+    return f"median {middle:.2f} ms, p99 {late:.2f} ms"
+
+
+def _memory_mb(pids: Sequence[int]) -> float:
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * os.sysconf("SC_PAGESIZE") / 1e6
+
+
+def _files(pids: Sequence[int]) -> int:
+    return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+
+
+def long_run(folder: Path) -> str:
+    """4,000 trajectories with an instance each, 80 at a time: memory and open files after 2,000, and at the end.
+
+    Until then threads are started, one after the other, as many as calls were ever under way at once.
+    """
+    (folder / "own.py").write_text(ENVIRONMENT)
+    keys = {R + "multi_turn__environment": folder / "own.py:Adds", R + "multi_turn__function_tool_path": None}
+    trainer = trainer_of(folder, save_calling_model(folder / "model"), **keys)
+    hosts, seen, calls = trainer.worker.rollout._answering._hosts, {}, 0
+    for step in range(1, 51):
+        calls += int(generated(trainer, 20, 4, step)[2].per_sample[c.TOOL_CALLS].sum())
+        if step in (25, 50):
+            gc.collect()
+            below = [child for host in hosts._hosts for child in descendants(host._process.pid)]
+            seen[step] = [_memory_mb(below), _files(below), _memory_mb([os.getpid()]), _files([os.getpid()])]
+    hosts.shut()
+    (host, host_files, own, own_files), (last_host, last_host_files, last, last_files) = seen.values()
+    tools = (
+        f"processes of tools {last_host:.1f} MB ({last_host / host - 1:+.2%}), {host_files} -> {last_host_files} files"
+    )
+    worker = f"worker {last:.0f} MB ({last / own - 1:+.2%}), {own_files} -> {last_files} files"
+    return f"{tools}; {worker}; {calls:,} calls"
+
+
+def places(folder: Path) -> str:
+    """Share of 8 decode places in use: 32 answers whose tool takes 1 s and whose turns take 0.5 s on average, until
+    fewer than 24 of them are left; and 96 answers, until the last is begun."""
+    return "; ".join(f"{answers} answers {_in_use(folder / str(answers), answers):.0%}" for answers in (32, 96))
+
+
+def _in_use(folder: Path, answers: int) -> float:
+    folder.mkdir()
+    code = TOOLS.replace("    return", "    import time\n    time.sleep(1)\n    return")
+    trainer = trainer_of(folder, save_calling_model(folder / "model"), code, 96, **{R + "max_num_seqs": 8})
+    worker, marks = trainer.worker.rollout, []
+    sample, forward = worker.engine._sample, worker.engine._forward
+
+    def sampled(hidden, rows, turns, sampling):
+        marks.append((time.perf_counter(), turns.num_running))
+        return sample(hidden, rows, turns, sampling)
+
+    def slowly(*arguments, **named):
+        time.sleep(0.01)
+        return forward(*arguments, **named)
+
+    worker.engine._sample, worker.engine._forward = sampled, slowly
+    over, begun, wait, take = [], [], Conversations.wait, Conversations._take_new
+    is_over = Conversations._over
+
+    def waits(self):
+        marks.append((time.perf_counter(), 0))
+        return wait(self)
+
+    def ends(self, started):
+        over.append(time.perf_counter())
+        return is_over(self, started)
+
+    def takes(self, most):
+        if jobs := take(self, most):
+            begun.append(time.perf_counter())
+        return jobs
+
+    Conversations.wait, Conversations._over, Conversations._take_new = waits, ends, takes
+    try:
+        generated(trainer, answers, 1, 1)
+    finally:
+        Conversations.wait, Conversations._over, Conversations._take_new = wait, is_over, take
+    end = sorted(over)[8] if answers == 32 else begun[-1]
+    times, running = np.array([mark for mark in marks if mark[0] <= end]).T
+    return float((running[:-1] * np.diff(times)).sum() / (8 * (times[-1] - times[0])))
+
+
+QUESTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "never_called": ("generation with a tool that is never called, against the plain path", never_called),
+    "per_turn": ("a turn's end to its context in tokens, one trajectory at a time", per_turn),
+    "long_run": ("2,000 trajectories after the first 2,000: growth", long_run),
+    "places": ("share of 8 decode places in use while tools take 1 s", places),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer the questions."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*QUESTIONS, []])
+    names = parser.parse_args(argv).names or list(QUESTIONS)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(f"| {QUESTIONS[name][0]} | {QUESTIONS[name][1](Path(folder))} |")
+        sys.stdout.write(rows[-1] + "\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+    if len(names) == len(QUESTIONS):
+        what = "A random two-layer Qwen3 of width 32 with a token that is a whole call; embedded engine, one thread."
+        write("agents_cpu.md", "python -m bench.agents", what, ("question", "measured"), rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

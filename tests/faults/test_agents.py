@@ -1,0 +1,334 @@
+"""What tools, environments and agents may do to a step: it ends, the other answers are those of a quiet run, and no
+process is left."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rltrain.base.columns import names as c
+from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.tasks import GenerateTask
+from tests.faults.plug import processes_of
+from tests.faults.test_resume import kept, told
+from tests.ranks import MARK
+from tests.tiny import small_run
+from tests.tiny_tools import save_calling_model, tool_run
+
+R = "actor_rollout_ref__rollout__"
+TURNS = R + "multi_turn__"
+NUM_PROMPTS = 12
+TIMEOUT_S = 3.0
+# A process that holds its lock is silent for 5 s more until it is given up, then its trajectories are tried alone.
+BOUND_S = 2 * (TIMEOUT_S + 5) + 8
+TOOLS = '''
+import os, resource, sys, time
+
+
+def hold():
+    return len(str(7 ** (1 << 27) % (1 << 90)))
+
+
+def loop():
+    while True:
+        pass
+
+
+def leave():
+    os._exit(3)
+
+
+def bomb():
+    """Processes in sessions of their own that start others as long as the system lets them: it lets this user 48."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+    if os.getuid() == 0:  # root has no limit
+        os.setuid(65534)
+    resource.setrlimit(resource.RLIMIT_NPROC, (48, 48))
+    while True:
+        try:
+            if not os.fork():
+                os.setsid()
+        except BlockingIOError:
+            time.sleep(0.05)
+
+
+def orphans():
+    for _ in range(20):
+        if not os.fork():
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            time.sleep(1000)
+    return "5"
+
+
+def memory():
+    return len(bytearray(8 << 30))
+
+
+def pieces():
+    kept = []
+    while True:
+        kept.append(bytearray(1 << 20))
+
+
+def prints():
+    for _ in range(100):
+        print("x" * (1 << 20))
+    return "5"
+
+
+WHAT = {"10 MB": lambda: "x" * (10 << 20), "10 MB in a dictionary": lambda: {"x": "x" * (10 << 20)},
+        "1 GB": lambda: "x" * (1 << 30)}
+
+
+class Adds:
+    """Tools that answer well, but for one row."""
+
+    def __init__(self, what="", row=-1):
+        self.what, self.row = what, row
+
+    def reset(self, row, seed):
+        self.is_bad = row["extra_info"]["index"] == self.row
+
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: One of them.
+            b: The other.
+        """
+        return (WHAT.get(self.what) or globals()[self.what])() if self.is_bad else str(a + b)
+'''
+ENVIRONMENT = """
+class Says:
+    def __init__(self, what="", row=-1):
+        self.what, self.row, self.turns = what, row, 0
+
+    def reset(self, row, seed):
+        self.is_bad = row["extra_info"]["index"] == self.row
+
+    def step(self, text):
+        self.turns += 1
+        words = "x" * (10 << 20) if self.is_bad and self.what == "10 MB" else f"turn {self.turns}"
+        return words, 0.5, self.turns == 2 and not self.is_bad
+"""
+AGENT = """
+import asyncio
+
+async def waits(chat, row, seed):
+    await chat.reply()
+    if row["extra_info"]["index"] == ROW:
+        await asyncio.Event().wait()
+    chat.add("user", "again")
+    await chat.reply()
+
+async def never_ends(chat, row, seed):
+    await chat.reply()
+    while row["extra_info"]["index"] == ROW:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+    chat.add("user", "again")
+    await chat.reply()
+"""
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory):
+    return save_calling_model(tmp_path_factory.mktemp("calling") / "model")
+
+
+@pytest.fixture
+def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
+    """played(code, **keys): answers of a run, one per prompt, as far as the policy was asked; and what was left."""
+
+    monkeypatch.setenv(MARK, str(tmp_path))
+
+    def play(code, **keys):
+        (tmp_path / "own.py").write_text(code)
+        run = tool_run(calling, tmp_path)
+        del run[TURNS + "function_tool_path"]
+        run |= {R + "n": 1, "algorithm__adv_estimator": "reinforce_plus_plus", TURNS + "tool_timeout_s": TIMEOUT_S}
+        trainer = tiny_trainer(**run | keys)
+        worker = trainer.worker.rollout
+        places = np.arange(NUM_PROMPTS, dtype=np.int32)
+        started = time.monotonic()
+        task = GenerateTask("train", places, 1, Sampling(400, 1.0), seed=1, step=1, call=next(trainer.calls))
+        batch, texts, numbers = worker.generate(task)
+        seconds = time.monotonic() - started
+        worker._answering._hosts.shut()
+        log = tmp_path / "agents.log"
+        rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
+        answers = [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)]
+        return SimpleNamespace(
+            answers=answers, told=[text.told for text in texts], numbers=numbers.per_sample, seconds=seconds,
+            printed=log.read_text() if log.exists() else "", left=processes_of(tmp_path),
+        )  # fmt: skip
+
+    return play
+
+
+def first(quiet, count):
+    """The row of the first answer of which at least one turn was answered."""
+    return int(np.flatnonzero(quiet.numbers[count] > (count == c.NUM_TURNS))[0])
+
+
+def others_are_as_in(quiet, hurt, row):
+    assert [each for at, each in enumerate(hurt.answers) if at != row] == [
+        each for at, each in enumerate(quiet.answers) if at != row
+    ]
+    for name in (*c.OF_TURNS, c.NUM_TURNS, c.AGENT_FAILED):
+        assert np.delete(hurt.numbers[name], row).tolist() == np.delete(quiet.numbers[name], row).tolist(), name
+    assert not hurt.left
+    assert hurt.seconds < BOUND_S
+
+
+LATE = "Error: no result after 3 s"
+CUT = "xxx...(truncated)...xxx"
+MEMORY = "Error: MemoryError"
+# What the policy is told, or why the answer is left out.
+FAULTS = {
+    "hold": "the agent has said nothing for",
+    "leave": "the agent's process ended with exit code 3",
+    "loop": LATE,
+    "bomb": LATE,
+    "orphans": "5",
+    "memory": MEMORY,
+    "pieces": MEMORY,
+    "prints": "5",
+    "10 MB": CUT,
+    "10 MB in a dictionary": CUT,
+    "1 GB": CUT,
+}
+QUICK = ("bomb", "memory")
+
+
+@pytest.mark.fault("Whatever a tool does, the step ends, other answers are those of a quiet run, no process is left")
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in QUICK else pytest.mark.long) for what in FAULTS]
+)
+def test_a_tool_does_its_worst(played, tmp_path, what):
+    keys = {TURNS + "environment": f"{tmp_path}/own.py:Adds"}
+    quiet = played(TOOLS, **keys)
+    row = first(quiet, c.TOOL_CALLS)
+    hurt = played(TOOLS, **keys, **{TURNS + "environment_kwargs": f"{{what: {what}, row: {row}}}"})
+    others_are_as_in(quiet, hurt, row)
+    words, numbers = FAULTS[what], {name: int(each[row]) for name, each in hurt.numbers.items()}
+    if what in ("hold", "leave"):
+        assert hurt.told[row]["agent_failed"].startswith(words)
+        assert numbers[c.AGENT_FAILED] == 1
+        return
+    results = [message["content"] for message in hurt.told[row]["messages"] if message["role"] == "tool"]
+    late = results.count(LATE)
+    # On a machine that is busy, all memory may take longer than a call has.
+    assert results
+    assert all(words in result or (result == LATE and what == "pieces") for result in results), results
+    assert late == len(results) or words != LATE
+    # The call of the last turn has no room for a result, which nobody is shown.
+    assert numbers[c.TOOL_CALLS] - len(results) in (0, 1)
+    assert numbers[c.TOOL_TIMEOUTS] - late in (0, words == LATE)
+    assert numbers[c.TOOL_ERRORS] - len(results) in ((0, 1) if words.startswith("Error") else (-len(results),))
+    assert len(hurt.printed) < 1 << 20
+    assert ("more bytes were printed here and are left out" in hurt.printed) == (what == "prints")
+
+
+@pytest.mark.fault("An environment that never ends, or says 10 MB at once, ends its own answer alone")
+@pytest.mark.parametrize("what", ["never done", "10 MB"])
+def test_an_environment_does_its_worst(played, tmp_path, what):
+    keys = {TURNS + "environment": f"{tmp_path}/own.py:Says"}
+    quiet = played(ENVIRONMENT, **keys)
+    row = first(quiet, c.NUM_TURNS)
+    hurt = played(ENVIRONMENT, **keys, **{TURNS + "environment_kwargs": f"{{what: {what}, row: {row}}}"})
+    others_are_as_in(quiet, hurt, row)
+    assert quiet.numbers[c.NUM_TURNS].max() == 2
+    if what == "never done":
+        assert hurt.numbers[c.NUM_TURNS][row] > 2
+        assert hurt.numbers[c.TRUNCATED][row]
+        assert hurt.told[row]["agent_score"] == 0.5 * len(hurt.told[row]["tool_rewards"])
+    else:
+        assert "bytes were said at once; 1,048,576 are taken" in hurt.told[row]["agent_failed"]
+
+
+@pytest.mark.fault("An agent that waits without end, or cannot be cancelled, is left out after its time")
+@pytest.mark.parametrize("name", ["waits", "never_ends"])
+def test_an_agent_does_its_worst(played, tmp_path, name):
+    keys = {R + "agent__default_agent_loop": f"{tmp_path}/own.py:{name}", TURNS + "trajectory_timeout_s": TIMEOUT_S}
+    quiet = played(AGENT.replace("ROW", "-1"), **keys)
+    row = first(quiet, c.NUM_TURNS)
+    hurt = played(AGENT.replace("ROW", str(row)), **keys)
+    others_are_as_in(quiet, hurt, row)
+    assert hurt.told[row]["agent_failed"] == "not done after 3 s (multi_turn.trajectory_timeout_s)"
+    assert hurt.numbers[c.AGENT_FAILED][row]
+
+
+# Once there is a checkpoint, the environment pulls the plug of the driver, between two turns of an answer.
+FUSE = """
+import os, signal
+
+class Fuse:
+    def on_save(self, step, folder):
+        if "FUSE" in os.environ:
+            with open(FOLDER + "/laying", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(FOLDER + "/laying", FOLDER + "/laid")
+
+class Says:
+    def __init__(self):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        if self.turns == 2:
+            try:
+                os.rename(FOLDER + "/laid", FOLDER + "/lit")
+                os.kill(int(open(FOLDER + "/lit").read()), signal.SIGKILL)
+            except FileNotFoundError:
+                pass
+        return f"turn {self.turns}", len(text) % 5 / 5, self.turns == 3
+"""
+STEPS = 4
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("joined")
+@pytest.mark.fault("A run with an environment whose driver is killed between two turns ends bit for bit as a quiet one")
+def test_a_driver_killed_between_turns_is_resumed_as_if_nothing_had_been(start, calling, arithmetic_files, tmp_path):
+    (tmp_path / "own.py").write_text(FUSE.replace("FOLDER", repr(str(tmp_path))))
+    run = tool_run(calling, tmp_path)
+    del run[TURNS + "function_tool_path"]
+    run |= {
+        TURNS + "environment": f"{tmp_path}/own.py:Says", "trainer__callbacks": f"[{tmp_path}/own.py:Fuse]",
+        "trainer__save_freq": 1, "trainer__total_training_steps": STEPS,
+        "actor_rollout_ref__actor__checkpoint__save_contents": "[model]", "trainer__n_gpus_per_node": 2,
+    }  # fmt: skip
+    folders = tmp_path / "quiet", tmp_path / "killed"
+    process = start(small_run(calling, arithmetic_files, folders[0], **run))
+    assert process.wait(300) == 0, process.communicate()[0]
+    codes = []
+    while 0 not in codes and len(codes) < STEPS:
+        process = start(small_run(calling, arithmetic_files, folders[1], **run), FUSE="1")
+        output, _ = process.communicate(timeout=300)
+        codes.append(process.returncode)
+        assert codes[-1] in (0, -9), output
+    assert codes[-1] == 0
+    assert -9 in codes
+    one, other = map(told, folders)
+    # Which turns are decoded together depends on when they were answered, and with it the engine's rounding.
+    differ = [
+        (name, one[step][name], other[step].get(name, 0.0))
+        for step in one
+        for name in one[step]
+        if one[step][name] != other[step].get(name, 0.0)
+    ]
+    assert {
+        name for name, *_ in differ if name.partition("/")[0] not in ("rollout", "rollout_corr", "training")
+    } == set()
+    assert all(abs(number - again) < 1e-5 for _, number, again in differ), differ
+    one, other = (kept(folder) for folder in folders)
+    assert one.keys() == other.keys()
+    assert [name for name, each in one.items() if each != other[name]] == []
+    assert max(line["num_turns/max"] for line in told(folders[0]).values()) >= 4

@@ -209,6 +209,11 @@ def replaced(host, pid):
     return pid
 
 
+def closings(folder):
+    file = folder / "closed"
+    return file.read_text() if file.exists() else ""
+
+
 def texts(line):
     return [message["content"] for message in line["ask"]]
 
@@ -307,9 +312,9 @@ def test_an_instance_lives_as_long_as_its_trajectory(make, tmp_path):
     line = reply(shop)
     assert line["end"] == {"score": 70.0, "spent": 1.0}
     end = time.monotonic() + 20
-    while not (tmp_path / "closed").exists() and time.monotonic() < end:
+    while not (closed := closings(tmp_path)) and time.monotonic() < end:
         time.sleep(0.05)
-    assert (tmp_path / "closed").read_text() == "x"
+    assert closed == "x"
     shop.close(other)
 
 

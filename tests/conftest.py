@@ -77,9 +77,16 @@ def tiny_trainer(tiny_model, arithmetic_files, tmp_path):
     """tiny_trainer(twist=None, **changes): `local_trainer` of a small run; ``twist(row, score)`` changes scores."""
     from tests.local import local_trainer
 
-    return lambda twist=None, **changes: local_trainer(
-        small_run(tiny_model, arithmetic_files, tmp_path, **changes), twist
-    )
+    made = []
+
+    def make(twist=None, **changes):
+        made.append(local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **changes), twist))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        if answering := trainer.worker.rollout._answering:
+            answering._hosts.shut()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 from rltrain.agents.chat import Message, Start, Terms, Turn
@@ -70,7 +70,10 @@ class Host:
         self._silent_s = terms.timeout_s + _SILENT_S
         self._news = news
         self._orders: SimpleQueue[tuple[str, Held] | None] = SimpleQueue()
-        self._heard, self._wake = os.pipe()
+        self._waking = Lock()
+        self._heard, wake = os.pipe()
+        os.set_blocking(wake, False)
+        self._wake: int | None = wake
         self._printed, self._prints = Printed(), SimpleQueue[str]()
         self._there: set[int] = set()
         self._asked: dict[int, Held] = {}
@@ -90,15 +93,20 @@ class Host:
         """Nobody waits for the trajectory any more."""
         self._order(("close", held))
 
-    def shut(self) -> None:
-        """End the process, with all that is in it."""
+    def end(self) -> None:
+        """End the process, with all that is in it, and the thread."""
         self._order(None)
+
+    def join(self) -> None:
+        """Wait for the end."""
         self._thread.join()
 
     def _order(self, order: tuple[str, Held] | None) -> None:
         self._orders.put(order)
-        with suppress(OSError):  # it has ended
-            os.write(self._wake, b".")
+        with self._waking:
+            if self._wake is not None:
+                with suppress(BlockingIOError):  # it has been woken often enough
+                    os.write(self._wake, b".")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -113,8 +121,10 @@ class Host:
             self._news.put(f"{type(error).__name__}: {error}")
         finally:
             self._process.close()
-            os.close(self._heard)
-            os.close(self._wake)
+            with self._waking:  # the number may be that of another file soon
+                os.close(self._heard)
+                os.close(self._wake)
+                self._wake = None
 
     def _start(self) -> None:
         self._process = ChildProcess("rltrain.agents.child", self._opening, self._printed)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
+from weakref import finalize
 
 from rltrain.agents.chat import Start, Terms, Turn
 from rltrain.agents.host import Held, Host, News
@@ -20,6 +22,8 @@ class Hosts:
     def __init__(self, places: Places, terms: Terms, limits: Limits, number: int) -> None:
         self._news: SimpleQueue[News | str] = SimpleQueue()
         self._hosts = [Host(places, terms, limits, self._news) for _ in range(number)]
+        # The threads know nothing of this object, so they end with it.
+        finalize(self, _end, self._hosts).atexit = False
         self._held: dict[int, tuple[Held, Host]] = {}
         self._load: Counter[int] = Counter()
         # Never one twice, so that late news of a trajectory that was closed is nobody's.
@@ -83,6 +87,12 @@ class Hosts:
         return "".join(host.printed() for host in self._hosts)
 
     def shut(self) -> None:
-        """End all processes."""
+        """End all processes, and wait for that."""
+        _end(self._hosts)
         for host in self._hosts:
-            host.shut()
+            host.join()
+
+
+def _end(hosts: Sequence[Host]) -> None:
+    for host in hosts:
+        host.end()

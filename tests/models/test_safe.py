@@ -203,7 +203,10 @@ def test_crafted_adapters_are_refused_and_not_run(tiny_model, tmp_path, payload,
 
 
 # What these unpickle this very run has pickled.
-OWN_PICKLES = {"base/plugin.py", "config/reader.py", "data/tables.py", "data/pictures.py", "slots/child.py"}
+OWN_PICKLES = {"base/plugin.py", "config/reader.py", "data/tables.py", "data/pictures.py"} | {
+    "agents/child.py",
+    "slots/child.py",
+}
 
 
 def test_the_library_unpickles_nothing_of_others():

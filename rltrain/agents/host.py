@@ -74,7 +74,7 @@ class Host:
         self._heard, wake = os.pipe()
         os.set_blocking(wake, False)
         self._wake: int | None = wake
-        self._printed, self._prints = Printed(), SimpleQueue[str]()
+        self._printed, self._printing = Printed(), Lock()
         self._there: set[int] = set()
         self._asked: dict[int, Held] = {}
         # Trajectories to be answered alone, those that wait until that is done, and the one that it is done with.
@@ -122,9 +122,10 @@ class Host:
         finally:
             self._process.close()
             with self._waking:  # the number may be that of another file soon
-                os.close(self._heard)
-                os.close(self._wake)
-                self._wake = None
+                wake, self._wake = self._wake, None
+                for end in (self._heard, wake):
+                    if end is not None:
+                        os.close(end)
 
     def _start(self) -> None:
         self._process = ChildProcess("rltrain.agents.child", self._opening, self._printed)
@@ -191,9 +192,8 @@ class Host:
     def _look(self) -> None:
         """Read what has come, within a second; replace a process that has died or says nothing."""
         ready = wait([self._process.channel, self._printed.reader, self._heard], _PING_S)
-        self._printed.drain()  # a full pipe would block the process
-        if text := self._printed.take():
-            self._prints.put(text)
+        with self._printing:
+            self._printed.drain()  # a full pipe would block the process
         if self._heard in ready:
             os.read(self._heard, 1 << 16)
         now = time.monotonic()
@@ -252,8 +252,8 @@ class Host:
 
     def _bury(self, how: str) -> None:
         """Begin anew with another process, one by one with those that were at work. how: "" where it has died."""
-        ended = how or self._process.end()[0]
-        if how:
+        with self._printing:
+            ended = how or self._process.end()[0]
             self._process.close()
         self._failed_starts += not self._is_ready
         if self._failed_starts > _MOST_STARTS:  # some may be somebody else's signals
@@ -268,8 +268,5 @@ class Host:
 
     def printed(self) -> str:
         """What was printed since the last call."""
-        texts = []
-        with suppress(Empty):
-            while True:
-                texts.append(self._prints.get_nowait())
-        return "".join(texts)
+        with self._printing:
+            return self._printed.take()

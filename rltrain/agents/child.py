@@ -1,7 +1,8 @@
 """The process of a host: an event loop in which every trajectory is a task.
 
-Requests come as pickles, and replies go as lines of JSON, which the other side only parses. A request is one of
-``("begin", number, Start, turns, said)``, ``("turn", number, Turn or None)``, ``("close", number)`` and ``("ping",)``.
+Requests come as pickles, and replies go as lines of JSON, which the other side only parses. A request is
+``("begin", number, Start, turns, said, paid)``, ``("turn", number, Turn or None)``, ``("close", number)``
+or ``("ping",)``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ process, alone, is at fault and is given up.
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import time
@@ -181,13 +180,10 @@ class Host:
             self._send(("begin", held.number, held.start, turns, held.said, held.paid))
 
     def _send(self, request: tuple[Any, ...]) -> None:
-        try:
+        # One that has died is seen where it is read from; one that has got half a request ends with what follows.
+        with suppress(OSError):
             self._process.channel.settimeout(self._silent_s)
             self._process.channel.sendall(pickle.dumps(request))
-        except TimeoutError:
-            self._last_heard = -math.inf  # half a request is there: what follows could not be read
-        except OSError:
-            return  # it has died, which is seen where it is read from
 
     def _look(self) -> None:
         """Read what has come, within a second; replace a process that has died or says nothing."""

@@ -76,8 +76,6 @@ class _Open:
 
     end_token: int | None
     said: Parsed
-    number: int = -1
-    """`Hosts` knows it by."""
 
 
 class Answering:
@@ -107,7 +105,6 @@ class Answering:
         self._keys: dict[int, Key] = {}
         self._open: dict[Key, _Open] = {}
         self._num_looks = 0
-        self._warned = False
 
     def begin(self, row: Callable[[int], PromptRow], seeds: NDArray[np.uint64]) -> None:
         """A task begins. row: by place of the prompt; seeds [places]: of what happens beside the policy."""
@@ -140,12 +137,12 @@ class Answering:
             if finish != "stop":
                 trajectory.counts.update({c.TOOL_CALLS: len(said.calls), c.CALLS_NOT_RUN: len(said.calls)})
             if finish != "stop" or not (said.calls or said.problems):
-                self._close(key)
+                self.give_up(key)
                 return False
-        self._open[key] = opened = _Open(tokens[-1] if reason == "stop" and tokens else None, said)
+        self._open[key] = _Open(tokens[-1] if reason == "stop" and tokens else None, said)
         if self._hosts:
             calls = [ToolCall(call.name, call.arguments) for call in said.calls]
-            opened.number = self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent, tools)
+            self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent, tools)
         return True
 
     def _ends_by_itself(self, agent: str) -> bool:
@@ -159,7 +156,7 @@ class Answering:
             return Parsed([], [], said.text, said.reasoning), "length"
         return said, "turns" if most is not None and num_turns >= most else "stop"
 
-    def _tell(self, key: Key, said: Said, agent: str, tools: Schemas) -> int:
+    def _tell(self, key: Key, said: Said, agent: str, tools: Schemas) -> None:
         assert self._hosts
         if key in self._numbers:
             self._hosts.go_on(self._numbers[key], said)
@@ -170,24 +167,19 @@ class Answering:
             names = tuple(schema["function"]["name"] for schema in tools)
             number = self._hosts.begin(Start(row.prompt, content, int(self._seeds[key[0]]), place, names), said)
             self._numbers[key], self._keys[number] = number, key
-        return self._numbers[key]
 
     def no_room(self, key: Key) -> bool:
         """What was said to a turn leaves no room for another: whether the trajectory still has to tell its end."""
         if self._ends_by_itself(self._encoder.row_tools.agent_of(self._row(key[0]))):
-            self._close(key)
+            self.give_up(key)
             return False
         self._open[key] = _Open(None, Parsed([], [], "", ""))
         if self._hosts:
-            self._open[key].number = self._numbers[key]
             self._hosts.go_on(self._numbers[key], None)
         return True
 
     def give_up(self, key: Key) -> None:
         """Nobody wants the rest of a trajectory."""
-        self._close(key)
-
-    def _close(self, key: Key) -> None:
         number = self._numbers.pop(key, None)
         if number is not None and self._hosts:
             del self._keys[number]

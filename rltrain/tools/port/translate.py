@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rltrain.base.errors import ConfigError
@@ -23,7 +24,8 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.schema.keys import all_keys, followed, get, is_known
 from rltrain.config.verl.easyr1 import Reading
-from rltrain.config.verl.keys import places_of, rename, verdict
+from rltrain.config.verl.keys import places_of, rename, rows_of, verdict
+from rltrain.config.verl.refused import REFUSED
 from rltrain.config.verl.spellings import CLASSES, OLD_KEYS
 from rltrain.run.checkpoints.foreign import has_verl_checkpoints
 from rltrain.tools.port.rules import SPREAD, parsed_or_text, rule_of
@@ -79,7 +81,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__", other: Re
     older = _older_spellings(ported, last)
     for key, text in last.items():
         if key not in older:
-            _translate_key(ported, key, text)
+            _translate_key(ported, key, text, last)
     _min_lr(ported, last)
     _totals(ported, last)
     if not other:  # which writes its defaults, and reads what it writes
@@ -122,12 +124,12 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
     return keys
 
 
-def _translate_key(ported: Ported, key: str, text: str) -> None:
+def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:
     if _is_total(key) or key.endswith(".optim.min_lr"):
         return  # later, when all is known
     rule = rule_of(key)
     if rule is None or is_known(rename(key)):
-        _try(ported, key, text, {})
+        _try(ported, key, text, {}, _compared_with(key, written))
         return
     turned = rule.turn(text)
     if turned is None:
@@ -139,11 +141,19 @@ def _translate_key(ported: Ported, key: str, text: str) -> None:
         ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != SPREAD else rule.why)
 
 
-def _try(ported: Ported, key: str, text: str, said: Mapping[str, str]) -> None:
-    """One setting alone, as `load_config` takes it."""
+def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:
+    """The settings that a key's rows compare it with."""
+    others = {value[2:-1] for _, condition, _ in rows_of(key, REFUSED) for value in condition.values}
+    return {other: text for other, text in written.items() if rename(other) in others}
+
+
+def _try(
+    ported: Ported, key: str, text: str, said: Mapping[str, str], beside: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """One setting alone, as `load_config` takes it. beside: others that it cannot be judged without."""
     own_key, why = rename(key), said.get("why", "")
     try:
-        loaded = load_config([f"{key}={text}"])
+        loaded = load_config([f"{key}={text}", *(f"{other}={value}" for other, value in beside.items())])
     except ConfigError as error:
         if "__" in text and is_known(own_key):  # a variable of the user's stands for a number
             ported.put(own_key, text, why)
@@ -155,9 +165,10 @@ def _try(ported: Ported, key: str, text: str, said: Mapping[str, str]) -> None:
             ported.put(own_key, text, why or (f"was {key}" if own_key != key else ""))
         return
     # A key that stands for others, or for none.
-    for set_key in loaded.explicit:
+    set_keys = [set_key for set_key in loaded.explicit if set_key not in map(rename, beside)]
+    for set_key in set_keys:
         ported.put(set_key, typed(get(loaded.config, set_key)), f"was {key}={text}")
-    if not loaded.explicit:
+    if not set_keys:
         ported.without_effect += loaded.warnings
 
 

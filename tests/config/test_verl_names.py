@@ -450,6 +450,12 @@ def test_managers_that_score_one_answer_at_a_time_are_naive():
     assert line.startswith("reward.reward_manager.name=limited: use naive: at most reward.num_workers answers")
 
 
+def test_the_engine_of_turns_of_older_versions_is_sglang():
+    written = f"{A}rollout.name=sglang_async"
+    assert value(f"{A}rollout.name", written) == "sglang"
+    assert any(note.startswith(f"{written} is {A}rollout.name=sglang here: every engine") for note in notes(written))
+
+
 def test_a_reward_model_is_a_classifier_and_a_generative_one_refused(tmp_path):
     served = [
         "reward_model.enable=True", "reward.reward_model.model_path=judge", "reward_model.rollout.name=vllm",

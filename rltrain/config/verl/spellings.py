@@ -92,6 +92,7 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
     _C + "loss_type": {"true": ("reinforce", ""), "false": ("ppo_clip", "")},
     # The default of verl 0.9.1: the rewards before the KL.
     "algorithm.filter_groups.metric": {"reward": ("seq_reward", "")},
+    _R + "name": {"sglang_async": ("sglang", "every engine answers turn by turn, and none waits for the others")},
     "reward_model.reward_manager": {
         "gdpo": ("naive", "the numbers of gdpo_reward_keys are taken from every scorer"),
         "prime": ("naive", "scoring always runs in its own processes"),

@@ -17,6 +17,7 @@ COMMANDS = {
     "port": ("rltrain.tools.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
     "report": ("rltrain.run.report.table", "the phase table of a run"),
     "view": ("rltrain.run.report.view", "the answers of a run"),
+    "average": ("rltrain.tools.average", "one model whose weights are the mean of those of others"),
     "sync": ("rltrain.tools.sync", "send what trackers have kept offline in a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),

@@ -128,7 +128,7 @@ def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
     problems = []
     for file, expected in files:
         try:
-            digest = patiently(file, partial(_digest, file))
+            digest = patiently(file, partial(digest_of, file))
         except OSError as error:
             problems.append(f"{file.name} cannot be read ({error})")
         else:
@@ -137,7 +137,8 @@ def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
     return problems
 
 
-def _digest(file: Path) -> str:
+def digest_of(file: Path) -> str:
+    """XXH3 (128 bits) of the contents, in hexadecimal. Raises OSError."""
     digest, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
     with file.open("rb", buffering=0) as stream:
         while size := stream.readinto(buffer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -172,8 +172,16 @@ def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
             file.drop()
 
 
-def write_weights(weights: Mapping[str, torch.Tensor], path: Path, digests: Digests) -> None:
-    """A safetensors file of tensors in host memory. Raises DiskError."""
+def write_weights(
+    weights: Mapping[str, torch.Tensor],
+    path: Path,
+    digests: Digests,
+    pieces: Callable[[str], Iterable[torch.Tensor]] | None = None,
+) -> None:
+    """A safetensors file of tensors in host memory. Raises DiskError.
+
+    pieces(name): the rows of a weight, some at a time; ``weights`` may then be on the meta device.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Widest elements first, so that each tensor begins at a multiple of its element's size.
     order, end = sorted(weights, key=lambda name: (-weights[name].element_size(), name)), 0
@@ -186,4 +194,5 @@ def write_weights(weights: Mapping[str, torch.Tensor], path: Path, digests: Dige
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             if weights[name].nbytes:
-                file.write(weights[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+                for piece in pieces(name) if pieces else [weights[name]]:
+                    file.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)

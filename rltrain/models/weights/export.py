@@ -9,7 +9,6 @@ numbers of the weights, whose shapes alone are looked at.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -29,17 +28,13 @@ from transformers.utils.logging import disable_progress_bar
 from rltrain.base.device import host_memory
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
-from rltrain.models.files.hashed import Digests, alone, write_weights
+from rltrain.models.files.folder import COPIED_SUFFIXES, copy_small_files, write_shards
+from rltrain.models.files.hashed import Digests, alone
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, load_config, source_dtype
 from rltrain.models.vision import takes_images
 from rltrain.models.weights.names import whole_weights
 
-# The files of tokenizers, processors, chat templates and generation configs.
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-# These describe the weights as they are written here; the source's would describe its own.
-_WRITTEN_HERE = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-_PATTERN = "model{suffix}.safetensors"
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
 _PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # transformers 5 writes the second
@@ -100,7 +95,7 @@ class Export:
         encoder, sees, gathered_weights, self._weights = self._encoder, self._policy.sees, self._weights, {}
         weights = {name: gathered_weights[name] for name in self._model.state_dict() if name in gathered_weights}
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        _write(self._model, weights, encoder, _source_folder(encoder.path, self._config), folder, digests)
+        _write(self._model, weights, encoder, source_folder(encoder.path, self._config), folder, digests)
         if sees and (encoder.min_pixels or encoder.max_pixels):
             _write_bounds(encoder, folder)
         if card:
@@ -108,7 +103,7 @@ class Export:
             head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
             (folder / "README.md").write_text(head + card, encoding="utf-8")
         # Not again if nothing has changed: to load a large tokenizer takes Python's lock from the step for a second.
-        files = sorted(file for file in folder.iterdir() if file.suffix in _COPIED_SUFFIXES)
+        files = sorted(file for file in folder.iterdir() if file.suffix in COPIED_SUFFIXES)
         looked_at = [shapes, *((file.name, xxhash.xxh3_128(file.read_bytes()).digest()) for file in files)]
         problems = [] if looked_at == self._fine else find_problems(folder, encoder, shapes, sees=sees)
         self._fine = [] if problems else looked_at
@@ -128,31 +123,17 @@ def _write(
         model.generation_config.eos_token_id = encoder.eos_token_ids
     disable_progress_bar()  # nobody sees it, and its thread, which is started here, waits for ever without memory
     model.save_pretrained(folder, state_dict={})  # all but the weights
-    _write_shards(revert_weight_conversion(model, weights), folder, digests)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name not in _WRITTEN_HERE:
-            shutil.copyfile(file, folder / file.name)
+    write_shards(revert_weight_conversion(model, weights), folder, digests)
+    copy_small_files(source, folder)
     if encoder.chat_template is not None:
         _write_template(encoder.tokenizer.chat_template, folder)
 
 
-def _write_shards(weights: dict[str, torch.Tensor], folder: Path, digests: Digests) -> None:
-    """Weights under the names of a checkpoint -> files as save_pretrained names them, with an index of several."""
-    split = split_torch_state_dict_into_shards(weights, filename_pattern=_PATTERN, max_shard_size="50GB")
-    for name, parts in split.filename_to_tensors.items():
-        write_weights({part: weights[part] for part in parts}, folder / name, digests)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
-
-
-def _source_folder(path: str, config: PretrainedConfig) -> Path:
+def source_folder(path: str, config: PretrainedConfig) -> Path:
     """The folder with the small files of a model. For a hub name they are fetched in the revision that was loaded."""
     if Path(path).is_dir():
         return Path(path)
-    patterns = [f"*{suffix}" for suffix in _COPIED_SUFFIXES]
+    patterns = [f"*{suffix}" for suffix in COPIED_SUFFIXES]
     revision = getattr(config, "_commit_hash", None)
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))

@@ -33,9 +33,9 @@ from rltrain.models.vision import language_model
 
 _NAME = "default"
 # The ways to initialise adapters that leave the weights under them unchanged.
-_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 # With any of these, layers compute something else than W + scale B A, which is all that `merged` knows.
-_NOT_PLAIN = (
+NOT_PLAIN = (
     "use_dora",
     "bias",
     "lora_bias",
@@ -301,11 +301,11 @@ def _stored_config(lora: Lora) -> Any:
         config = PeftConfig.from_pretrained(lora.path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{lora.section}.lora_adapter_path={lora.path} is not a peft adapter: {error}") from error
-    values = {name: getattr(config, name, None) for name in _NOT_PLAIN}
+    values = {name: getattr(config, name, None) for name in NOT_PLAIN}
     odd = [f"{name}={value}" for name, value in values.items() if value and value != "none"]
     if not isinstance(config, LoraConfig):
         odd = [f"peft_type={config.peft_type.value}"]
-    elif config.init_lora_weights not in _PLAIN_STARTS:
+    elif config.init_lora_weights not in PLAIN_STARTS:
         odd = [f"init_lora_weights={config.init_lora_weights}"]
     if odd:
         raise ConfigError(

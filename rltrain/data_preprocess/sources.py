@@ -70,7 +70,8 @@ def _find(folder: Path, hub: Hub, split: str) -> list[Path]:
         (file for file in folder.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file()),
         key=lambda file: (len(file.relative_to(folder).parts), not file.name.endswith(SUFFIXES[:3]), file.name),
     )
-    named = [file for file in files if file.name.startswith(split)]
+    # "variant1" does not stand for variant10.
+    named = [file for file in files if re.match(rf"{re.escape(split)}{r'(?![0-9])' * split[-1].isdigit()}", file.name)]
     if not named and len(hub.splits) == 1:
         named = files
         if len({_SHARD.sub(r"\1", file.name) for file in files}) > 1:

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _converters() -> list[str]:
-    helpers = {"common", "sources", "lint"}
+    helpers = {"benchmark", "common", "sources", "lint"}
     return [module.name for module in pkgutil.iter_modules(data_preprocess.__path__) if module.name not in helpers]
 
 

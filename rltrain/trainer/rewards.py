@@ -56,6 +56,9 @@ class Rewards:
     def data_sources(self, split: str) -> list[str]:
         return [row.data_source for row in self._rows[split]]
 
+    def extra_infos(self, split: str) -> list[dict[str, Any]]:
+        return [row.extra_info for row in self._rows[split]]
+
     def begin_scoring(self, split: str, num_samples: int) -> AnswersInScoring | None:
         """Rule rewards of answers that are about to be generated; None where scoring does not overlap generation."""
         return AnswersInScoring(self._pool.begin_scoring(split, num_samples)) if self._pool and self._overlap else None

@@ -20,6 +20,7 @@ from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.controller.samples import Samples
+from rltrain.rewards.scorers.registry import summary_of
 from rltrain.trainer.left_out import failed_of, refuse_failures
 from rltrain.trainer.metrics import Answered, turn_metrics
 from rltrain.trainer.plan import Plan
@@ -73,7 +74,10 @@ class Validation:
         numbers = {name: values for name, values in scores.items() if name not in hidden and c.SCORER not in name}
         # A trajectory that could not go on says nothing of the policy.
         numbers = {name: np.where(failed_of(samples), np.nan, values) for name, values in numbers.items()}
-        metrics = validation_metrics(self._rewards.data_sources("val"), extras | numbers, num_samples)
+        sources = self._rewards.data_sources("val")
+        metrics = validation_metrics(sources, extras | numbers, num_samples)
+        if any(map(summary_of, set(sources))):
+            metrics |= summary_metrics(sources, self._rewards.extra_infos("val"), extras | numbers, num_samples)
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
         most_turns = self._cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
         metrics |= {f"val-aux/{name}": value for name, value in turn_metrics(samples, most_turns).items()}
@@ -140,6 +144,27 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
                 is_core = kind in {f"mean@{num_samples}", f"best@{num_samples}/mean", f"maj@{num_samples}/mean"}
                 metrics[f"{'val-core' if name == core and is_core else 'val-aux'}/{source}/{name}/{kind}"] = value
     return metrics
+
+
+def summary_metrics(
+    sources: Sequence[str], extra_infos: Sequence[dict[str, Any]], columns: dict[str, Column], num_samples: int
+) -> dict[str, float]:
+    """What a scorer says of all rows of a source together (`summary_of`), as ``val-core/<source>/acc/<name>``.
+
+    sources, extra_infos: per prompt [p]. columns["acc"] [p * num_samples]. The mean over the N answers, each of which
+    is looked at with those of the same number to the other prompts.
+    """
+    metrics: dict[str, list[float]] = {}
+    if "acc" not in columns:
+        return {}
+    accs = columns["acc"].reshape(len(sources), num_samples)
+    for source in dict.fromkeys(sources):
+        summary, rows = summary_of(source), [row for row, its_source in enumerate(sources) if its_source == source]
+        for number in range(num_samples) if summary else ():
+            values = summary([extra_infos[row] for row in rows], accs[rows, number].tolist()) if summary else {}
+            for name, value in values.items():
+                metrics.setdefault(f"val-core/{source}/acc/{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in metrics.items()}
 
 
 def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str, float]]:

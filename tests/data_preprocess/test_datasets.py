@@ -255,7 +255,7 @@ def test_dapo_prompts_come_once_in_either_layout(tmp_path, capsys):
 
 def test_aime_copies_of_every_shape_give_a_plain_number(tmp_path, capsys):
     shapes = [
-        {"ID": "2024-II-4", "Problem": "p1", "Solution": "…", "Answer": 33},
+        {"ID": "2025-II-4", "Problem": "p1", "Solution": "…", "Answer": 33},
         {"question": "p2", "answer": "336^\\circ"},
         {"problem": "p3", "answer": "$25$"},
         {"problem": "p4", "answer": "000"},

@@ -24,6 +24,12 @@ SOURCES = {
     "virl39k": "TIGER-Lab/ViRL39K",
     "qa": "searchR1_nq",
     "clevr_count": "clevr_count_70k",
+    "multiple_choice": "gpqa_diamond",
+    "logicvista": "logicvista",
+    "mathvista": "mathvista_mini",
+    "visual_math": "mathvision_mini",
+    "dynamath": "dynamath",
+    "wemath": "wemath_mini",
 }
 
 
@@ -44,12 +50,13 @@ def test_every_label_is_met(name):
     assert len(labelled) >= 40
     wrong = []
     for row in labelled:
-        given = find_scorer(SOURCES[name])(row["answer"], row["truth"], {"category": row.get("category")})
+        extra_info = {"category": row.get("category"), **row.get("extra", {})}
+        given = find_scorer(SOURCES[name])(row["answer"], row["truth"], extra_info)
         ruling = verdict(row, given)
         ruling |= {"strict": ruling["score"], "flexible": None}
         if name == "gsm8k":
             ruling["flexible"] = float(gsm8k.extract_answer(row["answer"], "flexible") == row["truth"].replace(",", ""))
-        labels = {key: row[key] for key in row.keys() - {"answer", "truth", "category", "why", "recipe"}}
+        labels = {key: row[key] for key in row.keys() - {"answer", "truth", "category", "extra", "why", "recipe"}}
         if any(ruling[key] != pytest.approx(label, abs=1e-4) for key, label in labels.items()):
             wrong.append((row, {key: ruling[key] for key in labels}))
     assert not wrong, "\n".join(map(str, wrong))

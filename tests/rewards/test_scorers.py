@@ -200,6 +200,7 @@ HOSTILE = [
 
 TIMED = ("openai/gsm8k", "rltrain/arithmetic", "lighteval/MATH", "math_dapo", "boba", "hiyouga/geometry3k")
 TIMED += ("virl39k", "clevr_count_70k", "searchR1_nq", "qa_f1/x")
+TIMED += ("gpqa_diamond", "logicvista", "mathvista_mini", "mathvision_mini", "dynamath", "wemath_mini")
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -229,11 +230,18 @@ def test_sources_with_a_scorer():
         "clevr_count*",
         "codecontests",
         "codeforces",
+        "dynamath*",
+        "gpqa*",
         "hiyouga/geometry3k",
         "inclusionAI/AReaL-boba-*",
         "lighteval/MATH",
+        "logicvista*",
         "math",
         "math_dapo*",
+        "mathverse*",
+        "mathvision*",
+        "mathvista*",
+        "mmmu_pro*",
         "numina_*",
         "openai/gsm8k",
         "qa_em/*",
@@ -248,6 +256,7 @@ def test_sources_with_a_scorer():
         "searchR1_*",
         "taco",
         "virl39k",
+        "wemath*",
     ]
     check_sources(["aime2024", "math", "math_dapo", "numina_olympiads", "searchR1_nq", "inclusionAI/AReaL-boba-Data"])
     check_sources(["openai/gsm8k", "reasoning_gym/chain_sum"])

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rltrain.trainer.validation import validation_metrics
+from rltrain.trainer.validation import summary_metrics, validation_metrics
 
 NAN = np.nan
 
@@ -88,3 +88,37 @@ def test_numbers_that_some_rows_lack_are_averaged_over_others():
     metrics = validation_metrics(["math"], {"reward": np.ones(2), "acc": np.array([NAN, 0.0])}, 2)
     assert metrics["val-core/math/acc/best@2/mean"] == 0.0
     assert metrics["val-aux/math/acc/pass@2"] == 0.0
+
+
+def test_the_worst_case_of_a_question_is_that_of_all_its_variants():
+    told = [{"id": str(question), "variant": variant} for question in range(3) for variant in range(1, 11)]
+    right = np.ones((30, 2))
+    right[3, 0] = right[25, 1] = (
+        0.0  # one variant of the first question in the first answers, of the last in the second
+    )
+    metrics = summary_metrics(["dynamath"] * 30, told, {"acc": right.ravel()}, 2)
+    assert metrics == {"val-core/dynamath/acc/worst_case": pytest.approx(2 / 3)}
+    right[3, 0], right[25, 1] = NAN, NAN  # no verdict, so the question is left out
+    assert (
+        summary_metrics(["dynamath"] * 30, told, {"acc": right.ravel()}, 2)["val-core/dynamath/acc/worst_case"] == 1.0
+    )
+    assert summary_metrics(["dynamath"] * 9, told[:9], {"acc": np.ones(9)}, 1) == {}
+    assert summary_metrics(["dynamath"] * 9, told[:9], {"reward": np.ones(9)}, 1) == {}
+    assert summary_metrics(["aime24"] * 9, told[:9], {"acc": np.ones(9)}, 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "whole", "strict", "loose"),
+    [(1, 1, 1, 1.0, 1.0), (1, 0, 1, 0.0, 1.0), (0, 0, 1, 0.0, 0.0), (1, 1, 0, 0.5, 0.5), (1, 0, 0, 0.0, 0.0)],
+)
+def test_a_composite_problem_is_worth_what_its_parts_say(first, second, whole, strict, loose):
+    told = [{"id": "3", "key": f"2steps_{part}"} for part in ("1", "2", "multi")]
+    three = [{"id": "3", "key": f"3steps_{part}"} for part in ("1", "2", "3", "multi")]
+    accs = np.array([first, second, whole, 1, 1, 1, 1], dtype=float)
+    metrics = summary_metrics(["wemath_mini"] * 7, told + three, {"acc": accs}, 1)
+    assert metrics == {
+        "val-core/wemath_mini/acc/strict": (strict + 1) / 2,
+        "val-core/wemath_mini/acc/loose": (loose + 1) / 2,
+    }
+    some = summary_metrics(["wemath_mini"] * 6, (told + three)[:6], {"acc": accs[:6]}, 1)
+    assert some["val-core/wemath_mini/acc/strict"] == strict  # the other lacks a part

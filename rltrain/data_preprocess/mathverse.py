@@ -1,0 +1,48 @@
+"""Convert MathVerse testmini (AI4Math/MathVerse, 788 problems in five versions with an image: 3,940) for validation.
+
+Versions shift what a problem says from text to image; ``acc_<version>`` tells them apart. Published wordings are the
+columns query_cot (``--prompt published``) and query_wo (``direct``). The published protocol lets a model extract and
+judge; rules do so here. Read: sample_index, problem_index, problem_version, question, question_for_eval, image,
+answer, question_type, metadata (subject), query_wo, query_cot.
+"""
+
+import sys
+
+from rltrain.data_preprocess.benchmark import (
+    BOXED_LETTER,
+    BY_RULE_FOR_JUDGE,
+    benchmark_row,
+    choices_within,
+    metadata,
+    wordings,
+)
+from rltrain.data_preprocess.common import BOXED, At, Row, converter, kept, texts
+from rltrain.data_preprocess.sources import Hub, Record
+
+HUB = Hub("AI4Math/MathVerse", config="testmini", splits={"test": "testmini"})
+_COLUMNS = {"published": "query_cot", "direct": "query_wo"}
+
+
+def _row(record: Record, at: At) -> Row:
+    question, answer, version = texts(record, "question", "answer", "problem_version")
+    is_choice = record.get("question_type") == "multi-choice"
+    if at.options.prompt == "boxed":
+        text = f"{question}\n{BOXED_LETTER if is_choice else BOXED}".lstrip("\n")
+    else:
+        (text,) = texts(record, _COLUMNS[at.options.prompt])
+    # The version whose question stands in the image has its words in question_for_eval alone.
+    whole = record.get("question_for_eval") or question
+    extra = {"question": whole, "subject": metadata(record, "subject"), **kept(record, "problem_index")}
+    return benchmark_row(
+        "mathverse_mini", text, answer.strip(), at, question_id=record.get("sample_index"), category=version,
+        ability="visual", answer_type="choice" if is_choice else "free",
+        choices=choices_within(whole, answer.strip()) if is_choice else (), images=[record.get("image")],
+        scored_by=BY_RULE_FOR_JUDGE, extra=kept(extra, *extra),
+    )  # fmt: skip
+
+
+main = converter(__doc__, HUB, _row, name="mathverse", add_options=wordings("direct"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,6 +31,8 @@ _CONCLUSION = re.compile(
     r"|因此|所以|故",
     re.IGNORECASE,
 )
+# "The next one is D.", "52 - 45 = 7."
+_NAMES = re.compile(r"(?:\b(?:is|are)|=)\s{1,3}(?:[a-z]{1,9} )?[^\s]{1,12}[.!]$")
 # A last line, or a whole solution, that is no longer than this is an answer, without a word that says so.
 _MOST_LINE_CHARS, _MOST_WHOLE_CHARS = 24, 32
 _ITEM = re.compile(r"\W{0,3}[A-J0-9][).:]\s")
@@ -75,7 +77,7 @@ def closing_sentence(solution: str) -> str | None:
     is_item = len(lines) > 1 and _ITEM.match(lines[-2]) is not None  # of a list, which may go on
     most = _MOST_WHOLE_CHARS if is_alone else _MOST_LINE_CHARS
     is_short = len(sentences) == 1 and len(sentence) <= most and not is_item
-    is_whole = sentence[-1] in _ENDS and (is_alone or _CONCLUSION.search(sentence) is not None)
+    is_whole = sentence[-1] in _ENDS and (is_alone or bool(_CONCLUSION.search(sentence) or _NAMES.search(sentence)))
     return sentence if is_short or is_whole else None
 
 

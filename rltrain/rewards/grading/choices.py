@@ -31,7 +31,8 @@ _EXPLAINS = re.compile(
     re.IGNORECASE,
 )
 _NAMED = re.compile(
-    r"[(（]([A-Z])[)）]|\b(?:option|choice|figure|labell?ed|answer)\s([A-Z])(?![A-Za-z0-9'’])|\b([B-HJ])(?=[.,;:!]{0,2}$)"
+    r"[(（]([A-Z])[)）]|\b(?:option|choice|figure|labell?ed|answer)\s([A-Z])(?![A-Za-z0-9'’])"
+    r"(?!\s(?:is|has|was|shows|can|does)\s(?!(?:the\s)?(?:correct|right|best|answer)))|\b([B-HJ])(?=[.,;:!]{0,2}$)"
     r"|\b([A-J])\sis\s(?:the\s)?(?:\w{1,8}\s)?(?:correct|right|best|answer)\b"
 )
 _INSTEAD = re.compile(r"^not\s[^.,;]{1,40}?,?\s(?:but|rather)\s")
@@ -41,6 +42,7 @@ _BESIDE = re.compile(
     r"\b(?:or|and)\s(?:the\s)?(?:option\s|choice\s)?[(（]?[A-Z](?:[)）]|[.,;]?$)|\b(?:either|neither)\b"
 )
 _SAID = re.compile(r"\b(?:is|are|be)\b:?\s")
+_YES_OR_NO = re.compile(r"(?:yes|no|true|false)\b(?=,)", re.IGNORECASE)
 _DIGITS = re.compile(r"[0-9]+")
 
 
@@ -150,8 +152,9 @@ def _is_label(letter: str, rest: str, is_further: bool) -> bool:
 
 def _place(stated: str, texts: Sequence[str]) -> int | None:
     """Which of the choices a text, or what it says behind "is", names; None where it is none or could be several."""
-    place = _same(stated, texts)
-    return _same(_SAID.split(stated)[-1], texts) if place is None else place
+    verdict = _YES_OR_NO.match(stated)  # "No, it is not."
+    tries = [stated, _SAID.split(stated)[-1], *([verdict[0]] if verdict else [])]
+    return next((place for text in tries if (place := _same(text, texts)) is not None), None)
 
 
 def _same(stated: str, texts: Sequence[str]) -> int | None:

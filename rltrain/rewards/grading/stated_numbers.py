@@ -11,7 +11,7 @@ _NUMBER = re.compile(
     r"(?<![A-Za-z0-9_.])-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,6}|[0-9]{1,30})?(?:\.[0-9]{1,30})?(?:[eE]-?[0-9]{1,2})?(?![0-9])"
 )
 _DEGREES = re.compile(r"\^?\\circ|\\?%")
-_SAID = re.compile(r"=|≈|:|\b(?:is|are|was|were|be|equals?|about|approximately|around)\b")
+_SAID = re.compile(r"=|≈|:|\b(?:is|are|was|were|be|equals?|about|approximately|around|so|thus|therefore)\b")
 _MINUS = str.maketrans("−–", "--")
 _MOST_CHARS = 512
 

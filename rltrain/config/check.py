@@ -27,6 +27,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_met
 from rltrain.config.schema.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.schema.model import HALF, NO_SCALER
+from rltrain.config.schema.trainer import EPOCH
 from rltrain.config.step_passes import roles_of
 
 _A = "actor_rollout_ref."
@@ -64,7 +65,7 @@ def check(loaded: LoadedConfig) -> None:
 def broken_rules(loaded: LoadedConfig) -> list[str]:
     """One line for every rule that the config breaks."""
     # Every rule must bear values that another one refuses, since all of them run.
-    rules = [_each_key, _lists, uneven, _lora, budget_problems, reward_problems, engine_problems]
+    rules = [_each_key, _lists, _words_for_steps, uneven, _lora, budget_problems, reward_problems, engine_problems]
     rules += [folder_problems, _names, _run]
     # An evaluation is mostly the command of a run with one key more, and what only a step would need may stay in it.
     if "actor" in roles_of(loaded.config):
@@ -162,6 +163,13 @@ def _lists(config: Config) -> Iterator[str]:
     for name, weight in config.reward.weights.items():
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
             yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
+
+
+def _words_for_steps(config: Config) -> Iterator[str]:
+    """Numbers of steps in whose place one word may stand."""
+    for name in ("test_freq", "save_freq"):
+        if isinstance(freq := getattr(config.trainer, name), str) and freq != EPOCH:
+            yield f"trainer.{name}={freq}: give a number of steps, {EPOCH}, or -1 for never."
 
 
 def _precision(config: Config) -> Iterator[str]:

@@ -124,7 +124,9 @@ class Reader:
                 self.nulls[key] = written
                 return
             if expected := _other_type(schema_key, value):
-                self.problems.append(f"{written}={as_text(value)}: {expected}.")
+                ruling = verdict(key, value)
+                why = ruling.why if ruling and ruling.refused else expected
+                self.problems.append(f"{written}={as_text(value)}: {why}.")
                 self.wrong.add(written)
                 return
         try:
@@ -315,6 +317,8 @@ def _plain(key: Key, value: Any) -> Any:
     """A value in the form that the schema has."""
     if value is False and key.name.endswith("_freq"):
         return -1  # never
+    if key.type_name == "int | str" and isinstance(value, str) and value.isdecimal():
+        return int(value)  # in quotes in a file
     # A list of one is often typed without brackets.
     if key.type_name.startswith("list") and isinstance(value, str) and value:
         return [value]

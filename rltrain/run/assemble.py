@@ -14,6 +14,7 @@ from rltrain.base.errors import ConfigError, RltrainError
 from rltrain.base.logs import count
 from rltrain.base.plugin import is_plugin, user_traceback
 from rltrain.config.schema import Config
+from rltrain.config.schema.trainer import EPOCH
 from rltrain.data.custom import EpochSampler
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows
@@ -82,11 +83,12 @@ def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> S
     order = BatchOrder(len(rows), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
     sampler, name = make_sampler(cfg.data, order, rows), f"data.sampler.name={cfg.data.sampler.name}"
     steps = sampler.batches_per_epoch if isinstance(sampler, EpochSampler) else order.steps_per_epoch
-    if steps != order.steps_per_epoch and cfg.trainer.total_training_steps is None:
-        raise ConfigError(
-            f"{name}: an epoch of it has {steps} batches, and one of the data {order.steps_per_epoch}. "
-            "Say with trainer.total_training_steps how many steps there shall be."
-        )
+    if steps != order.steps_per_epoch:
+        lengths = f"{name}: an epoch of it has {steps} batches, and one of the data {order.steps_per_epoch}."
+        if cfg.trainer.total_training_steps is None:
+            raise ConfigError(f"{lengths} Say with trainer.total_training_steps how many steps there shall be.")
+        for key in (key for key in ("save_freq", "test_freq") if getattr(cfg.trainer, key) == EPOCH):
+            raise ConfigError(f"{lengths} Say with trainer.{key}={steps} after how many steps.")
     if trial and is_plugin(cfg.data.sampler.name):
         try:
             sampler.rows(0)

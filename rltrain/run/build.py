@@ -89,12 +89,12 @@ def build(
         if start.is_of(folder.path):
             complete(folder.path / METRICS, start.step, start.progress.metrics)
         changes = tell_changes(loaded, start)
-        owes = owes_validation(cfg, folder.path, start.step, plan.total_steps)
+        owes = owes_validation(cfg, folder.path, start.step, plan)
         if start.step >= plan.total_steps and not owes:
             tell_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
         size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
-        check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps)
+        check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
         reading.close()
         with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
             if started := start_ray(cfg):  # not where the caller has started one

@@ -102,7 +102,7 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fin
     except RltrainError as error:
         findings.problems.append(str(error))
     size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
-    lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps)
+    lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
     findings.problems += [problem for problem in (refusal, lacking) if problem]
     findings.notes += [note] if note else []
     ending = "; all its steps are made" if start.step >= plan.total_steps else ""

@@ -21,6 +21,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.report.table import METRICS
+from rltrain.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
 # What a run that begins anew would write in the place of another's. Trackers with runs of their own keep them apart.
@@ -126,10 +127,11 @@ def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
 
-def owes_validation(cfg: Config, run: Path, step: int, total: int) -> bool:
+def owes_validation(cfg: Config, run: Path, step: int, plan: Plan) -> bool:
     """Whether the run in the folder ``run`` has ``step`` to validate before all else: it is asked for no more than
     that, or a signal has cut the validation of the step that it resumes from short."""
-    due = bool(cfg.data.val_files) and step > 0 and cfg.trainer.validates_after(step, total)
+    due = cfg.trainer.validates_after(step, plan.total_steps, plan.steps_per_epoch)
+    due = bool(cfg.data.val_files) and step > 0 and due
     # A checkpoint of another run has no line here.
     lines = [line for line in _lines(run / METRICS) if _step_of(line) == step] if due else []
     return cfg.trainer.val_only or (bool(lines) and not any('"val-core/' in line for line in lines))

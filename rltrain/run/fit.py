@@ -182,7 +182,7 @@ class Trainer(Watcher):
             metrics |= saver.save(step, ppo.progress, by_time=not due)
         saver.on_wait()
         stop.reached(step, total, saver.last_step)
-        if ppo.rewards.has_validation and trainer.validates_after(step, total):
+        if ppo.rewards.has_validation and trainer.validates_after(step, total, self.plan.steps_per_epoch):
             val_metrics = {} if stop.requested else self._validate()
             metrics |= val_metrics
             # A validation that a signal has cut short returns nothing.

@@ -98,7 +98,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
         refuse(look_at_nodes(group, cfg, folder.path, start.folder))
     start = verified(start, group, folder, ready.find)
-    owes = owes_validation(cfg, folder.path, start.step, plan.total_steps)
+    owes = owes_validation(cfg, folder.path, start.step, plan)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if needs_rows(cfg) else None})
@@ -137,7 +137,9 @@ def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> 
     cfg, sizes = ready.loaded.config, ppo.model_sizes
     total, trained = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
     identity = ready.data.rows["train"].identity()
-    saver = Saver(cfg, ready.folder, ppo.actor, ppo.critic, identity, total, trained, watchers)
+    saver = Saver(
+        cfg, ready.folder, ppo.actor, ppo.critic, identity, total, trained, watchers, ready.plan.steps_per_epoch
+    )
     watchers.add(saver)
     # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
     saver.check_room(start.step, ready.plan.total_steps, start.size)

@@ -230,7 +230,8 @@ def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) ->
 
 
 def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass_tokens: Mapping[str, int]) -> Metrics:
-    """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step.
+    """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step;
+    perf/total_throughput is that of all devices.
 
     perf/gen_throughput alone counts every token of this step's generation, whether the step learns from it or not.
     pass_tokens: by phase, what its seconds were spent on: tokens that were computed beside generation are not among
@@ -248,6 +249,7 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
         "perf/total_num_tokens": float(total),
         "perf/time_per_step": step,
         "perf/throughput": total / (step * num_devices),
+        "perf/total_throughput": total / step,
         "perf/gen_throughput": generated / (timing["timing_s/generate_sequences"] * num_devices),
     }
     if scored := pass_tokens.get("old_log_prob"):

@@ -93,6 +93,18 @@ def test_numbers_in_free_form_keys_are_decimal():
     assert "octal" in refused("reward.weights={acc: 010}")
 
 
+def test_layers_are_recomputed_all_or_none():
+    assert "every layer is recomputed or none is" in refused(f"{GRADIENT_CHECKPOINTING}=6")
+
+
+def test_a_frequency_is_a_number_or_the_word_epoch(tmp_path):
+    assert [value("trainer.save_freq", word) for word in ("20", "epoch", "false")] == [20, "epoch", -1]
+    (file := tmp_path / "c.yaml").write_text("trainer: {save_freq: '20'}")
+    assert load_config(BASE, [str(file)]).config.trainer.save_freq == 20
+    for word in ("epochs", "2.5", "True"):
+        assert refused(f"trainer.test_freq={word}").startswith(f"trainer.test_freq={word}: ")
+
+
 NUMBERS = [key.name for key in all_keys().values() if key.type_name.startswith("float")]
 
 

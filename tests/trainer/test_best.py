@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from rltrain.run.report.trackers import RunInfo
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.metrics import Answered
+from rltrain.trainer.plan import make_plan
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -118,10 +120,11 @@ def test_a_last_validation_that_was_cut_short_is_owed(tmp_path):
 
     def owed(step, *keys):
         config = load_config(["data.val_files=v.parquet", *keys]).config
-        return owes_validation(config, tmp_path, step, 3)
+        return owes_validation(config, tmp_path, step, replace(make_plan(config), total_steps=3, steps_per_epoch=2))
 
     assert [owed(step) for step in (0, 2, 3)] == [False, False, True]
     assert [owed(step, "trainer.test_freq=2") for step in (1, 2, 3)] == [False, True, True]
+    assert [owed(step, "trainer.test_freq=epoch") for step in (1, 2, 3)] == [False, True, True]
     assert not owed(3, "trainer.val_before_train=False")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, METRIC: 0.5}) + "\n")
     assert not owed(3)

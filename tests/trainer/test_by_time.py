@@ -176,11 +176,16 @@ def test_the_first_checkpoint_lacks_room_in_words_that_can_help(folder, free):
 def test_the_plan_says_when_is_saved():
     def said(*settings: str) -> str:
         config = load_config([*settings]).config
-        return next(line for line in describe(make_plan(config), config).splitlines() if "checkpoints/" in line)
+        prompts = 2 * config.data.train_batch_size if len(settings) > 1 else None
+        return next(
+            line for line in describe(make_plan(config, prompts), config).splitlines() if "checkpoints/" in line
+        )
 
     assert "1,800 s after the last and at the end, in" in said()
     assert "every 20 steps and 1,800 s after the last and at the end" in said("trainer.save_freq=20")
     assert "at the end" in said("trainer.save_every_s=-1")
+    assert "after every epoch and 1,800 s after the last and at the end" in said("trainer.save_freq=epoch")
+    assert "after every epoch (2 steps) and at the end" in said("trainer.save_freq=epoch", "trainer.save_every_s=-1")
 
 
 def test_a_run_saves_by_time_and_goes_on_from_there(process_group, tiny_trainer, folder, clock):

@@ -363,12 +363,14 @@ def test_a_run_that_began_elsewhere_goes_on_too(folder, tmp_path, caplog, mode, 
         (["trainer.save_freq=2"], 0, 5, [2, 4, 5]),
         (["trainer.save_freq=2"], 3, 6, [4, 6]),
         (["trainer.save_freq=2", "trainer.save_at_end=False"], 0, 5, [2, 4]),
+        (["trainer.save_freq=epoch"], 0, 7, [3, 6, 7]),
+        (["trainer.save_freq=epoch", "trainer.save_at_end=False"], 3, 7, [6]),
         ([], 0, 5, [5]),
         ([], 5, 5, []),
     ],
 )
 def test_the_steps_that_will_be_saved_are_known(settings, first, total, steps):
-    assert steps_saved(load_config(settings).config.trainer, first, total) == steps
+    assert steps_saved(load_config(settings).config.trainer, first, total, 3) == steps
 
 
 def test_what_a_checkpoint_takes_follows_from_the_weights():

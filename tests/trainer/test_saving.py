@@ -149,7 +149,7 @@ def run_that_fails(trainer, folder: RunFolder, error: Exception):
         return real(number)
 
     trainer.step = step
-    plan = SimpleNamespace(total_steps=3)
+    plan = SimpleNamespace(total_steps=3, steps_per_epoch=1)
     run = Trainer(trainer.cfg, plan, folder, Stop(), 0, ExitStack(), trainer, saver, Watchers(saver))
     with pytest.raises(type(error), match=str(error)):
         run.fit()

@@ -34,6 +34,23 @@ def test_the_old_log_prob_row_says_what_share_it_covers():
     assert any(row.startswith("old_log_prob ") and row.endswith("seconds (75% of the samples)") for row in rows)
 
 
+def test_the_table_has_the_hours_of_every_epoch():
+    """Of two steps each but the last; with validation and saving where they are known."""
+    steps = [line | {"training/epoch": (line["step"] - 1) // 2, "timing_s/wall": 1800.0} for line in lines(3)]
+    del steps[2]["timing_s/wall"]
+    rows = phase_table(steps).splitlines()
+    assert "hours for epoch 0 1.000000 hours of 2 steps, with validation and saving" in map(squeezed, rows)
+    assert "hours for epoch 1 0.001389 hours of 1 step, with validation and saving" in map(squeezed, rows)
+    many = [line | {"training/epoch": line["step"], "timing_s/wall": 3600.0 * line["step"]} for line in lines(7)]
+    assert [squeezed(row) for row in phase_table(many).splitlines() if "hours" in row] == [
+        "hours for an epoch 4.000000 hours, mean of 7 epochs, with validation and saving"
+    ]
+
+
+def squeezed(row: str) -> str:
+    return " ".join(row.split())
+
+
 def test_learning_summary_compares_start_and_end():
     assert "0.100 (first step) -> 0.400 (last step)" in learning_summary(lines(4))
     assert "0.150 (first 2 steps) -> 1.950 (last 2 steps)" in learning_summary(lines(20))

@@ -36,7 +36,7 @@ def test_a_save_is_looked_at_while_scorers_are_waited_for(tmp_path, monkeypatch)
     rows = SimpleNamespace(without_pictures=lambda: None, identity=lambda: "rows:1")
     data = SimpleNamespace(rows={"train": rows}, prompts={})
     passes = SimpleNamespace(trains=True)
-    plan = SimpleNamespace(num_devices=1, num_reward_workers=1, total_steps=1, passes=passes)
+    plan = SimpleNamespace(num_devices=1, num_reward_workers=1, total_steps=1, steps_per_epoch=1, passes=passes)
     stop, folder = (
         SimpleNamespace(raise_if_asked=lambda: looked.append("stop"), at_once=True),
         SimpleNamespace(path=tmp_path),

@@ -3,7 +3,7 @@
     key            it is on: not null, False, 0, "", [], {} or "disabled"
     key=a|b        it is one of these; 0 and 1 are False and True as well
     key!=a|b       it is none of these
-    key<1, key>1   a number
+    key<1, key>1   a number, which no word is
     a or b         of several conditions one holds
 
 ``${other.key}`` among the values is the value of another key. At the fields of the schema a key is looked up in its
@@ -38,6 +38,8 @@ class Condition:
             return not is_off(value)
         if self.operator in "<>":
             limit = float(self.values[0])
+            if not isinstance(value, int | float):  # a word where a number may stand: trainer.save_freq=epoch
+                return False
             return value < limit if self.operator == "<" else value > limit
         values = [as_text(lookup(text[2:-1])) if text.startswith("${") else text for text in self.values]
         # Switches are often typed as 0 and 1.

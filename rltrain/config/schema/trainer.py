@@ -14,7 +14,10 @@ LOGGERS = {
 }  # fmt: skip
 
 WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
-_SAVES = {"save_at_end or save_freq>0": "trainer.save_at_end and save_freq are off, so nothing is saved"}
+EPOCH = "epoch"
+_SAVES = {
+    "save_at_end or save_freq>0 or save_freq=epoch": "trainer.save_at_end and save_freq are off, so nothing is saved"
+}
 # Of a run that only validates.
 TRAINS = {"trainer.val_only=False": "trainer.val_only=True makes no step"}
 _OWN_HISTORY = {"hang_timeout_s=null": "trainer.hang_timeout_s is the deadline of every call"}
@@ -51,10 +54,11 @@ class TrainerConfig:
     """Stop after that validation."""
     overlap: bool = key(False, only_with={"n_gpus_per_node>1 or nnodes>1": "one device never waits for another"})
     """Devices without answers to generate begin with log-probs; they need a copy of the weights (docs/rollout.md)."""
-    test_freq: int = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"} | TRAINS)
-    """Validate every so many steps and after the last; -1: after the last, and with val_before_train=False never."""
-    save_freq: int = key(-1, only_with=TRAINS)
-    """Save every so many steps; -1: by save_every_s and at the end."""
+    test_freq: int | str = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"} | TRAINS)
+    """Validate every so many steps, or after every epoch (epoch), and after the last step; -1: after the last, and with
+    val_before_train=False never."""
+    save_freq: int | str = key(-1, only_with=TRAINS)
+    """Save every so many steps, or after every epoch (epoch); -1: by save_every_s and at the end."""
     save_every_s: float | None = key(1800.0, least=-1, only_with=_SAVES | TRAINS)
     """Save after a step too where the last save is so many seconds ago. Without save_freq these are the checkpoints of
     max_actor_ckpt_to_keep; with it they are kept beside its own until two newer ones are there; -1 or null: never."""
@@ -118,13 +122,34 @@ class TrainerConfig:
     validation_data_dir: str | None = key(None, only_with=VALIDATES)
     """The same for validations."""
 
-    def validates_after(self, step: int, total: int) -> bool:
+    def validates_after(self, step: int, total: int, steps_per_epoch: int | None) -> bool:
         """Whether a validation is due after ``step``. Asked for before the first step alone, it has one to compare with
         after the last."""
         last = step == total
-        return last or step % self.test_freq == 0 if self.test_freq > 0 else last and self.val_before_train
+        regular = _steps_between(self.test_freq, steps_per_epoch)
+        return last or (regular > 0 and step % regular == 0) if self.tests_regularly else last and self.val_before_train
+
+    def saves_after(self, step: int, steps_per_epoch: int | None) -> bool:
+        """Whether a regular save is due after ``step``."""
+        regular = _steps_between(self.save_freq, steps_per_epoch)
+        return regular > 0 and step % regular == 0
+
+    @property
+    def tests_regularly(self) -> bool:
+        """Whether test_freq asks for validations between the first step and the last."""
+        return self.test_freq == EPOCH or _steps_between(self.test_freq, None) > 0
+
+    @property
+    def saves_regularly(self) -> bool:
+        """Whether save_freq asks for saves, beside those by time and at the end."""
+        return self.save_freq == EPOCH or _steps_between(self.save_freq, None) > 0
 
     @property
     def saves_by_time(self) -> bool:
         """Whether time alone makes a save due. A run that is to save nothing at its end either saves nothing at all."""
-        return (self.save_every_s or 0) > 0 and (self.save_at_end or self.save_freq > 0)
+        return (self.save_every_s or 0) > 0 and (self.save_at_end or self.saves_regularly)
+
+
+def _steps_between(freq: int | str, steps_per_epoch: int | None) -> int:
+    """0: never. Another word than epoch is refused before anybody asks."""
+    return (steps_per_epoch or 0) if freq == EPOCH else max(freq, 0) if isinstance(freq, int) else 0

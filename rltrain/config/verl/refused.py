@@ -72,6 +72,8 @@ REFUSED = {
     _R + "enable_rollout_routing_replay": "answers are trained with the routing of the trainer: leave it out",
     _R + "skip_rollout": "every step generates its own answers: leave it out",
     "*.strategy!=fsdp2|fsdp": _LEAVE,
+    "*.model.enable_gradient_checkpointing>1": "every layer is recomputed or none is: use True, or False where memory "
+    "has room for their activations",
     "*.optim.optimizer!=AdamW|adamw|adam": "every model is trained by AdamW: leave it out",
     "*.override_optimizer_config.amsgrad": "every model is trained by AdamW without amsgrad: leave it out",
     "*.override_optimizer_config.maximize": "a loss is always minimised: leave it out",

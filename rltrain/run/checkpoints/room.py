@@ -29,14 +29,14 @@ def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
     return 12 * num_trained + critic + (4 * num_parameters if exports else 0)
 
 
-def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[int]:
+def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int, steps_per_epoch: int | None = None) -> list[int]:
     """The steps at which a run saves that starts after ``first_step`` and ends after ``total_steps``, whatever the time
     is.
     """
     if cfg.val_only:
         return []
-    regular = range(first_step + 1, total_steps + 1) if cfg.save_freq > 0 else range(0)
-    steps = [step for step in regular if step % cfg.save_freq == 0]
+    regular = range(first_step + 1, total_steps + 1) if cfg.saves_regularly else range(0)
+    steps = [step for step in regular if cfg.saves_after(step, steps_per_epoch)]
     at_end = cfg.save_at_end and total_steps > first_step and total_steps not in steps
     return [*steps, total_steps] if at_end else steps
 
@@ -44,7 +44,7 @@ def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int) -> list[i
 def superfluous(cfg: TrainerConfig, whole: Sequence[int], by_time: Callable[[int], bool]) -> list[int]:
     """Which of the checkpoints ``whole`` (steps, ascending) go. by_time(step): whether it was saved by time alone."""
     keep = max(cfg.max_actor_ckpt_to_keep or 0, 0)
-    if keep and cfg.save_freq <= 0:  # then they are what is asked for
+    if keep and not cfg.saves_regularly:  # then they are what is asked for
         return list(whole[:-keep])
     newest = whole[-min(_BY_TIME, keep or _BY_TIME) :]
     by_steps = [step for step in whole if not by_time(step)]
@@ -52,13 +52,15 @@ def superfluous(cfg: TrainerConfig, whole: Sequence[int], by_time: Callable[[int
     return [step for step in whole if step not in (newest if by_time(step) else stay)]
 
 
-def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int) -> tuple[str, str]:
+def missing_room(
+    cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int, steps_per_epoch: int | None = None
+) -> tuple[str, str]:
     """(problem, note), empty if ``folder`` has room for the checkpoints of ``size`` bytes that this run will write.
 
     Without ``max_actor_ckpt_to_keep`` none of those that are asked for is ever removed. Then it is a problem only if
     the first does not fit; missing room for the others is a note, and so is missing room for those by time.
     """
-    steps = steps_saved(cfg, first_step, total_steps)
+    steps = steps_saved(cfg, first_step, total_steps, steps_per_epoch)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
     keep += keep >= 1 and cfg.keep_best is not None
     # The newest is written before the oldest is removed.
@@ -82,9 +84,11 @@ def missing_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, t
     return "", f"there is no room for {lacking}. {describe_room(folder, size)}"
 
 
-def check_room(cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int) -> None:
+def check_room(
+    cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int, steps_per_epoch: int | None = None
+) -> None:
     """Raise DiskError with what `missing_room` calls a problem, and log what it calls a note."""
-    problem, note = missing_room(cfg, folder, size, first_step, total_steps)
+    problem, note = missing_room(cfg, folder, size, first_step, total_steps, steps_per_epoch)
     if problem:
         raise DiskError(problem)
     if note:

@@ -83,8 +83,9 @@ class Saver(Watcher):
         num_parameters: int,
         num_trained: int,
         watchers: Watchers | None = None,
+        steps_per_epoch: int | None = None,
     ) -> None:
-        self._cfg = cfg
+        self._cfg, self._steps_per_epoch = cfg, steps_per_epoch
         self._watchers = watchers or Watchers()
         self._folder = folder
         self._actor = actor
@@ -102,9 +103,9 @@ class Saver(Watcher):
         self._looked = -math.inf
 
     def due(self, step: int, stopping: bool) -> bool:
-        """Every ``save_freq`` steps, and when the run ends unless ``save_at_end`` is off. See `overdue` too."""
-        freq = self._cfg.trainer.save_freq
-        return (freq > 0 and step % freq == 0) or (stopping and self._cfg.trainer.save_at_end)
+        """As ``save_freq`` says, and when the run ends unless ``save_at_end`` is off. See `overdue` too."""
+        trainer = self._cfg.trainer
+        return trainer.saves_after(step, self._steps_per_epoch) or (stopping and trainer.save_at_end)
 
     def overdue(self, step: int) -> bool:
         """Whether the last save is `save_every_s` ago, and there is room for one of ``step`` and the next regular one.
@@ -262,7 +263,8 @@ class Saver(Watcher):
         from, if it is known: the next one is as large.
         """
         self._bytes_needed = size or self._bytes_needed
-        problem, _ = missing_room(self._cfg.trainer, self._folder.path, self._bytes_needed, first_step, total_steps)
+        steps = (first_step, total_steps, self._steps_per_epoch)
+        problem, _ = missing_room(self._cfg.trainer, self._folder.path, self._bytes_needed, *steps)
         if problem:
             raise DiskError(problem)
 

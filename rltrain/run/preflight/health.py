@@ -211,7 +211,7 @@ def _shared(cfg: Config, folder: Path, unshared: Sequence[tuple[str, str]]) -> C
         "mount under the same name (NFS, Lustre, …), or mount it there."
         for name, why in unshared
     ]
-    saves = not cfg.trainer.val_only and (cfg.trainer.save_freq > 0 or cfg.trainer.save_at_end)
+    saves = not cfg.trainer.val_only and (cfg.trainer.saves_regularly or cfg.trainer.save_at_end)
     return Check("run folder", str(folder), lines if saves else [], [] if saves else lines)
 
 

@@ -38,8 +38,8 @@ def describe(plan: Plan, config: Config) -> str:
         *_tools(config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
         ("steps", _steps(plan, config)),
-        *_validation(config),
-        ("saving", _saving(config)),
+        *_validation(plan, config),
+        ("saving", _saving(plan, config)),
     ]  # fmt: skip
     return _table(rows)
 
@@ -54,7 +54,7 @@ def _evaluation(plan: Plan, config: Config) -> list[tuple[str, str]]:
         *_rewards(plan, config),
         *_tools(config),
         ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
-        *_validation(config),
+        *_validation(plan, config),
     ]  # fmt: skip
 
 
@@ -192,16 +192,19 @@ def _steps(plan: Plan, config: Config) -> str:
     )
 
 
-def _every(steps: int) -> str:
+def _every(steps: int | str, plan: Plan) -> str:
+    if isinstance(steps, str):
+        of_steps = f" ({count(plan.steps_per_epoch, 'step')})" if plan.steps_per_epoch else ""
+        return f"after every epoch{of_steps}"
     return "every step" if steps == 1 else f"every {steps:,} steps"
 
 
-def _validation(config: Config) -> list[tuple[str, str]]:
+def _validation(plan: Plan, config: Config) -> list[tuple[str, str]]:
     trainer, val = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
-    every = f"{_every(trainer.test_freq)} and after the last" if trainer.test_freq > 0 else "after the last"
-    every = every if trainer.validates_after(1, 1) else ""
+    every = f"{_every(trainer.test_freq, plan)} and after the last" if trainer.tests_regularly else "after the last"
+    every = every if trainer.validates_after(1, 1, None) else ""
     before = "before the first step" if trainer.val_before_train else ""
-    joint = ", " if trainer.test_freq > 0 else " and "
+    joint = ", " if trainer.tests_regularly else " and "
     when = joint.join(part for part in (before, every) if part)
     how = "greedy" if val.greedy else f"{count(val.n, 'answer')} to each prompt at temperature {val.temperature:g}"
     how = how if trainer.val_only else f"{when}: {how}"
@@ -214,9 +217,9 @@ def _tools(config: Config) -> list[tuple[str, str]]:
     return [("tools", f"of {turns.place}; {how}")] if turns.place else []
 
 
-def _saving(config: Config) -> str:
+def _saving(plan: Plan, config: Config) -> str:
     trainer, keep = config.trainer, config.trainer.max_actor_ckpt_to_keep or 0
-    when = [_every(trainer.save_freq)] if trainer.save_freq > 0 else []
+    when = [_every(trainer.save_freq, plan)] if trainer.saves_regularly else []
     when += [f"{trainer.save_every_s:,.0f} s after the last"] if trainer.saves_by_time else []
     retention = f"; the newest {keep} are kept (trainer.max_actor_ckpt_to_keep)" if keep >= 1 and when else ""
     when += ["at the end"] if trainer.save_at_end else []

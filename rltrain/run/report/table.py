@@ -18,13 +18,18 @@ from rltrain.base.storage import json_lines
 from rltrain.config.passes import step_phases
 
 METRICS = "metrics.jsonl"
+# What a save holds up; it is written beside the next steps.
+_WAIT = "seconds that steps wait for a save"
+# More epochs than these get one row together.
+_MOST_EPOCHS = 5
 PHASES = ("generate_sequences", "reshard", *step_phases(), "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),
-    ("save_checkpoint", "timing_s/save_checkpoint", "seconds"),
+    ("save_checkpoint", "timing_s/save_checkpoint", _WAIT),
     ("testing", "timing_s/testing", "seconds"),
     ("throughput", "perf/throughput", "tokens/s/device, prompt and response, whole step"),
+    ("total throughput", "perf/total_throughput", "tokens/s, likewise, of all devices"),
     ("gen throughput", "perf/gen_throughput", "tokens/s/device, response, generate_sequences"),
     ("old_log_prob throughput", "perf/old_log_prob_throughput", "tokens/s/device, prompt and response"),
     ("mfu actor", "perf/mfu/actor", "of the device's bf16 peak, without recompute"),
@@ -66,7 +71,27 @@ def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, flo
             if label == "old_log_prob" and "perf/old_log_prob_share" in frame:
                 unit += f" ({frame['perf/old_log_prob_share'].mean():.0%} of the samples)"
             rows.append((label, unit, mean, frame[key][at], int(frame.get("step", frame.index + 1)[at]), share))
-    return title, rows
+    return title, [*rows, *_epochs(steps)]
+
+
+def _epochs(steps: list[dict[str, Any]]) -> list[tuple[str, str, float, float, int, None]]:
+    """Rows of `_summary`: the hours of every epoch with validation and saving, of many epochs their mean."""
+    frame = pd.DataFrame([line for line in steps if "training/epoch" in line])
+    if frame.empty:
+        return []
+    # A step that was made by hand has no validation around it.
+    seconds = frame["timing_s/step"] if "timing_s/wall" not in frame else frame["timing_s/wall"]
+    hours = seconds.fillna(frame["timing_s/step"]).groupby(frame["training/epoch"]).sum() / 3600
+    made = frame.groupby("training/epoch")["step"].agg(["size", "max"])
+    if len(hours) > _MOST_EPOCHS:
+        at = hours.idxmax()
+        unit = f"hours, mean of {len(hours)} epochs, with validation and saving"
+        return [("hours for an epoch", unit, hours.mean(), hours[at], int(made["max"][at]), None)]
+    return [
+        (f"hours for epoch {epoch:.0f}", f"hours of {count(int(made['size'][epoch]), 'step')}, with validation and "
+         "saving", value, value, int(made["max"][epoch]), None)
+        for epoch, value in hours.items()
+    ]  # fmt: skip
 
 
 def phase_table(lines: list[dict[str, Any]]) -> str:

@@ -24,7 +24,7 @@ LAYERS = [
     {"tools"},
     {"main_ppo"},
     {"api"},
-    {"run", "tools/port"},
+    {"run", "tools/compare", "tools/port"},
     {"run/checkpoints"},
     {"run/preflight", "run/report"},
     {"run/watchers"},

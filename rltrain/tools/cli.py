@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": ("rltrain.tools.doctor", "would this cluster train? (the keys of training)"),
     "port": ("rltrain.tools.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
     "report": ("rltrain.run.report.table", "the phase table of a run"),
+    "compare": ("rltrain.tools.compare.__main__", "runs beside each other: curves, differences, settings, weights"),
     "view": ("rltrain.run.report.view", "the answers of a run"),
     "average": ("rltrain.tools.average", "one model whose weights are the mean of those of others"),
     "sync": ("rltrain.tools.sync", "send what trackers have kept offline in a run"),

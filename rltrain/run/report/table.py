@@ -47,7 +47,7 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
     return json_lines(file)
 
 
-def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
+def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
     """A title, and one row per metric.
 
     A row holds label, unit, mean over the steps that have the metric, largest value, its step, share of a step.
@@ -75,7 +75,7 @@ def _summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, flo
 
 
 def _epochs(steps: list[dict[str, Any]]) -> list[tuple[str, str, float, float, int, None]]:
-    """Rows of `_summary`: the hours of every epoch with validation and saving, of many epochs their mean."""
+    """Rows of `summary`: the hours of every epoch with validation and saving, of many epochs their mean."""
     frame = pd.DataFrame([line for line in steps if "training/epoch" in line])
     if frame.empty:
         return []
@@ -96,7 +96,7 @@ def _epochs(steps: list[dict[str, Any]]) -> list[tuple[str, str, float, float, i
 
 def phase_table(lines: list[dict[str, Any]]) -> str:
     """The table users know, in a layout that scripts may parse."""
-    title, phases = _summary(lines)
+    title, phases = summary(lines)
     rows = [("Metric", "Value", "Unit"), *((label, f"{mean:.6f}", unit) for label, unit, mean, *_ in phases)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = " ".join("=" * width for width in widths)
@@ -106,7 +106,7 @@ def phase_table(lines: list[dict[str, Any]]) -> str:
 
 def screen_table(lines: list[dict[str, Any]]) -> Table:
     """The same for a terminal: as wide as that is, with the share of the step and the slowest step."""
-    title, rows = _summary(lines)
+    title, rows = summary(lines)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("Metric", "Mean", "Of step", "Largest", "In step", "Unit"):
         table.add_column(name, justify="left" if name in ("Metric", "Unit") else "right", no_wrap=name != "Unit")

@@ -1,0 +1,1 @@
+"""Runs beside each other: curves, differences, settings, phases and weights."""

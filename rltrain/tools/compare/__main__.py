@@ -1,0 +1,82 @@
+"""``python -m rltrain.compare RUN RUN ...``: runs beside each other.
+
+Curves over each other as a picture, their differences over the steps in common, settings and environments that differ,
+seconds of phases, and the distance of weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rltrain.base.errors import DataError, command
+from rltrain.base.storage import disk_errors
+from rltrain.tools.compare.differences import METRICS, check_steps, chosen_metrics
+from rltrain.tools.compare.picture import draw
+from rltrain.tools.compare.runs import grouped, read_runs
+from rltrain.tools.compare.tables import Comparison
+
+
+def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) -> str:
+    """The tables; compare.json and compare.png are written into ``out``. patterns: see `chosen_metrics`.
+
+    Raises DataError for a folder that is no run, for a metric that no run has and for runs without a step in common;
+    DiskError where ``out`` cannot be written.
+    """
+    runs = read_runs(folders)
+    groups = grouped(runs)
+    check_steps(groups)
+    metrics = chosen_metrics(runs, patterns)
+    comparison = Comparison.of(groups, metrics)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(comparison.as_json(), indent=1, default=str, allow_nan=False)
+        written = [_write(out / "compare.json", lambda file: file.write_text(text, encoding="utf-8"))]
+        note = ""
+        try:
+            if metrics:
+                written.append(_write(out / "compare.png", lambda file: draw(groups, metrics, file)))
+        except DataError as error:
+            note = f"\nnote: {error}"
+    return f"{comparison.text()}\n\nwritten: {', '.join(map(str, written))}{note}\n"
+
+
+def _write(file: Path, write: Callable[[Path], object]) -> Path:
+    """Whole or not at all."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return file
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rltrain.compare",
+        description="Compare runs with the first of them: curves, mean absolute and mean relative differences over the "
+        "steps in common, settings and environments that differ, seconds of phases, and how far the weights of "
+        "checkpoints are apart. A mean relative difference of the reward of at most 4 % passes the rule by which NPUs "
+        "are held against GPUs. Runs that differ in nothing but seeds are one line with mean and spread.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (trainer.default_local_dir)")
+    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME",
+                        help=f"metrics, with * for any text (default: {' '.join(METRICS)})")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("compare"), metavar="FOLDER",
+                        help="where compare.json and compare.png are written (default: compare)")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    if len(arguments.runs) < 2:
+        raise DataError(f"{arguments.runs[0]} is one run. Give two or more; rltrain report shows one.")
+    sys.stdout.write(compare(arguments.runs, arguments.out, arguments.metrics))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

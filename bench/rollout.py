@@ -101,6 +101,9 @@ class AllAtOnce:
     def ended(self, turn: Turn) -> None:
         self.turns.append(turn)
 
+    def goes_on(self, place: int, sample: int) -> bool:
+        return False
+
     def wait(self) -> bool:
         return False
 
@@ -112,8 +115,8 @@ def embedded(engine: hf.HFRollout, work: Workload) -> None:
     """rollout.name=hf. The lengths are put in place of the limits."""
 
     class Forced(RunningTurns):
-        def add(self, jobs):
-            numbers = super().add(jobs)
+        def add(self, jobs, reused=None):
+            numbers = super().add(jobs, reused)
             self._limits[numbers] = np.concatenate([work.lengths[job.place].numpy() for job in jobs])
             return numbers
 

@@ -271,6 +271,8 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     metrics: Metrics = {_DAMAGED: float(sum(result.num_damaged for result in results))}
     if anew := sum(result.num_begun_anew for result in results):
         metrics["agent/begun_anew"] = float(anew)
+    if follow_up := sum(result.num_follow_up_tokens for result in results):
+        metrics["agent/reused_share"] = sum(result.num_reused_tokens for result in results) / follow_up
     for name in results[0].seconds:
         seconds = [result.seconds[name] for result in results]
         metrics |= {f"timing_s/{name}": float(np.mean(seconds)), f"timing_s/{name}_max": max(seconds)}

@@ -70,6 +70,10 @@ class GenerationNumbers:
     """Answers that were emptied, because the engine gave them tokens or log-probs that cannot be."""
     num_begun_anew: int = 0
     """Trajectories that a later step begins again (rollout.tail=carry_over)."""
+    num_follow_up_tokens: int = 0
+    """With which turns behind the first began (`Conversations.num_follow_up_tokens`)."""
+    num_reused_tokens: int = 0
+    """Of these, those that the engine did not compute again."""
     failure: str = ""
     """Why the first trajectory that could not go on could not (`columns.AGENT_FAILED`)."""
 

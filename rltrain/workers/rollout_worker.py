@@ -188,7 +188,13 @@ class RolloutWorker(Rollout):
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
         seconds |= {"read_images": pictures.seconds} if pictures else {}
         seconds |= {WAIT: source.waited_s} if self._answering else {}
-        numbers = GenerationNumbers(seconds, sync, num_begun_anew=num_begun_anew)
+        numbers = GenerationNumbers(
+            seconds,
+            sync,
+            num_begun_anew=num_begun_anew,
+            num_follow_up_tokens=source.num_follow_up_tokens,
+            num_reused_tokens=source.num_reused_tokens,
+        )
         if not source.all or not self._replica.leads:
             return Batch(), [], numbers
         self._refuse_damaged(source)

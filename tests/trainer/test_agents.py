@@ -199,6 +199,7 @@ def test_what_waits_for_a_later_step_behind_its_first_turn_begins_anew(process_g
         anew += answered.metrics.get("agent/begun_anew", 0)
         assert answered.metrics["training/rollout_probs_diff_mean"] < 1e-4 or step > 1
         assert answered.metrics["rollout/tail/tokens_generated"] >= 0
+        assert answered.metrics["agent/reused_share"] > 0.3
         lengths, turns = (answered.samples[name] for name in (c.RESPONSE_LENGTH, c.NUM_TURNS))
         assert (lengths > 0).all()
         assert (turns > 0).all()

@@ -96,6 +96,14 @@ def test_the_share_of_waiting_is_of_all_rounds_and_replicas():
         ("reshard", "generate_sequences"), 1.0))])])  # fmt: skip
 
 
+def test_the_share_that_was_not_computed_again_is_of_the_tokens_of_all_replicas():
+    seconds = {"reshard": 0.0, "generate_sequences": 1.0}
+    ranks = [GenerationNumbers(seconds, num_follow_up_tokens=all_of, num_reused_tokens=some) for all_of, some in
+             ((100, 90), (300, 30))]  # fmt: skip
+    assert m.generation_metrics(ranks)["agent/reused_share"] == 120 / 400
+    assert "agent/reused_share" not in m.generation_metrics([GenerationNumbers(seconds)])
+
+
 def test_memory_of_machine_and_process_are_two_numbers():
     memory = get_device("cpu").peak_memory_gb()
     assert memory["perf/cpu_memory_peak_gb"] > 0

@@ -54,6 +54,8 @@ def test_an_answer_goes_on_behind_the_tools(process_group, tiny_trainer, tools):
     answered = trainer.step(1)
     assert answered.metrics["num_turns/max"] == 2 * turns.max()
     assert answered.metrics["training/rollout_probs_diff_mean"] < 1e-4
+    # All but what the tool said, and the call itself, which is the last token of its turn.
+    assert 0.5 < answered.metrics["agent/reused_share"] < 1
 
 
 def generated(trainer):

@@ -14,7 +14,7 @@ from rltrain.base.device import get_device
 from rltrain.base.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.workers.rollout.contract import Job, RolloutEngine, Sampling
+from rltrain.workers.rollout.contract import Job, Key, RolloutEngine, Sampling, Turn
 from rltrain.workers.rollout.conversations import Conversation, Conversations
 from rltrain.workers.rollout.queue import JobQueue, Replica
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
@@ -118,3 +118,65 @@ def serve(engine: RolloutEngine, queue: JobQueue, sampling: Sampling, finished=N
 def generate(engine, sampling: Sampling, prompts: Sequence[np.ndarray], num_samples: int, step: int = 1) -> Answers:
     """Answers prompt by prompt, whatever the order in which they were served."""
     return serve(engine, queue_of(jobs_of(prompts, num_samples, step)), sampling)
+
+
+class Talk:
+    """Conversations of up to four turns: behind each an answer waits for a few calls of `take`, and is told something.
+
+    keeps: whether it says so of those that wait; most: tokens of an answer.
+    """
+
+    may_stop = False
+
+    def __init__(self, jobs: Sequence[Job], most: int, *, keeps: bool = True) -> None:
+        self.tokens: dict[Key, list[int]] = {}
+        """Behind the prompt, what was said to the answer among them."""
+        self.turns: dict[Key, list[Turn]] = {}
+        self._jobs = {job.place: job for job in jobs}
+        self._new, self._most, self._keeps = list(jobs), most, keeps
+        self._calls = 0
+        self._due: dict[Key, int] = {}
+
+    def said(self, key: Key) -> list[int]:
+        """What the answer is told behind each turn: of 1 to 4 tokens."""
+        return [2 + (7 * key[0] + 3 * key[1] + number) % 30 for number in range(1 + sum(key) % 4)]
+
+    def take(self, most: int) -> list[Job]:
+        self._calls += 1
+        taken = [self._next_turn(key) for key, due in list(self._due.items()) if due <= self._calls][:most]
+        for job in taken:
+            del self._due[job.place, int(job.samples[0])]
+        room = most - len(taken)
+        while self._new and len(self._new[0].samples) <= room:
+            taken.append(self._new.pop(0))
+            room -= len(taken[-1].samples)
+        return taken
+
+    def _next_turn(self, key: Key) -> Job:
+        job, (place, sample) = self._jobs[key[0]], key
+        given = np.array(self.tokens[key], dtype=np.int32)
+        return Job(place, np.array([sample]), job.prompt, job.seeds[job.samples == sample], (given,), job.images)
+
+    def ended(self, turn: Turn) -> None:
+        key = turn.place, turn.sample
+        turns = self.turns.setdefault(key, [])
+        turns.append(turn)
+        tokens = self.tokens.setdefault(key, self._given(key))
+        tokens += turn.tokens
+        if turn.reason == "stop" and len(turns) < 4 and len(tokens) + len(self.said(key)) < self._most:
+            tokens += self.said(key)
+            self._due[key] = self._calls + 2 + 3 * (key[1] % 2)
+
+    def _given(self, key: Key) -> list[int]:
+        job = self._jobs[key[0]]
+        return job.given[job.samples.tolist().index(key[1])].tolist() if job.given else []
+
+    def goes_on(self, place: int, sample: int) -> bool:
+        return self._keeps and (place, sample) in self._due
+
+    def wait(self) -> bool:
+        self._calls = max(self._calls, min(self._due.values(), default=0))
+        return bool(self._due)
+
+    def stopped(self) -> bool:
+        return False

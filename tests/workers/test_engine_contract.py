@@ -356,6 +356,9 @@ class TwoTurns:
             self._given[key] = [*turn.tokens, *CONTEXT]
             self._later.append((time.monotonic() + 0.03 * (1 + turn.place), key))
 
+    def goes_on(self, place, sample):
+        return any(key == (place, sample) for _, key in self._later)
+
     def wait(self):
         if not self._later:
             return False

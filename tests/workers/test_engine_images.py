@@ -33,7 +33,7 @@ from rltrain.workers.rollout.vllm.images import image_arguments  # noqa: E402
 from tests.distance import distance  # noqa: E402
 from tests.models.test_vision_packed import PROMPTS, make, make_folder  # noqa: E402
 from tests.tiny_vision import END, IMAGE, START, VIDEO, picture, save_tiny_vision_model  # noqa: E402
-from tests.workers.engines import engine_of, queue_of, rollout_of, serve, settings_of  # noqa: E402
+from tests.workers.engines import Talk, engine_of, queue_of, rollout_of, serve, settings_of  # noqa: E402
 from tests.workers.test_engine_contract import answers, load  # noqa: E402
 
 LONGEST = 128
@@ -167,6 +167,23 @@ def test_answers_go_on_where_they_were_left(ready):
     given = [tuple(np.array(whole[2 * place + k][:5], dtype=np.int32) for k in (0, 1)) for place in range(len(asked))]
     rest = answers(serve(engine, queue_of(jobs_of(asked, 2, given)), sampling))
     assert [[*part, *more] for part, more in zip([one for pair in given for one in pair], rest, strict=True)] == whole
+
+
+def test_a_next_turn_is_the_same_whether_its_keys_were_kept_or_not(ready):
+    engine, _, asked = ready
+    if not hasattr(engine, "_is_end"):
+        pytest.skip("of the embedded engine")
+    ends, engine._is_end = engine._is_end, np.arange(len(engine._is_end)) % 3 == 0
+    talks = []
+    for keeps in (False, True):
+        talks.append(Talk(jobs_of(asked, 2), 30, keeps=keeps))
+        engine.generate(talks[-1], Sampling(30, temperature=1.2))
+    engine._is_end = ends
+    assert talks[0].tokens == talks[1].tokens
+    turns = [[turn for key in sorted(talk.turns) for turn in talk.turns[key]] for talk in talks]
+    log_probs = [torch.tensor([number for turn in of_talk for number in turn.log_probs]) for of_talk in turns]
+    assert distance(*log_probs) < 1e-4
+    assert sum(turn.num_reused for turn in turns[1]) > len(asked) * len(asked[0].tokens)
 
 
 def test_an_image_is_encoded_once_for_all_answers(ready):

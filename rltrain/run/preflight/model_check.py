@@ -262,6 +262,9 @@ class _Jobs:
     def ended(self, turn: Turn) -> None:
         self.turns.append(turn)
 
+    def goes_on(self, place: int, sample: int) -> bool:
+        return False
+
     def wait(self) -> bool:
         return False
 

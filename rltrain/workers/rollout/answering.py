@@ -32,10 +32,9 @@ from rltrain.data.turns.calls import Call, CallFormat, Parsed
 from rltrain.data.turns.formats.none import NO_CALLS
 from rltrain.data.turns.formats.reading import Schemas
 from rltrain.data.turns.seam import Seam
+from rltrain.workers.rollout.contract import Key
 from rltrain.workers.rollout.queue import Replica
 
-# An answer to a prompt: place and sample.
-Key = tuple[int, int]
 # With several processes, how many times the engine asks before they agree on what has arrived: that costs a broadcast.
 _ASKS_PER_LOOK = 4
 

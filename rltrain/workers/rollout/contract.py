@@ -18,6 +18,9 @@ from torch import Tensor
 from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.models.weights.names import Weight
 
+# An answer to a prompt: place of the prompt in the task, and its number among the answers.
+Key = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -72,6 +75,8 @@ class Turn:
     """Stop (an end token), length (``max_tokens``), or the engine's word for a turn that was given up."""
     seconds: float = 0.0
     """When it ended, since the call."""
+    num_reused: int = 0
+    """Tokens of prompt and `Job.given` that the engine had computed before, and did not compute again."""
 
     @property
     def aborted(self) -> bool:
@@ -95,6 +100,9 @@ class Source(Protocol):
 
     def ended(self, turn: Turn) -> None:
         """A turn has ended, or was given up. The engine says so at once, because the next turn may follow from it."""
+
+    def goes_on(self, place: int, sample: int) -> bool:
+        """Whether an answer waits for a next turn, whose `Job.given` then begins with all its tokens so far."""
 
     def wait(self) -> bool:
         """Whether more work may come. Asked when nothing is running and nothing was to be taken; may wait a little for

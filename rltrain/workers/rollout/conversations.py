@@ -27,8 +27,8 @@ from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.data.images import PromptImages
-from rltrain.workers.rollout.answering import Answering, Key, Reply
-from rltrain.workers.rollout.contract import Job, Turn
+from rltrain.workers.rollout.answering import Answering, Reply
+from rltrain.workers.rollout.contract import Job, Key, Turn
 from rltrain.workers.rollout.queue import JobQueue
 
 # How long an engine with nothing to do waits for a tool before it looks whether it is to stop.
@@ -140,6 +140,10 @@ class Conversations:
         """Turns that were left out."""
         self.num_unknown = 0
         """Tokens outside the vocabulary."""
+        self.num_follow_up_tokens = 0
+        """With which turns behind the first began, prompts included."""
+        self.num_reused_tokens = 0
+        """Of these, those that the engine did not compute again."""
         self.waited_s = 0.0
         """In which the engine had nothing running, because its conversations waited to be answered."""
         self.all: list[Conversation] = []
@@ -175,6 +179,9 @@ class Conversations:
     def ended(self, turn: Turn) -> None:
         """Append the turn to its conversation."""
         started, conversation = self._running.pop((turn.place, turn.sample))
+        if conversation.num_turns:
+            self.num_follow_up_tokens += len(conversation.prompt) + len(conversation.tokens)
+            self.num_reused_tokens += turn.num_reused
         tokens, log_probs = np.array(turn.tokens, dtype=np.int32), np.array(turn.log_probs, dtype=np.float32)
         unknown = (tokens < 0) | (tokens >= self._vocabulary)
         damaged = bool(unknown.any()) or not np.isfinite(log_probs).all()
@@ -218,6 +225,12 @@ class Conversations:
                 del self._waiting[key]
                 conversation.aborted = False
                 self._over(started)
+
+    def goes_on(self, place: int, sample: int) -> bool:
+        """Whether a conversation waits for its next turn."""
+        _, conversation = self._waiting.get((place, sample), (None, None))
+        # Behind a turn that was cut off, and words that leave no room, only the end is waited for.
+        return conversation is not None and not conversation.truncated
 
     def _room(self, conversation: Conversation) -> int:
         """Tokens that the answer may still get, as engines count them."""

@@ -2,13 +2,14 @@
 
 A CPU, a new device or a first try should need no inference server. transformers' own `generate` pads, waits for the
 longest answer and computes a prompt once per answer. So this engine batches continuously over a cache of its own
-(`kv`), computes a prompt once for all its answers, and with one process and equal dtypes generates with the training
-weights themselves. Left out: CUDA graphs and paged memory; on accelerators vLLM is the engine for speed.
+(`kv`), computes a prompt once for all its answers and a next turn from where the last ended (`parked`), and with one
+process and equal dtypes generates with the training weights themselves. Left out: CUDA graphs and paged memory; on
+accelerators vLLM is the engine for speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,10 @@ from rltrain.models.forward import final_logits, trunk
 from rltrain.models.load import empty_model
 from rltrain.models.vision import placeholder_ids, read_with_images
 from rltrain.models.weights.names import Weight
-from rltrain.workers.rollout.contract import Job, Sampling, Source
+from rltrain.workers.rollout.contract import Job, Key, Sampling, Source
 from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues, PromptChunk
-from rltrain.workers.rollout.embedded.running import RunningTurns
+from rltrain.workers.rollout.embedded.parked import KeptRow, ParkedRows
+from rltrain.workers.rollout.embedded.running import EndedTurn, RunningTurns
 from rltrain.workers.rollout.sampling import choose, random_numbers
 from rltrain.workers.rollout.settings import EngineSettings
 
@@ -61,7 +63,7 @@ class HFRollout:
         # A tokenizer may have end tokens beyond the model's vocabulary; they cannot be drawn.
         self._is_end[[token for token in settings.eos_token_ids if token < len(self._is_end)]] = True
         self._block = self._device.cache_columns
-        self._most_rows = 0
+        self._most_rows = self._row_bytes = self._cache_bytes = 0
 
     def wake_weights(self) -> None:
         """Memory is taken weight by weight in `load_weights`."""
@@ -70,11 +72,11 @@ class HFRollout:
         """Set how many answers run at once, so that the cache fits even if every answer reaches max_model_len and no
         two share a prompt. Keys and values themselves live as long as a `generate`.
         """
-        budget = self._memory_share * self._device.free_memory_bytes() / ROOM
+        self._cache_bytes = int(self._memory_share * self._device.free_memory_bytes())
         # An answer may begin in the middle of a block, and then takes part of one block more.
         longest = (self._max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
-        longest += bytes_per_row(self._model.config, self._dtype)
-        self._most_rows = min(self._rollout.max_num_seqs, int(budget / longest))
+        self._row_bytes = longest + bytes_per_row(self._model.config, self._dtype)
+        self._most_rows = min(self._rollout.max_num_seqs, int(self._cache_bytes / ROOM / self._row_bytes))
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
         """Keep the values themselves: with one process and equal dtypes these are the training weights."""
@@ -105,20 +107,24 @@ class HFRollout:
 
     @torch.inference_mode()
     def generate(self, source: Source, sampling: Sampling) -> None:
-        kv = KeyValues(self._device.torch_device, self._block)
+        kv, parked = KeyValues(self._device.torch_device, self._block), ParkedRows()
         turns = RunningTurns(sampling.max_tokens, self._max_model_len, source)
         rows = np.zeros(0, dtype=np.int64)
         hidden = torch.empty(0, self._model.config.get_text_config().hidden_size, dtype=self._dtype)
         hidden = hidden.to(self._device.torch_device)
         while True:
             if jobs := self._take(source, turns.num_running):
-                rows = np.concatenate([rows, turns.add(jobs)])
-                hidden = torch.cat([hidden, self._prefill(jobs, kv)])
+                kept = parked.take(jobs)
+                rows = np.concatenate([rows, turns.add(jobs, {key: row.length for key, row in kept.items()})])
+                self._trim(parked, kv, source, sum(len(job.samples) for job in jobs))
+                hidden = torch.cat([hidden, self._prefill(jobs, kv, kept)])
+                del kept
             if not len(rows):
                 if source.wait():
                     continue
                 return self._refuse_what_is_too_large(source)
-            tokens = self._sample(hidden, rows, turns, sampling)
+            tokens, ended = self._sample(hidden, rows, turns, sampling)
+            self._park(ended, kv, parked, source)
             if turns.num_running and source.stopped():
                 return turns.give_up()
             running = ~turns.ended[rows]
@@ -133,6 +139,22 @@ class HFRollout:
                 hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
             else:
                 hidden = hidden[:0]
+
+    def _park(self, ended: Sequence[EndedTurn], kv: KeyValues, parked: ParkedRows, source: Source) -> None:
+        """Keep what was computed of the turns that have ended, if another follows."""
+        for turn in ended:
+            if source.goes_on(*turn.key):
+                parked.put(turn, kv.copy_of(turn.row))
+        self._trim(parked, kv, source)
+
+    def _trim(self, parked: ParkedRows, kv: KeyValues, source: Source, num_new: int = 0) -> None:
+        """Drop parked rows that nobody waits for, and those that have no room beside the batch.
+
+        num_new: rows that are about to enter it.
+        """
+        if len(parked):
+            parked.drop_over(source)
+            parked.fit(self._cache_bytes - kv.num_bytes - num_new * self._row_bytes)
 
     def _take(self, source: Source, num_running: int) -> list[Job]:
         room = self._most_rows - num_running
@@ -152,22 +174,24 @@ class HFRollout:
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )
 
-    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], turns: RunningTurns, sampling: Sampling) -> Tensor:
-        """One more token of each row [rows], written down."""
+    def _sample(
+        self, hidden: Tensor, rows: NDArray[np.int64], turns: RunningTurns, sampling: Sampling
+    ) -> tuple[Tensor, list[EndedTurn]]:
+        """One more token of each row [rows], written down, and the turns that it has ended."""
         noise = torch.from_numpy(random_numbers(turns.seeds[rows], (turns.given + turns.lengths)[rows])).to(
             hidden.device
         )
         tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never)
         drawn = tokens.cpu().numpy()
-        turns.write(rows, drawn, log_probs.cpu().numpy(), self._is_end[drawn] & (not sampling.ignore_eos))
-        return tokens
+        ended = turns.write(rows, drawn, log_probs.cpu().numpy(), self._is_end[drawn] & (not sampling.ignore_eos))
+        return tokens, ended
 
-    def _prefill(self, jobs: Sequence[Job], kv: KeyValues) -> Tensor:
-        """Compute the prompts, as many at once as the settings allow.
+    def _prefill(self, jobs: Sequence[Job], kv: KeyValues, kept: Mapping[Key, KeptRow] | None = None) -> Tensor:
+        """Compute the prompts, as many at once as the settings allow. kept: what is there of their beginnings.
 
         Last hidden state per answer's prompt [rows, h].
         """
-        prompts, counts, owners = [], [], []
+        prompts, counts, owners, begun = [], [], [], []
         for job in jobs:
             # Answers that go on from given tokens share no text.
             asked = job.asked
@@ -175,19 +199,19 @@ class HFRollout:
             prompts += [torch.from_numpy(text.astype(np.int64)) for text in texts]
             counts += [1] * len(texts) if job.given else [len(job.samples)]
             owners += [asked] * len(texts)
-        places = kv.add([len(prompt) for prompt in prompts], counts)
+            begun += [(kept or {}).get((job.place, sample)) for sample in job.samples.tolist()[: len(texts)]]
+        lengths = [len(prompt) for prompt in prompts]
+        places = kv.add(lengths, counts, begun)
         last = []
-        for pack in self._packs([len(prompt) for prompt in prompts]):
+        for pack in self._packs(lengths, [row.length if row else 0 for row in begun]):
             kv.begin_prefill([PromptChunk(places[number], start, stop) for number, start, stop in pack])
             tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
-            lengths = [stop - start for _, start, stop in pack]
-            arguments = {_CACHE: kv, PLAN: AttentionPlan.of_lengths(lengths)}
+            num_tokens = [stop - start for _, start, stop in pack]
+            arguments = {_CACHE: kv, PLAN: AttentionPlan.of_lengths(num_tokens)}
             hidden = self._read(tokens, [(owners[number], start, stop) for number, start, stop in pack], arguments)
-            ends = np.cumsum(lengths) - 1
+            ends = np.cumsum(num_tokens) - 1
             # Chunks keep the order of the prompts, so their last states come in that order as well.
-            last += [
-                hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == len(prompts[number])
-            ]
+            last += [hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == lengths[number]]
         self._check_layers(kv)
         return torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
 
@@ -200,7 +224,8 @@ class HFRollout:
             places = torch.arange(start, stop)
             images = asked.images
             if images is not None:
-                laid.append((images, end - start))
+                # Behind the prompt there are none, and their places would be those of other parts.
+                laid += [(images, end - start)] if start < len(asked.tokens) else []
                 of_prompt = images.positions
                 if of_prompt is not None:
                     answer_places = places[max(len(asked.tokens) - start, 0) :] + asked.position_shift
@@ -227,20 +252,23 @@ class HFRollout:
                 "actor_rollout_ref.rollout.name=hf needs all of them to."
             )
 
-    def _packs(self, lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Chunks (number, start, stop) of prompts that are computed together: whole prompts, or part of a long one."""
+    def _packs(self, lengths: Sequence[int], begun: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """Chunks (number, start, stop) of prompts that are computed together: all that is left of them behind the
+        tokens that were ``begun``, or part of a long one.
+        """
         budget = self._rollout.max_num_batched_tokens
         pack: list[tuple[int, int, int]] = []
         filled = 0
-        for number, length in enumerate(lengths):
+        for number, (first, stop) in enumerate(zip(begun, lengths, strict=True)):
+            length = stop - first
             if pack and filled + length > budget:
                 yield pack
                 pack, filled = [], 0
             if length > budget and self._rollout.enable_chunked_prefill:
-                for start in range(0, length, budget):
-                    yield [(number, start, min(start + budget, length))]
+                for start in range(first, stop, budget):
+                    yield [(number, start, min(start + budget, stop))]
             else:
-                pack.append((number, 0, length))
+                pack.append((number, first, stop))
                 filled += length
         if pack:
             yield pack

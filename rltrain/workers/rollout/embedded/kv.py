@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rltrain.models.attention.recurrent import State
 from rltrain.models.attention.scores import Kind, capped, masked, weights
+from rltrain.workers.rollout.embedded.parked import KeptRow
 from rltrain.workers.rollout.embedded.state import RowStates
 
 Ints = NDArray[np.int64]
@@ -98,13 +99,22 @@ class KeyValues:
         """Layers that have stored anything."""
         return len({layer for layer, _ in self._layers}) + self._states.num_layers
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all rows."""
+        pairs = (pair for layer in self._layers.values() for pair in (layer.prompts, *layer.blocks))
+        return self._states.num_bytes + sum(tensor.nbytes for pair in pairs for tensor in pair)
+
     def call_of(self, layer: int) -> Call:
         """Attention of ``layer`` is called, which some layers do more than once, with other keys or values."""
         self._calls[layer] += 1
         return layer, self._calls[layer]
 
-    def add(self, prompt_lengths: Sequence[int], num_rows: Sequence[int]) -> range:
-        """Make room for new prompts and for the answers to each, behind the others. Returns the prompts' places."""
+    def add(self, prompt_lengths: Sequence[int], num_rows: Sequence[int], kept: Sequence[KeptRow | None] = ()) -> range:
+        """Make room for new prompts and for the answers to each, behind the others. Returns the prompts' places.
+
+        kept: what is there of each prompt's beginning (default: nothing of any).
+        """
         places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
         self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
         self._place_of_row = np.concatenate([self._place_of_row, np.repeat(np.asarray(places), num_rows)])
@@ -116,7 +126,32 @@ class KeyValues:
             layer.blocks = [_enlarged(block, self.num_rows, self._block) for block in layer.blocks]
         self._seats = None
         self._states.add(places, num_rows)
+        for place, row in zip(places, kept, strict=bool(kept)):
+            if row:
+                self._put(place, row)
         return places
+
+    def _put(self, place: int, row: KeptRow) -> None:
+        for call, pair in row.pairs.items():
+            for whole, part in zip(self._layers[call].prompts, pair, strict=True):
+                whole[place, :, : row.length] = part
+        for layer, state in row.states.items():
+            self._states.keep_prompts(layer, [place], state)
+
+    def copy_of(self, row: int) -> KeptRow:
+        """What is kept of a row, which changes no more with it."""
+        place, born = int(self._place_of_row[row]), int(self._born[row])
+        prompt_length = int(self._prompt_lengths[place])
+        pairs = {}
+        for call, layer in self._layers.items():
+            parts = [[whole[place, :, :prompt_length]] for whole in layer.prompts]
+            for number, block in enumerate(layer.blocks):
+                first = self._first_column + number * self._block
+                for of_row, whole in zip(parts, block, strict=True):
+                    of_row.append(whole[row, :, max(0, born - first) : max(0, self._column + 1 - first)])
+            keys, values = (torch.cat(of_row, 1) for of_row in parts)
+            pairs[call] = keys, values
+        return KeptRow(prompt_length + self._column + 1 - born, pairs, self._states.of_row(row))
 
     def drop_dead_rows(self, alive: NDArray[np.bool_]) -> Ints:
         """Drop the rows that are not alive, and prompts without rows.
@@ -141,7 +176,7 @@ class KeyValues:
         return rows
 
     def begin_prefill(self, chunks: Sequence[PromptChunk]) -> None:
-        """Announce that the next forward pass computes these chunks, packed. One that does not start at 0 is alone."""
+        """Announce that the next forward pass computes these chunks, packed."""
         self._chunks = chunks
         self._calls.clear()
 
@@ -178,14 +213,18 @@ class KeyValues:
 
     @property
     def continues(self) -> bool:
-        """Whether the announced chunk has a beginning that was computed before."""
-        return bool(self._chunks) and self._chunks[0].start > 0
+        """Whether any of the announced chunks has a beginning that was computed before."""
+        return any(chunk.start for chunk in self._chunks)
 
     def state_before(self, layer: int) -> State | None:
-        """What a recurrent layer goes on from: the rows' states, or that of the announced chunk; None for prompts."""
+        """What a recurrent layer goes on from: the states of the rows, or of the announced chunks; None where all of
+        them begin.
+        """
         if not self.is_prefill:
             return self._states.of_rows(layer)
-        return self._states.of_prompt(layer, self._chunks[0].place) if self.continues else None
+        if not self.continues:
+            return None
+        return self._states.of_prompts(layer, [chunk.place if chunk.start else None for chunk in self._chunks])
 
     def keep_state(self, layer: int, state: State) -> None:
         """What a recurrent layer has come to."""
@@ -202,11 +241,17 @@ class KeyValues:
         return self._seats.prompt_lengths + self._column - self._seats.born
 
     def prefill_rest(self, layer: Call, query: Tensor, kind: Kind) -> Tensor:
-        """Attention of a chunk of a prompt to all of the prompt up to itself.
+        """Attention of chunks of prompts, each to all of its prompt up to itself.
 
         query [1, heads, n, d] -> [1, n, heads, d'].
         """
-        (chunk,) = self._chunks
+        queries = query.split([chunk.length for chunk in self._chunks], 2)
+        outputs = [self._rest(layer, *part, kind) for part in zip(self._chunks, queries, strict=True)]
+        # Some models ask for a view of it.
+        return torch.cat(outputs, 2).transpose(1, 2).contiguous()
+
+    def _rest(self, layer: Call, chunk: PromptChunk, query: Tensor, kind: Kind) -> Tensor:
+        """query [1, heads, n, d] of one chunk -> [1, heads, n, d']."""
         keys, values = (part[chunk.place : chunk.place + 1, :, : chunk.stop] for part in self._layers[layer].prompts)
         everywhere = torch.arange(chunk.stop, device=query.device)
         grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
@@ -220,8 +265,7 @@ class KeyValues:
             mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
             mask = mask.repeat_interleave(queries.shape[3], 0)
             parts.append(masked(queries.flatten(2, 3), keys, values, mask, kind).unflatten(2, queries.shape[2:4]))
-        # Some models ask for a view of it.
-        return torch.cat(parts, 2).transpose(1, 2).flatten(2, 3).contiguous()
+        return torch.cat(parts, 2).transpose(2, 3).flatten(1, 2)
 
     def decode(self, layer: Call, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
         """One token per row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""

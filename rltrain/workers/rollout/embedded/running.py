@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.base.errors import DataError
-from rltrain.workers.rollout.contract import Job, Source, Turn, turns_of
+from rltrain.workers.rollout.contract import Job, Key, Source, Turn, turns_of
 
 Ints = NDArray[np.int64]
+
+
+class EndedTurn(NamedTuple):
+    """A turn that has ended with its last token. row: in the batch. tokens: all behind its prompt."""
+
+    row: int
+    key: Key
+    tokens: NDArray[np.int32]
+
+
+_NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class RunningTurns:
@@ -33,14 +45,18 @@ class RunningTurns:
         self._max_model_len = max_model_len
         self._source = source
         self._started = time.perf_counter()
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[int, tuple[Turn, NDArray[np.int32]]] = {}
 
-    def add(self, jobs: Sequence[Job]) -> Ints:
-        """The numbers of the turns of these jobs. Raises DataError for a prompt that leaves no room for an answer."""
+    def add(self, jobs: Sequence[Job], reused: Mapping[Key, int] | None = None) -> Ints:
+        """The numbers of the turns of these jobs. reused: `Turn.num_reused` of those that reuse anything.
+
+        Raises DataError for a prompt that leaves no room for an answer.
+        """
         counts = [len(job.samples) for job in jobs]
         total, before = sum(counts), len(self.ended)
         prompt_lengths = np.repeat([len(job.prompt) for job in jobs], counts)
-        given = np.array([len(part) for job in jobs for part in job.given or [()] * len(job.samples)], dtype=np.int64)
+        parts = [part for job in jobs for part in job.given or [_NOTHING] * len(job.samples)]
+        given = np.array([len(part) for part in parts], dtype=np.int64)
         # Both limits count given tokens: they are part of the answer, and the model sees them.
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
@@ -57,29 +73,39 @@ class RunningTurns:
         self._limits = np.concatenate([self._limits, limits])
         self.ended = np.concatenate([self.ended, np.zeros(total, dtype=bool)])
         turns = [turn for job in jobs for turn in turns_of(job)]
-        self._turns.update(enumerate(turns, before))
+        for turn in turns:
+            turn.num_reused = (reused or {}).get((turn.place, turn.sample), 0)
+        self._turns.update(enumerate(zip(turns, parts, strict=True), before))
         self.num_running += total
         return np.arange(before, before + total)
 
     def write(
         self, numbers: Ints, tokens: NDArray[np.int64], log_probs: NDArray[np.float32], ends: NDArray[np.bool_]
-    ) -> None:
-        """Append a token per turn; turns that have ended stay unchanged. ends: whether it is an end token."""
+    ) -> list[EndedTurn]:
+        """Append a token per turn; turns that have ended stay unchanged. ends: whether it is an end token.
+
+        Returns those that have ended now, which the source was told of.
+        """
         running = ~self.ended[numbers]
+        rows = np.flatnonzero(running)
         numbers, ends = numbers[running], ends[running]
         drawn = zip(numbers.tolist(), tokens[running].tolist(), log_probs[running].tolist(), strict=True)
         for number, token, log_prob in drawn:
-            turn = self._turns[number]
+            turn, _ = self._turns[number]
             turn.tokens.append(token)
             turn.log_probs.append(log_prob)
         self.lengths[numbers] += 1
         over = ends | (self.lengths[numbers] == self._limits[numbers])
         self.ended[numbers] = over
         self.num_running -= int(over.sum())
-        for number, end in zip(numbers[over].tolist(), ends[over].tolist(), strict=True):
+        ended = []
+        for row, number, end in zip(rows[over].tolist(), numbers[over].tolist(), ends[over].tolist(), strict=True):
+            turn, given = self._turns[number]
             # An end token at the last possible place still ends the answer: it is whole, not cut.
-            self._turns[number].reason = "stop" if end else "length"
+            turn.reason = "stop" if end else "length"
+            ended.append(EndedTurn(row, (turn.place, turn.sample), np.array([*given, *turn.tokens], dtype=np.int32)))
             self._tell(number)
+        return ended
 
     def give_up(self) -> None:
         """Tell of all that are still running."""
@@ -88,6 +114,6 @@ class RunningTurns:
 
     def _tell(self, number: int) -> None:
         # The lists end here: whoever asked has copied them.
-        turn = self._turns.pop(number)
+        turn, _ = self._turns.pop(number)
         turn.seconds = time.perf_counter() - self._started
         self._source.ended(turn)

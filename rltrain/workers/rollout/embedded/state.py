@@ -31,9 +31,19 @@ class RowStates:
         """Prompts at these places will be read, and have so many rows."""
         self._entering += zip(places, num_rows, strict=True)
 
-    def of_prompt(self, layer: int, place: int) -> State:
-        """The state behind what was read of a prompt."""
-        return self._prompts[layer][place]
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the rows' states."""
+        return sum(value.nbytes for state in self._rows.values() for value in state)
+
+    def of_prompts(self, layer: int, places: Sequence[int | None]) -> State:
+        """The states behind what was read of prompts, at least one; None for one of which nothing was."""
+        read = self._prompts[layer]
+        nothing = State(
+            *(torch.zeros_like(value) for value in read[next(place for place in places if place is not None)])
+        )
+        states = [nothing if place is None else read[place] for place in places]
+        return State(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
     def keep_prompts(self, layer: int, places: Iterable[int], state: State) -> None:
         """Keep the states of prompts, in the order of the places."""
@@ -43,6 +53,11 @@ class RowStates:
     def of_rows(self, layer: int) -> State:
         """Of all rows."""
         return self._rows[layer]
+
+    def of_row(self, row: int) -> dict[int, State]:
+        """Copies of a row's, by layer."""
+        self.enter()
+        return {layer: State(*(value[row : row + 1].clone() for value in state)) for layer, state in self._rows.items()}
 
     def keep_rows(self, layer: int, state: State) -> None:
         """Of all rows."""

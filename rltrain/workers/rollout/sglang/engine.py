@@ -242,6 +242,7 @@ class SGLangRollout:
         turn.tokens = [entry[1] for entry in sampled]
         turn.log_probs = [entry[0] for entry in sampled]
         turn.reason = output["meta_info"]["finish_reason"]["type"]
+        turn.num_reused = output["meta_info"].get("cached_tokens") or 0
         turn.seconds = time.perf_counter() - started
 
 

@@ -166,6 +166,7 @@ class VLLMRollout:
                 turn.log_probs += output.outputs[0].logprobs.logprobs
                 if output.finished:
                     del running[output.request_id]
+                    turn.num_reused = output.num_cached_tokens or 0
                     turn.reason, turn.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
                     source.ended(turn)
             # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.

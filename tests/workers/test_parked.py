@@ -1,0 +1,226 @@
+"""Keys and values that the embedded engine keeps of conversations that wait: no token knows of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rltrain.workers.rollout.answering import Reply
+from rltrain.workers.rollout.contract import Job, Sampling, Turn
+from rltrain.workers.rollout.conversations import Conversations
+from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues
+from rltrain.workers.rollout.embedded.parked import KeptRow, ParkedRows
+from rltrain.workers.rollout.embedded.running import EndedTurn
+from tests.distance import distance
+from tests.models.kinds import KINDS
+from tests.workers.engines import Talk, jobs_of, queue_of
+from tests.workers.test_hf_rollout import FAMILIES, PROMPTS, count_tokens, make_engine, plain_model, trainer_log_probs
+
+SAMPLING = Sampling(60, temperature=1.2)
+
+
+def engine_of(plain, **limits):
+    """A third of the tokens end a turn."""
+    engine = make_engine(plain, **limits)
+    engine._is_end[::3] = True
+    return engine
+
+
+def talk(engine, *, keeps=True, given=None) -> Talk:
+    jobs = jobs_of(PROMPTS, 3)
+    if given:
+        jobs = [replace(job, given=part) for job, part in zip(jobs, given, strict=True)]
+    source = Talk(jobs, 60, keeps=keeps)
+    engine.generate(source, SAMPLING)
+    return source
+
+
+def all_turns(source: Talk):
+    return [turn for key in sorted(source.turns) for turn in source.turns[key]]
+
+
+def assert_the_same(found: Talk, expected: Talk, most=2e-5) -> None:
+    assert found.tokens == expected.tokens
+    log_probs = ([torch.tensor(turn.log_probs) for turn in all_turns(source)] for source in (found, expected))
+    assert distance(*(torch.cat(parts) for parts in log_probs)) < most
+
+
+def computed_by_follow_ups(source: Talk) -> tuple[int, int]:
+    """Tokens that follow-up turns began with and that were computed for them; and those that had to be: what was said,
+    and the last token of the turn before."""
+    computed = needed = 0
+    for (place, sample), turns in source.turns.items():
+        begun = len(PROMPTS[place])
+        for before, turn in pairwise(turns):
+            begun += len(before.tokens) + len(source.said((place, sample)))
+            computed += begun - turn.num_reused
+            needed += 1 + len(source.said((place, sample)))
+    return computed, needed
+
+
+# Full, windows of all layers, chunks, soft caps, sinks, states.
+ALWAYS = ("qwen3", "mistral", "llama4", "gemma2", "gpt_oss", "qwen3_5")
+EVERY = [pytest.param(name, marks=() if name.startswith(ALWAYS) else pytest.mark.long) for name in [*FAMILIES, *KINDS]]
+LIMITS = {"max_num_seqs": 7, "block": 4, "max_num_batched_tokens": 8}
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_a_next_turn_computes_what_is_new_alone_and_says_the_same(family):
+    """Next turns come together, beside new prompts, and some are computed in parts."""
+    plain = plain_model(family)
+    expected = talk(engine_of(plain), keeps=False)
+    engine = engine_of(plain, **LIMITS)
+    sizes = count_tokens(engine)
+    found = talk(engine)
+    assert_the_same(found, expected)
+    assert len(all_turns(found)) > 40
+    computed, needed = computed_by_follow_ups(found)
+    assert computed == needed
+    assert not any(turn.num_reused for turn in all_turns(expected))
+    # A prompt is computed once, and so is what was said to each answer.
+    prefills = sum(tokens for _, tokens in sizes if tokens > 1)
+    assert prefills <= sum(map(len, PROMPTS)) + needed
+    key, turns = max(found.turns.items(), key=lambda item: len(item[1]))
+    begun = [*PROMPTS[key[0]].tolist(), *(token for turn in turns[:-1] for token in [*turn.tokens, *found.said(key)])]
+    text = np.array(begun, dtype=np.int32)
+    ours = torch.tensor(turns[-1].log_probs)
+    assert distance(ours, trainer_log_probs(plain, text, torch.tensor(turns[-1].tokens), 1.2)) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3", *(name for name in KINDS if "qwen3_5" in name)])
+def test_an_answer_of_an_earlier_step_is_kept_from_its_first_turn_on(family):
+    plain = plain_model(family)
+    given = [tuple(np.arange(2, 2 + (place + number) % 4, dtype=np.int32) for number in range(3)) for place in range(6)]
+    found = talk(engine_of(plain, **LIMITS), given=given)
+    assert_the_same(found, talk(engine_of(plain), keeps=False, given=given))
+    assert sum(turn.num_reused for turn in all_turns(found)) > 300
+
+
+def rows_of_memory(monkeypatch, count: float) -> None:
+    """Memory for so many rows of `SIZES` of 128 tokens, with a block of 4 more."""
+    one = (128 + 4) * 2 * 2 * 2 * 16 * 4
+    monkeypatch.setattr("rltrain.base.device.Device.free_memory_bytes", lambda self: int(one * count * ROOM))
+
+
+def test_where_room_is_short_what_is_parked_goes_and_is_computed_again(monkeypatch):
+    plain = plain_model("qwen3")
+    expected = talk(engine_of(plain), keeps=False)
+    rows_of_memory(monkeypatch, 3.2)
+    engine = engine_of(plain, gpu_memory_utilization=1.0, block=4)
+    beyond, dropped, fit = [], [], ParkedRows.fit
+
+    def watched(parked: ParkedRows, room_bytes: int) -> None:
+        before = len(parked)
+        fit(parked, room_bytes)
+        dropped.append(before - len(parked))
+        beyond.append(sum(row.num_bytes for _, row in parked._rows.values()) - max(0, room_bytes))
+
+    monkeypatch.setattr(ParkedRows, "fit", watched)
+    found = talk(engine)
+    assert_the_same(found, expected)
+    assert max(beyond) <= 0
+    assert sum(dropped) > 0
+    computed, needed = computed_by_follow_ups(found)
+    assert computed > needed
+    assert any(turn.num_reused for turn in all_turns(found))
+
+
+def row_of(length: int) -> KeptRow:
+    return KeptRow(length, {(0, 1): (torch.zeros(1, length, 1), torch.zeros(1, length, 1))}, {})
+
+
+def parked_of(*samples: int) -> ParkedRows:
+    """Rows of 10 tokens and 80 bytes each."""
+    parked = ParkedRows()
+    for sample in samples:
+        parked.put(EndedTurn(0, (0, sample), np.arange(8, dtype=np.int32)), row_of(10))
+    return parked
+
+
+def next_turn(sample: int, *tokens: int) -> Job:
+    given = np.array(tokens, dtype=np.int32)
+    return Job(0, np.array([sample]), np.zeros(3, dtype=np.int32), np.zeros(1, dtype=np.uint64), (given,))
+
+
+def waits_for(*samples: int) -> SimpleNamespace:
+    is_waited_for: Callable[[int, int], bool] = lambda place, sample: sample in samples  # noqa: E731
+    return SimpleNamespace(goes_on=is_waited_for)
+
+
+def test_the_row_that_waits_longest_goes_first():
+    parked = parked_of(2, 0, 1)
+    parked.fit(240)
+    assert len(parked) == 3
+    parked.fit(239)
+    assert parked.take([next_turn(2, *range(9))]) == {}
+    assert list(parked.take([next_turn(sample, *range(9)) for sample in (0, 1)])) == [(0, 0), (0, 1)]
+    assert len(parked) == 0
+
+
+def test_a_row_is_taken_once_and_for_its_own_text_alone():
+    parked = parked_of(0, 1)
+    assert parked.take([next_turn(0, *range(7), 9, 9)]) == {}
+    assert list(parked.take([next_turn(1, *range(9))])) == [(0, 1)]
+    assert parked.take([next_turn(1, *range(9))]) == {}
+
+
+def test_a_row_goes_with_its_conversation():
+    parked = parked_of(0, 1, 2)
+    parked.drop_over(waits_for(1))
+    assert list(parked._rows) == [(0, 1)]
+
+
+class Told:
+    """Answers every turn when it is told to. See `Answering`."""
+
+    max_model_len = 40
+
+    def __init__(self) -> None:
+        self.replies: list[tuple[tuple[int, int], Reply]] = []
+
+    def ask(self, key, conversation, reason) -> bool:
+        return True
+
+    def no_room(self, key) -> bool:
+        return True
+
+    def arrived(self, wait_s=0.0):
+        replies, self.replies = self.replies, []
+        return replies
+
+
+def test_a_conversation_goes_on_as_long_as_another_turn_may_come():
+    told = Told()
+    source = Conversations(queue_of(jobs_of([PROMPTS[0]], 3)), 100, answering=(told, 20))
+    source.take(3)
+    assert not any(source.goes_on(0, sample) for sample in range(3))  # they are running
+    for sample, reason in enumerate(("stop", "stop", "length")):
+        source.ended(Turn(0, sample, [5, 6], [-1.0, -1.0], reason))
+    assert [source.goes_on(0, sample) for sample in range(3)] == [True, True, False]
+    # One has ended by itself, and what is said to the other leaves no room.
+    told.replies = [((0, 0), Reply(None)), ((0, 1), Reply(np.full(18, 7, dtype=np.int32)))]
+    source.take(3)
+    assert not any(source.goes_on(0, sample) for sample in range(3))
+    assert source.wait()
+
+
+def test_a_copy_of_a_row_changes_no_more():
+    """Neither with what the row computes next, nor with what takes its place."""
+    engine = engine_of(plain_model("qwen3_5, gated delta net"))
+    cache = KeyValues(torch.device("cpu"), 4)
+    with torch.inference_mode():
+        engine._prefill(jobs_of(PROMPTS, 1), cache)
+        row = cache.copy_of(2)
+        kept = [tensor.clone() for part in (*row.pairs.values(), *row.states.values()) for tensor in part]
+        cache.begin_step()
+        engine._forward(torch.ones(6, 1, dtype=torch.long), torch.full((6, 1), 30), rltrain_cache=cache)
+        assert cache.copy_of(2).length == row.length + 1
+        cache.drop_dead_rows(np.arange(6) != 2)
+        engine._prefill(jobs_of(PROMPTS[:1], 1), cache)
+    assert row.length == len(PROMPTS[2])
+    tensors = [tensor for part in (*row.pairs.values(), *row.states.values()) for tensor in part]
+    assert all(torch.equal(*pair) for pair in zip(tensors, kept, strict=True))

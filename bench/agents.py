@@ -1,9 +1,9 @@
 """What the machinery of several turns costs, with the embedded engine and a tiny model: a row a question.
 
-    python -m bench.agents [NAME...]      prints the table; with all names, writes bench/results/agents_cpu.md
+    python -m bench.agents [NAME...] [--out FILE]      prints the table; writes it to bench/results/FILE
 
 Each question has a function here, whose docstring says how it is asked. The model is tiny, so that shares of its time
-are larger than those of any real one.
+are larger than those of any real one; that of `follow_ups` is larger.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.table import write
 from rltrain.base.columns import names as c
+from rltrain.models.weights.names import Weight
 from rltrain.slots.limits import descendants
 from rltrain.trainer.ppo import PPOTrainer
-from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.rollout.contract import Job, Key, Sampling
 from rltrain.workers.rollout.conversations import Conversation, Conversations
 from rltrain.workers.tasks import GenerateTask
 from tests.local import local_trainer
 from tests.tiny import small_run, write_arithmetic
 from tests.tiny_tools import CALL_ID, TOOLS, VOCABULARY, save_calling_model, tool_run
+from tests.workers.engines import Talk, engine_of, jobs_of, rollout_of
 
 R = "actor_rollout_ref__rollout__"
 ENVIRONMENT = """
@@ -224,10 +227,66 @@ def _in_use(folder: Path, answers: int) -> float:
     return float((running[:-1] * np.diff(times)).sum() / (8 * (times[-1] - times[0])))
 
 
+class LongTalk(Talk):
+    """Conversations whose answers are told 20 tokens behind each turn."""
+
+    def said(self, key: Key) -> list[int]:
+        return [2 + (7 * key[0] + number) % 90 for number in range(20)]
+
+
+def follow_ups(folder: Path) -> str:
+    """8 conversations of up to 4 turns of 20 tokens on average, behind prompts of 1,000 tokens, in pairs of rollouts of
+    one process: as it is, and with an engine that is not told that they go on, so that it computes all anew. A random
+    six-layer Qwen3 of width 256."""
+    config = Qwen3Config(
+        vocab_size=1000, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, eos_token_id=1, initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    engine: Any = engine_of("hf", config, rollout_of(max_num_batched_tokens=8192), max_model_len=1600)
+    named = (*model.named_parameters(), *model.named_buffers())
+    engine.load_weights(Weight(name, value.detach()) for name, value in named)
+    engine.wake_cache()
+    engine._is_end[::20] = True
+    prompts = [np.random.default_rng(number).integers(2, 1000, 1000).astype(np.int32) for number in range(8)]
+    prefill, spent = engine._prefill, [0.0]
+
+    def timed(jobs: Sequence[Job], *rest: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        hidden = prefill(jobs, *rest)
+        spent[0] += time.perf_counter() - started if any(job.given for job in jobs) else 0
+        return hidden
+
+    engine._prefill = timed
+    found: dict[bool, list[tuple[float, float, LongTalk]]] = {True: [], False: []}
+    for pair in range(6):
+        for keeps in (True, False) if pair % 2 else (False, True):
+            talk, spent[0], started = LongTalk(jobs_of(prompts, 1), 500, keeps=keeps), 0.0, time.perf_counter()
+            engine.generate(talk, Sampling(500, 1.0))
+            found[keeps].append((spent[0], time.perf_counter() - started, talk))
+    kept, anew = found[True][0][2], found[False][0][2]
+    assert kept.tokens == anew.tokens
+    turns = [turn for each in kept.turns.values() for turn in each[1:]]
+    begun = sum(
+        1000 + sum(len(turn.tokens) + 20 for turn in each[:number])
+        for each in kept.turns.values() for number in range(1, len(each))
+    )  # fmt: skip
+    share = sum(turn.num_reused for turn in turns) / begun
+    # The first pair warms up.
+    ms = {keeps: 1e3 * median(each[0] for each in rounds[1:]) / len(turns) for keeps, rounds in found.items()}
+    whole = {keeps: median(each[1] for each in rounds[1:]) for keeps, rounds in found.items()}
+    return (
+        f"{ms[True]:.1f} ms a follow-up, {ms[False]:.1f} ms computed anew ({ms[False] / ms[True]:.1f} x); rollout "
+        f"{whole[True]:.2f} s and {whole[False]:.2f} s; {share:.1%} of the tokens of {len(turns)} follow-ups reused"
+    )
+
+
 QUESTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "never_called": ("generation with a tool that is never called, against the plain path", never_called),
     "per_turn": ("a turn's end to its context in tokens, one trajectory at a time", per_turn),
     "long_run": ("2,000 trajectories after the first 2,000: growth", long_run),
+    "follow_ups": ("prefill of a next turn behind a prompt of 1,000 tokens, and the whole rollout", follow_ups),
     "places": ("share of 8 decode places in use while tools take 1 s", places),
 }
 
@@ -236,7 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answer the questions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[*QUESTIONS, []])
-    names = parser.parse_args(argv).names or list(QUESTIONS)
+    parser.add_argument("--out", help="file in bench/results")
+    given = parser.parse_args(argv)
+    names = given.names or list(QUESTIONS)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -247,9 +308,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(rows[-1] + "\n")
         sys.stdout.flush()
     dist.destroy_process_group()
-    if len(names) == len(QUESTIONS):
-        what = "A random two-layer Qwen3 of width 32 with a token that is a whole call; embedded engine, one thread."
-        write("agents_cpu.md", "python -m bench.agents", what, ("question", "measured"), rows)
+    if given.out:
+        what = "A random two-layer Qwen3 of width 32 with a token that is a whole call"
+        if names == ["follow_ups"]:
+            what = "A random six-layer Qwen3 of width 256; medians of five rollouts, token for token the same"
+        command = f"python -m bench.agents {' '.join(given.names)} --out {given.out}".replace("  ", " ")
+        write(given.out, command, f"{what}; embedded engine, one thread.", ("question", "measured"), rows)
     return 0
 
 

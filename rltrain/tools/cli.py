@@ -17,6 +17,7 @@ COMMANDS = {
     "port": ("rltrain.tools.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
     "report": ("rltrain.run.report.table", "the phase table of a run"),
     "compare": ("rltrain.tools.compare.__main__", "runs beside each other: curves, differences, settings, weights"),
+    "sweep": ("rltrain.tools.sweep", "a run for every combination of settings, one after the other: key=a,b ..."),
     "view": ("rltrain.run.report.view", "the answers of a run"),
     "average": ("rltrain.tools.average", "one model whose weights are the mean of those of others"),
     "sync": ("rltrain.tools.sync", "send what trackers have kept offline in a run"),

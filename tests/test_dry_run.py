@@ -18,6 +18,7 @@ from rltrain.data import chat
 from rltrain.main_ppo import main
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.workers.hybrid import HybridWorker
+from tests.doubles.judge import JudgeDouble
 from tests.tiny import save_tiny_model, save_tiny_tokenizer, small_run, write_arithmetic
 
 M = "actor_rollout_ref__model__"
@@ -355,6 +356,26 @@ def test_a_reward_is_looked_at_even_without_rows(dry, tmp_path):
     found = refused(dry, custom_reward_function__path=str(tmp_path / "reward.py"), data__train_files="/no/such.parquet")
     assert "/no/such.parquet does not exist" in found
     assert "cannot be called with data_source, solution_str" in found
+
+
+def test_a_judge_is_looked_for_and_judges_nothing(dry, tmp_path):
+    judge = JudgeDouble(lambda *_: "\\boxed{yes}")
+    keys = {"reward__judge__url": judge.url, "reward__judge__model": "grader"}
+    try:
+        code, text = dry(**keys, reward__judge__rule="first")
+        assert code == 0
+        assert f"judge: {judge.url} answers and has grader; no answer was judged" in text
+        assert f"with the judge grader at {judge.url} where the scorer finds nothing right, 32 requests" in text
+        assert "the ground truth as the answer" in text
+        assert judge.paths == ["/v1/models"]
+        assert "reward.judge.model=other is not among the models" in dry(**keys | {"reward__judge__model": "other"})[1]
+    finally:
+        judge.close()
+    code, text = dry(**keys)
+    assert code == 0
+    assert f"{judge.url}/models does not answer now: ConnectError" in text
+    (tmp_path / "ask.txt").write_text("{{ anwser }}")
+    assert "knows no {{ anwser }}" in refused(dry, **keys, reward__judge__prompt=str(tmp_path / "ask.txt"))
 
 
 def test_a_disk_that_holds_too_little_is_seen(dry, monkeypatch):

@@ -39,7 +39,7 @@ LAYERS = [
     {"config"},
     {"agents/ready", "algorithms", "config/verl", "controller"},
     {"agents"},
-    {"base/columns", "controller/launch", "rewards/scorers"},
+    {"base/columns", "controller/launch", "rewards/judge", "rewards/scorers"},
     {"rewards"},
     {"config/schema", "slots"},
     {"base"},

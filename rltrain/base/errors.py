@@ -10,6 +10,7 @@ RltrainError                  exit code
 ├── WorkerError               1     a worker raised: ours to fix, or the user's own code
 ├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
 ├── AgentError                75    tools, environments or agents fail, not the policy: safe to run again
+├── JudgeError                75    a judge that does not answer, or whose replies are no scores: safe to run again
 ├── StorageError              75    storage that does not answer now, to a read or a write: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
 │   └── NodesMissing          75    nodes or devices that were waited for in vain: they may come
@@ -123,6 +124,12 @@ class SyncError(RltrainError):
 
 class AgentError(RltrainError):
     """Most trajectories of a step could not go on: what runs tools, environments or agents does not work now."""
+
+    exit_code = 75
+
+
+class JudgeError(RltrainError):
+    """The judge (``reward.judge.url``) does not answer now, or its replies to most answers of a step are no scores."""
 
     exit_code = 75
 

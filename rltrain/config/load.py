@@ -35,7 +35,9 @@ OmegaConf.register_resolver("nodes_here", nodes_here, replace=True)
 OmegaConf.register_resolver("engine_here", engine_here, replace=True)
 # Names of keys whose values nobody else should see. "token" counts only as the last word, because max_token_len and
 # the like are lengths.
-SECRET = re.compile(r"password|secret|api[-_]?key|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE)
+SECRET = re.compile(
+    r"password|secret|api[-_]?key(?!_env$)|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE
+)
 # What stands before the host in an address: user:password@
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ def reward_problems(config: Config) -> Iterator[str]:
     """One line for every rule about scorers and reward model that the config breaks."""
     yield from _reward_model(config)
     yield from _scorers(config)
+    yield from _judge(config)
 
 
 def reward_terms(config: Config) -> Iterator[str]:
@@ -96,11 +98,47 @@ def _scorers(config: Config) -> Iterator[str]:
         return
     if config.custom_reward_function.path:
         yield "reward.url and custom_reward_function.path both say how to score; give one of them."
-    try:
-        address = urlsplit(reward.url)
-        # Reading `port` raises ValueError too, where it is no number.
-        usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
+    if not _is_address(reward.url):
         yield f"reward.url={reward.url!r} is no address; write http://host:port/path."
+
+
+def _judge(config: Config) -> Iterator[str]:
+    reward, judge, custom = config.reward, config.reward.judge, config.custom_reward_function.path
+    if judge.url is None:
+        return
+    if not _is_address(judge.url):
+        yield f"reward.judge.url={judge.url!r} is no address; write http://host:port/v1."
+    if not judge.model:
+        yield "reward.judge.url needs reward.judge.model, the model's name at that server."
+    if reward.url is not None:
+        yield "reward.url and reward.judge.url both say how to score; give one of them."
+    if custom and not judge.runs_rule:
+        yield (
+            f"custom_reward_function.path={custom} is called by nobody: with reward.judge.rule=none the judge alone "
+            "decides. Set reward.judge.rule=first or beside, or leave the function out."
+        )
+    if judge.rule == "beside" and "judge" not in reward.weights:
+        yield (
+            "reward.judge.rule=beside needs reward.weights, which say what the judge counts beside the scorer, such as "
+            "reward.weights.score=0.5 reward.weights.judge=0.5."
+        )
+    taken = sorted({"model", "messages", "stream", "n"} & judge.request.keys())
+    if taken:
+        yield f"reward.judge.request.{taken[0]} is decided by rltrain. Leave it out."
+    if reward.num_workers is not None and reward.num_workers > judge.max_concurrency:
+        yield (
+            f"reward.num_workers={reward.num_workers} processes cannot share reward.judge.max_concurrency="
+            f"{judge.max_concurrency} requests. Lower the former or raise the latter."
+        )
+    if judge.api_key_env is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", judge.api_key_env):
+        # Somebody may have written the key itself here, so it is not repeated.
+        yield "reward.judge.api_key_env is no name of an environment variable: write its name, such as JUDGE_API_KEY."
+
+
+def _is_address(url: str) -> bool:
+    try:
+        address = urlsplit(url)
+        # Reading `port` raises ValueError too, where it is no number.
+        return address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:
+        return False

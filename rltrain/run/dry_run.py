@@ -25,14 +25,16 @@ from rltrain.data.tables import num_rows
 from rltrain.data_preprocess.lint import best_form, look_at
 from rltrain.data_preprocess.lint import describe as describe_findings
 from rltrain.rewards.custom import custom_reward
+from rltrain.rewards.processes.judged import JudgedScorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot
-from rltrain.rewards.processes.worker import make_scorer
+from rltrain.rewards.processes.worker import make_scorer, rule_scorer
 from rltrain.run.assemble import sampler_of
 from rltrain.run.changes import tell_changes
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
+from rltrain.run.preflight.judge import look_at_judge
 from rltrain.run.preflight.memory_room import look_at_memory
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.preflight.settings import preflight
@@ -195,15 +197,19 @@ def _count(split: str, names: Sequence[str], findings: Findings) -> int | None:
 
 def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     """What the scorers say of one row of each data source, with the ground truth as the answer: one call each."""
-    custom, lines = custom_reward(cfg), []
-    if not (rows or custom) or not cfg.reward_model.runs_scorers:
+    custom, judge, lines = custom_reward(cfg), cfg.reward.judge, []
+    if not cfg.reward_model.runs_scorers:
         return []
+    by_judge = look_at_judge(cfg, found) if judge.url else []
+    if not (rows or custom) or (judge.url and not judge.runs_rule):
+        return by_judge
     scores: list[Score] = []
     # Reversed, so that a source of both splits is tried with its row of the training data, which comes last.
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # What each worker of the pool has, in this process: the pool itself would need Ray.
-        scorer = make_scorer(cfg)
+        scorer = rule_scorer(cfg) if judge.url else make_scorer(cfg)
+        assert not isinstance(scorer, JudgedScorer)
         try:
             for source, row in firsts.items():
                 started = time.perf_counter()
@@ -220,14 +226,15 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
                 scorer.prepare("")  # an import and a signature need no row
         finally:
             scorer.close()
-        check_columns(cfg, scores)
+        if not judge.url:  # whose number is asked for too
+            check_columns(cfg, scores)
     except RltrainError as error:
         found.problems.append(str(error))
     if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
         found.problems.append(
             f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on, see above."
         )
-    return ["\n  ".join(["reward", *lines])] if lines else []
+    return (["\n  ".join(["reward", *lines])] if lines else []) + by_judge
 
 
 def _in_best_form(scorer: ScoringSlot, row: PromptRow) -> tuple[str, str]:

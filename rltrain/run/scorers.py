@@ -14,6 +14,7 @@ from rltrain.controller.group import PlacementGroupSchedulingStrategy
 from rltrain.controller.hang import Deadlines
 from rltrain.data.row_tools import RowTools
 from rltrain.data.rows import Rows
+from rltrain.rewards.processes.judged import check_judge
 from rltrain.rewards.processes.pool import PoolWatch, RewardPool
 from rltrain.rewards.processes.score import Score
 from rltrain.run.splits import Data
@@ -38,6 +39,8 @@ def start_pool(
     if not cfg.reward_model.runs_scorers:
         return None
 
+    if cfg.reward.judge.url:
+        check_judge(cfg)  # here, where it is one error of the configuration
     watch = PoolWatch(
         death_watch(),
         stopped,
@@ -57,7 +60,7 @@ def start_pool(
 
 def _rows_to_try(cfg: Config, rows: Rows, tools: RowTools) -> list[int]:
     """The first row of every data source; of a source whose trajectories may score themselves none."""
-    custom = cfg.custom_reward_function.path is not None or cfg.reward.url is not None
+    custom = cfg.custom_reward_function.path is not None or cfg.reward.is_elsewhere
     return [row for row in rows.data_sources().values() if custom or not tools.scores_itself(rows[row])]
 
 

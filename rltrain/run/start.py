@@ -69,7 +69,8 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
     # Rows and prompts go into the object store once, not per process. Images that a class has made go with prompts.
-    splits = {name: share(split.without_pictures()) for name, split in data.rows.items()}
+    with_images = cfg.reward.judge.images
+    splits = {name: share(rows if with_images else rows.without_pictures()) for name, rows in data.rows.items()}
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):

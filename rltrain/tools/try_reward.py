@@ -2,6 +2,7 @@
 
     python -m rltrain.rewards.try my_reward.py train.parquet
     python -m rltrain.rewards.try my_reward.py train.parquet --answers answers.txt --kwargs scale=2
+    python -m rltrain.rewards.try judge train.parquet --kwargs url=http://host:8000/v1 model=NAME
 
 Without --answers a row is answered by its own ground truth, in the forms that scorers look for, and by something wrong.
 Exit code 0: every answer got a number; 2: one did not, or nothing could be tried.
@@ -12,7 +13,8 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rltrain.base.errors import RewardError, command
+from rltrain.base.errors import ConfigError, RewardError, command
 from rltrain.base.plugin import user_traceback
+from rltrain.config.check import broken_rules
+from rltrain.config.load import load_config
 from rltrain.data.rows import Rows, read_rows
 from rltrain.rewards.custom import CustomReward, RewardFunction
-from rltrain.rewards.processes.score import read_returned
+from rltrain.rewards.processes.judged import JudgedScorer, Questions
+from rltrain.rewards.processes.score import ScorerCall, read_returned
 from rltrain.rewards.scorers.registry import FORMS
 
+Scored = tuple[float, dict[str, float | str]]
+
+_JUDGE = "judge"
 WRONG = "I do not know."
 _SHOWN_CHARS = 60
 
@@ -37,9 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line."""
     options = _parse(argv)
     rows = read_rows(options.data)
-    kwargs: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.kwargs))  # as a run reads them
-    custom = CustomReward(options.reward, options.name, kwargs, options.batch)
-    function = RewardFunction(custom)
+    scorer = _Judge(options.kwargs, rows) if options.reward == _JUDGE else _Function(options, rows)
     answers = list(_given(options.answers, rows) if options.answers else _made_up(rows, options.rows))
     table = Table("row", "data source", "answer", "ground truth", "score", "further", "seconds")
     failures: dict[tuple, str] = {}
@@ -47,11 +53,12 @@ def main(argv: list[str] | None = None) -> int:
         row = rows[position]
         started = time.perf_counter()
         try:
-            score, extras = _score(function, custom, (row.data_source, answer, row.ground_truth, row.extra_info))
+            score, extras = scorer.score(position, (row.data_source, answer, row.ground_truth, row.extra_info))
             outcome = [f"{score:g}", " ".join(f"{name}={value}" for name, value in extras.items())]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown with its traceback
             where = traceback.extract_tb(error.__traceback__)[-1]
-            failure = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{user_traceback(error)}"
+            said = str(error) if isinstance(error, RewardError) else user_traceback(error)
+            failure = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{said}"
             # One per place in the user's code: the same failure on every row is read once.
             failures.setdefault((type(error), where.filename, where.lineno), failure)
             outcome = [type(error).__name__, ""]
@@ -61,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table)
     for failure in failures.values():
         console.print(Text(f"failed, {failure}"), soft_wrap=True)
+    if said := scorer.close():
+        console.print(Text(said), soft_wrap=True)
     return 2 if failures else 0
 
 
@@ -68,14 +77,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m rltrain.rewards.try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("reward", help="custom_reward_function.path of the run")
+    parser.add_argument("reward", help="custom_reward_function.path of the run, or judge")
     parser.add_argument("data", help="a parquet file with rows of the run")
     parser.add_argument("--name", default="compute_score", help="custom_reward_function.name (%(default)s)")
     answers = 'one per line: the first answers row 0, and so on; in a .jsonl file a text, or {"answer": …, "row": …}'
     parser.add_argument("--answers", type=Path, metavar="FILE", help=answers)
     first = "try the first N rows, and one per data source (%(default)s)"
     parser.add_argument("--rows", type=int, default=3, metavar="N", help=first)
-    kwargs = "custom_reward_function.reward_kwargs"
+    kwargs = "custom_reward_function.reward_kwargs; of a judge the keys of reward.judge"
     parser.add_argument("--kwargs", nargs="*", default=[], metavar="KEY=VALUE", help=kwargs)
     batch = "the function takes lists (reward_model.reward_manager=batch)"
     parser.add_argument("--batch", action="store_true", help=batch)
@@ -106,11 +115,49 @@ def _made_up(rows: Rows, number: int) -> Iterator[tuple[int, str]]:
         yield position, WRONG
 
 
-def _score(function: Callable[..., Any], custom: CustomReward, call: tuple) -> tuple[float, dict[str, float | str]]:
-    if not custom.batch:
-        return read_returned(function(*call))
-    (returned,) = function(*([argument] for argument in call))
-    return read_returned(returned)
+class _Function:
+    """The user's function, in this process."""
+
+    def __init__(self, options: argparse.Namespace, rows: Rows) -> None:
+        kwargs: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.kwargs))  # as a run reads them
+        self._custom = CustomReward(options.reward, options.name, kwargs, options.batch)
+        self._function = RewardFunction(self._custom)
+
+    def score(self, position: int, call: ScorerCall) -> Scored:
+        if not self._custom.batch:
+            return read_returned(self._function(*call))
+        (returned,) = self._function(*([argument] for argument in call))
+        return read_returned(returned)
+
+    def close(self) -> str:
+        return ""
+
+
+class _Judge:
+    """The judge of a run with these keys."""
+
+    def __init__(self, settings: Sequence[str], rows: Rows) -> None:
+        # rule=beside needs a weight, and no numbers are weighed here.
+        loaded = load_config(["reward.weights.judge=1", *(f"reward.judge.{setting}" for setting in settings)])
+        judge = loaded.config.reward.judge
+        if judge.url is None:
+            raise ConfigError("a judge needs --kwargs url=http://host:port/v1 model=NAME, keys of reward.judge.")
+        # Of the rest of a run nothing is known.
+        if problems := [problem for problem in broken_rules(loaded) if "reward.judge" in problem]:
+            raise ConfigError("\n".join(problems))
+        self._judged = JudgedScorer(loaded.config)
+        self._questions = Questions(rows, judge.images)
+
+    def score(self, position: int, call: ScorerCall) -> Scored:
+        (score,) = self._judged.score_all([call], [partial(self._questions, position)])
+        if score.value is None:
+            raise RewardError(f"{score.status}: {score.error}")
+        return score.value, score.extras
+
+    def close(self) -> str:
+        counts = self._judged.take_counts()
+        self._judged.close()
+        return "judge: " + ", ".join(f"{name} {counts[name]:g}" for name in sorted(counts))
 
 
 def _short(text: str) -> str:

@@ -354,12 +354,14 @@ def _stops(samples: Samples, most_turns: int | None) -> dict[str, NDArray[np.boo
 
 
 def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
-    """Metrics of several rounds of generation: seconds and damaged answers add up; of others the newest is kept."""
+    """Metrics of several rounds of generation: seconds, damaged answers and a judge's costs add up; of others the
+    newest is kept."""
     joined: Metrics = {}
     for metrics in rounds:
         for name, value in metrics.items():
             seconds = name.startswith("timing_s/") or (name.endswith("_s") and not name.endswith("_per_s"))
-            joined[name] = joined.get(name, 0.0) + value if seconds or name == _DAMAGED else value
+            adds_up = seconds or name == _DAMAGED or name.startswith("judge/")
+            joined[name] = joined.get(name, 0.0) + value if adds_up else value
     if f"timing_s/{WAIT}" in joined:
         joined["perf/rollout_wait_share"] = joined[f"timing_s/{WAIT}"] / joined["timing_s/generate_sequences"]
     return joined

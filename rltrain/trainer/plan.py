@@ -165,8 +165,9 @@ def _reward_workers(config: Config) -> int:
     # Affinity and quota instead of `os.cpu_count`, which in a container counts the cores of the whole machine. One core
     # is left to every device's worker.
     spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
-    in_each_node = 1 if reward.url else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
-    return reward.num_workers or min(_MOST_REWARD_WORKERS, nodes * in_each_node)
+    in_each_node = 1 if reward.is_elsewhere else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
+    most = min(_MOST_REWARD_WORKERS, reward.judge.max_concurrency) if reward.judge.url else _MOST_REWARD_WORKERS
+    return reward.num_workers or min(most, nodes * in_each_node)
 
 
 def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_long: int) -> int | None:

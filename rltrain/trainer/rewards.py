@@ -42,6 +42,8 @@ class Rewards:
         self._max_length = cfg.reward_model.overlong_buffer.max_resp_len or cfg.data.max_response_length
         # What the newest rule rewards took, summed over all scoring processes, whether hidden behind generation or not.
         self.seconds = 0.0
+        # And what a judge has cost in them: ``judge/calls`` and so on.
+        self.judged: dict[str, float] = {}
         self._rows = rows
         self._pool = pool
         self._model = model
@@ -77,7 +79,7 @@ class Rewards:
             begun = begun or AnswersInScoring(self._pool.begin_scoring(split, len(samples)))
             begun.add_missing(samples)
             columns = begun.collect()
-            self.seconds = begun.seconds
+            self.seconds, self.judged = begun.seconds, begun.judged
         if self._weights:
             columns[c.SCORE] = self._weigh(columns, failed_of(samples))
         total = columns[c.SCORE]
@@ -158,6 +160,11 @@ class AnswersInScoring:
     def seconds(self) -> float:
         """What scoring has cost so far, summed over all scoring processes."""
         return self._scoring.seconds
+
+    @property
+    def judged(self) -> dict[str, float]:
+        """What a judge has cost so far."""
+        return {f"judge/{name}": float(count) for name, count in self._scoring.judged.items()}
 
     def _add(self, texts: Any, ids: Ids, rows: Ids, positions: Ids) -> None:
         self._scoring.add(texts, rows, positions)

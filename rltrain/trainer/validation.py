@@ -78,6 +78,7 @@ class Validation:
         metrics = validation_metrics(sources, extras | numbers, num_samples)
         if any(map(summary_of, set(sources))):
             metrics |= summary_metrics(sources, self._rewards.extra_infos("val"), extras | numbers, num_samples)
+        metrics |= {f"val-aux/{name}": value for name, value in self._rewards.judged.items()}
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
         most_turns = self._cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
         metrics |= {f"val-aux/{name}": value for name, value in turn_metrics(samples, most_turns).items()}

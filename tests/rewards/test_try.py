@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.doubles.judge import JudgeDouble
+
 REWARD = """
     from my_rule import last
 
@@ -34,8 +36,8 @@ def attempt(tmp_path, monkeypatch, capsys):
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "rows.parquet")
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def run(*more):
-        words = ["try", str(tmp_path / "my_reward.py"), str(tmp_path / "rows.parquet"), *map(str, more)]
+    def run(*more, reward=tmp_path / "my_reward.py"):
+        words = ["try", str(reward), str(tmp_path / "rows.parquet"), *map(str, more)]
         monkeypatch.setattr(sys, "argv", words)
         # Tests of names import it; runpy warns of that.
         monkeypatch.delitem(sys.modules, "rltrain.tools.try_reward", raising=False)
@@ -97,3 +99,21 @@ def test_what_cannot_be_tried_is_one_line_and_exit_code_2(attempt, tmp_path):
         assert written.startswith("error: ")
         assert said in written
         assert "Traceback" not in written
+
+
+def test_a_judge_is_tried_like_a_function(attempt):
+    judge = JudgeDouble(lambda message, _: "\\boxed{yes}" if "4711" in message.split("graded:")[1] else "Who knows?")
+    try:
+        code, text = attempt("--rows", "0", "--kwargs", f"url={judge.url}", "model=grader", reward="judge")
+    finally:
+        judge.close()
+    assert code == 2
+    assert text.count("rejected: neither yes, no nor a number from 0 to 1") == 1
+    assert "judge: calls 18, parse_failures 6, retries 4, seconds" in text
+    assert "tokens 180" in text
+
+
+def test_a_judge_without_an_address_is_one_sentence(attempt):
+    code, text = attempt("--kwargs", "model=grader", reward="judge")
+    assert code == 2
+    assert "a judge needs --kwargs url=" in text

@@ -386,6 +386,7 @@ def test_over_sampling_starts_more_prompts_than_a_step_needs(ratio, started):
         (192, ["trainer.n_gpus_per_node=8"], 16),
         (192, ["trainer.n_gpus_per_node=8", "trainer.nnodes=8"], 64),
         (192, ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward.url=http://judge:80/"], 2),
+        (192, ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", "reward.judge.url=http://judge:80/v1"], 2),
         (2, ["reward.num_workers=7"], 7),
     ],
 )

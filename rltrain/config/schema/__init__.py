@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rltrain.config.schema.algorithm import AlgorithmConfig, KLKind
 from rltrain.config.schema.declarations import POLICY_LOSSES
 from rltrain.config.schema.fields import key, section
+from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import (
     ACTOR,
     Aggregation,
@@ -302,6 +303,13 @@ class RewardConfig:
     url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
     """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in
     config.yaml."""
+    judge: JudgeConfig = section(JudgeConfig, only_with={"judge.url": "reward.judge.url is not set"})
+    """A model that judges answers."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether scoring is mostly waiting for a server."""
+        return self.url is not None or self.judge.url is not None
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rltrain.base.columns import names as c
-from rltrain.rewards.processes.score import Score
+from rltrain.rewards.processes.score import JUDGE, Score
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
             columns[c.SCORER + name] = np.array([value or "" for value in values], dtype=object)
     if columns[c.REWARD_FAILED].any():
         columns[c.REWARD_ERROR] = np.array([score.error or "" for score in scores], dtype=object)
-    num_timeouts = columns[c.REWARD_TIMEOUT].sum()
+    num_timeouts = sum(score.status == "timeout" and score.kind != JUDGE for score in scores)
     if num_timeouts > _TIMEOUT_ALARM * len(scores):
         logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))
     return columns

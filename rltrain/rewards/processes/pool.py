@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from rltrain.base.env import driver_environment
-from rltrain.base.errors import AGAIN, RewardError, WorkerError, WorkerLost
+from rltrain.base.errors import AGAIN, JudgeError, RewardError, WorkerError, WorkerLost
 from rltrain.config.schema import Config
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.columns import Columns, columns_of
 from rltrain.rewards.processes.log import RewardLog
-from rltrain.rewards.processes.score import Score
+from rltrain.rewards.processes.score import JUDGE, Score
 from rltrain.rewards.processes.worker import RewardWorker
 
 # Calls of this group are answered while an answer is scored.
@@ -88,12 +89,17 @@ class RewardPool:
         self.watch = watch or PoolWatch()
         # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
         # that is gone ends the run with its cause, and the run goes on from a checkpoint.
-        options: Any = {"num_cpus": 0, "max_restarts": 0}
+        # A judge is waited for in many calls at once.
+        judge = cfg.reward.judge
+        self._lanes = max(1, judge.max_concurrency // num_workers) if judge.url else 1
+        self._tokens_used = 0
+        options: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": self._lanes}
         # A thread of its own answers for stacks while an answer is scored.
         actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
         placed = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
         self.workers: list[Any] = [
-            place.remote(cfg, f"worker {at}", splits, driver_environment()) for at, place in enumerate(placed)
+            place.remote(cfg, f"worker {at}", splits, driver_environment(), num_workers)
+            for at, place in enumerate(placed)
         ]
         self._numbers = {worker._actor_id.hex(): number for number, worker in enumerate(self.workers)}
         # Asked at once, since who is gone cannot say who it was.
@@ -113,15 +119,39 @@ class RewardPool:
         for _, (worker, printed) in results:
             self.log.printed(worker, printed)
         # All workers score the same rows; the scores of one are enough.
-        scores, custom = results[0][0], custom_reward(self._cfg)
-        if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
+        scores, custom, judge = results[0][0], custom_reward(self._cfg), self.reward.judge
+        if custom and not judge.url and scores and all(score.status in ("crashed", "rejected") for score in scores):
             raise RewardError(
                 f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on: the ground "
                 f"truth of each data source, alone and in the usual forms. The first:\n{scores[0].report()}\n"
                 f"Try it by hand: python -m rltrain.rewards.try {custom.path} DATA.parquet"
             )
         self.log.failures(scores)
+        if judge.url:
+            for counts in self._tried([worker.take_counts.remote() for worker in self.workers]):
+                self.count_tokens(counts)
         return scores
+
+    def count_tokens(self, counts: Counter[str]) -> None:
+        """Raise RewardError where the judge has used more tokens than it may."""
+        self._tokens_used += counts["tokens"]
+        most = self.reward.judge.max_tokens_total
+        if most is not None and self._tokens_used > most:
+            raise RewardError(
+                f"the judge has used {self._tokens_used:,} tokens since this start of the run, and "
+                f"reward.judge.max_tokens_total={most} allows no more. Raise it, and run the same command to go on "
+                "from the last checkpoint."
+            )
+
+    @property
+    def lanes(self) -> list[Any]:
+        """The workers, each as often as it takes calls at once."""
+        return [worker for worker in self.workers for _ in range(self._lanes)]
+
+    def give_up(self) -> None:
+        """Have no worker wait for the judge any longer."""
+        for worker in self.workers:
+            worker.give_up.options(concurrency_group=_CONTROL).remote()
 
     def begin_scoring(self, split: str, total: int) -> Scoring:
         """Score ``total`` answers as they arrive."""
@@ -136,8 +166,8 @@ class RewardPool:
             yield
         except RayTaskError as error:
             where = self._place(busy if len(busy) == 1 else [], phase)
-            if isinstance(error.cause, RewardError):
-                raise RewardError(str(error.cause)) from None
+            if isinstance(error.cause, RewardError | JudgeError):
+                raise type(error.cause)(str(error.cause)) from None
             if isinstance(error.cause, ObjectLostError):
                 sentence = f"{where}: the answers to score are gone with the worker that wrote them. {AGAIN}"
                 raise WorkerLost(sentence) from error
@@ -231,20 +261,22 @@ class RewardPool:
 class Scoring:
     """Answers on their way through the pool, dealt out to workers as these come free.
 
-    ``seconds`` is what scoring has cost so far, summed over all workers.
+    ``seconds`` is what scoring has cost so far, summed over all workers; ``judged`` what a judge has cost.
     """
 
     def __init__(self, pool: RewardPool, split: str, total: int) -> None:
         from ray.util import ActorPool
 
         self.seconds = 0.0
+        self.judged: Counter[str] = Counter()
+        self._is_over = False
         self._pool = pool
-        self._workers = ActorPool(list(pool.workers))
+        self._workers = ActorPool(pool.lanes)
         self._busy: dict[int, int] = {}  # call -> number of the worker that has it
         self._split = split
         self._total = total
         # Small enough that a slow answer holds up few others.
-        self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(pool.workers))))
+        self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(pool.lanes))))
         self._scores: list[list[Score]] = []  # per call, in the order of `add`
         self._failures: list[Score] = []
 
@@ -261,8 +293,17 @@ class Scoring:
         self.advance()
 
     def _hand_out(self, worker: Any, call: tuple[Any, ...]) -> Any:
+        if self._is_over:
+            return self._unjudged(call[0], len(call[3]))
         self._busy[call[0]] = self._pool.workers.index(worker)
         return worker.score.remote(*call)
+
+    def _unjudged(self, number: int, count: int) -> Any:
+        """What a worker would have returned, had the judge been waited for in vain."""
+        import ray
+
+        sentence = f"not judged within {self._pool.reward.judge.deadline_s:g} s (reward.judge.deadline_s)"
+        return ray.put((number, [Score(None, "timeout", sentence, kind=JUDGE)] * count, 0.0, Counter(), ("driver", "")))
 
     def advance(self) -> None:
         """Take what is done and hand out what waits, without waiting."""
@@ -276,15 +317,20 @@ class Scoring:
         an answer has none) or texts (objects, "" for none); ``reward_error`` (texts) where one failed. Raises
         RewardError if more than half of the answers fail.
         """
-        heard = time.monotonic()
+        started = heard = time.monotonic()
         # A worker that is alive keeps its deadlines, so silence for longer than a whole call may take is not a slow
         # answer.
         watch, per_call, timeout_s = self._pool.watch, self._answers_per_call, self._pool.reward.timeout_s
-        more_s = watch.late_s + per_call * _RESTART_S
+        judge = self._pool.reward.judge
+        deadline_s = judge.deadline_s if judge.url else math.inf
+        more_s = watch.late_s + per_call * _RESTART_S + (deadline_s if judge.url else 0.0)
         limit = f"reward.timeout_s={timeout_s} for each of {per_call} answers, and {more_s:g} s"
         while self._workers.has_next():
             watch.check()
-            if self._take(_POLL_S):
+            self._is_over = time.monotonic() - started > deadline_s
+            if self._is_over:  # asked again and again: a worker may only now have come to the judge
+                self._pool.give_up()
+            if self._take(min(_POLL_S, deadline_s)):
                 heard = time.monotonic()
             elif (seconds := time.monotonic() - heard) > more_s + per_call * timeout_s:
                 raise self._pool.silent(_PHASE, sorted({*self._busy.values()}), seconds, limit)
@@ -295,25 +341,35 @@ class Scoring:
             return False
         try:
             with self._pool.errors(_PHASE, sorted({*self._busy.values()})):
-                number, scores, seconds, (worker, printed) = self._workers.get_next_unordered(timeout=wait_s)
+                number, scores, seconds, judged, (worker, printed) = self._workers.get_next_unordered(timeout=wait_s)
         except TimeoutError:
             return False
         self._scores[number] = scores
-        self._busy.pop(number)
+        self._busy.pop(number, None)
         self.seconds += seconds
+        self.judged.update(judged)
         self._pool.log.printed(worker, printed)
         self._pool.log.failures(scores)
         self._failures += [score for score in scores if score.status != "ok"]
         # Counted against all answers of the batch, not those scored so far, so that a few early failures stop nothing.
         if 2 * len(self._failures) > self._total:
-            raise RewardError(_failure_report(self._failures, self._total))
+            raise _too_many(self._failures, self._total)
+        self._pool.count_tokens(judged)
         return True
 
 
-def _failure_report(failures: list[Score], total: int) -> str:
+def _too_many(failures: list[Score], total: int) -> RewardError | JudgeError:
+    by_judge = [score for score in failures if score.kind == JUDGE]
+    if 2 * len(by_judge) > len(failures):
+        report = _failure_report("reward.judge", by_judge, total)
+        return JudgeError(f"{report}\nSee to the judge, and run the same command again.")
+    return RewardError(_failure_report("the reward function", failures, total))
+
+
+def _failure_report(who: str, failures: list[Score], total: int) -> str:
     statuses = [score.status for score in failures]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses)))
     return (
-        f"the reward function fails on more than half of a batch (at least {len(failures)} of {total}: {counts}). "
+        f"{who} fails on more than half of a batch (at least {len(failures)} of {total}: {counts}). "
         f"The first failure:\n{failures[0].report()}"
     )

@@ -8,22 +8,17 @@ followed: an answer goes to the address that the user gave, or nowhere.
 
 import asyncio
 import json
-import ssl
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from itertools import count
 from typing import Any
 
 import httpx
 
 from rltrain.base.errors import RewardError
+from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s
 from rltrain.rewards.processes.score import MAX_ERROR_CHARS, Score, ScorerCall, read_returned
 
 _NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-_MAX_REPLY_BYTES = 1 << 20
-_TRY_AGAIN = (408, 429, 500, 502, 503, 504)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
@@ -40,16 +35,7 @@ class RemoteScorer:
         self._loop = asyncio.new_event_loop()
         # Outside the deadline: an answer's time starts when its request does.
         self._free = asyncio.Semaphore(concurrency)
-        # Without compression the size of a reply is bounded by counting the bytes that come.
-        defaults = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        self._client = httpx.AsyncClient(
-            headers=defaults | {name: str(value) for name, value in (headers or {}).items()},
-            verify=ssl.create_default_context(),
-            trust_env=False,
-            # `_score` has the one deadline; httpx would start its own anew for every read.
-            timeout=None,
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-        )
+        self._client = client({name: str(value) for name, value in (headers or {}).items()}, concurrency)
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         """Score one answer. Failing connections, 429 and 5xx are tried again until the deadline."""
@@ -94,28 +80,19 @@ class RemoteScorer:
         for attempt in count():
             pause_s = min(_FIRST_PAUSE_S * 2 ** min(attempt, 10), _LONGEST_PAUSE_S)
             try:
-                response, reply = await self._post(body)
-                if response.status_code not in _TRY_AGAIN:
+                response, reply = await fetch(self._client, self._url, body)
+                if response.status_code not in TRY_AGAIN:
                     return self._read(response.status_code, reply)
                 trouble.append(f"HTTP {response.status_code} {reply[:200]!r}")
                 # However long a server asks for: the answer's deadline ends the wait.
-                pause_s = max(pause_s, _retry_after_s(response.headers.get("Retry-After", "")))
+                pause_s = max(pause_s, retry_after_s(response.headers.get("Retry-After", "")))
             except httpx.TransportError as error:  # refused, reset, cut short
                 trouble.append(f"{type(error).__name__}: {error}")
             await asyncio.sleep(pause_s)
         raise AssertionError("count() has no end")
 
-    async def _post(self, body: bytes) -> tuple[httpx.Response, bytes]:
-        async with self._client.stream("POST", self._url, content=body) as response:
-            reply = b""
-            async for part in response.aiter_raw():
-                reply += part
-                if len(reply) > _MAX_REPLY_BYTES:
-                    break
-            return response, reply
-
     def _read(self, status: int, reply: bytes) -> Score:
-        if len(reply) > _MAX_REPLY_BYTES:
+        if len(reply) > MAX_REPLY_BYTES:
             return Score(None, "crashed", f"{self._url}: a reply of more than a mebibyte")
         if status != httpx.codes.OK:
             return Score(None, "crashed", f"{self._url}: HTTP {status} {reply[:MAX_ERROR_CHARS]!r}")
@@ -125,12 +102,3 @@ class RemoteScorer:
         except (ValueError, RecursionError) as error:
             return Score(None, "rejected", f"{self._url}: {error}; it sent {reply[:200]!r}")
         return Score(value, "ok", None, extras)
-
-
-def _retry_after_s(header: str) -> float:
-    """Seconds until the time that a server names, as a number of seconds or as a date; 0 for anything else."""
-    if header.isdigit():
-        return float(header)
-    with suppress(TypeError, ValueError):
-        return (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds()
-    return 0.0

@@ -11,6 +11,8 @@ from rltrain.base.errors import storable
 ScorerCall = tuple[str, str, Any, dict[str, Any]]
 
 MAX_ERROR_CHARS = 4000
+# The kind of a failure that is the judge's.
+JUDGE = "judge"
 # A norm of gradients squares what it adds up, in float32.
 MOST = 1e15
 _MAX_EXTRAS = 64

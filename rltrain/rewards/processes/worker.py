@@ -3,6 +3,9 @@
 import os
 import socket
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,38 +16,52 @@ from rltrain.base.stacks import stacks_here
 from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
 from rltrain.rewards.custom import TOLD, custom_reward
+from rltrain.rewards.judge.message import Question
+from rltrain.rewards.processes.judged import JudgedScorer, Questions
 from rltrain.rewards.processes.remote import RemoteScorer
 from rltrain.rewards.processes.score import Score, ScorerCall, read_returned
 from rltrain.rewards.processes.slot import ScoringSlot
 
 
-def make_scorer(cfg: Config) -> ScoringSlot | RemoteScorer:
-    """What scores answers in this process, as the config says."""
+def make_scorer(cfg: Config, num_sharing: int = 1) -> ScoringSlot | RemoteScorer | JudgedScorer:
+    """What scores answers in this process, as the config says. num_sharing: how many such processes a run has."""
     reward = cfg.reward
+    if reward.judge.url is not None:
+        return JudgedScorer(cfg, num_sharing)
     if reward.url is not None:
         return RemoteScorer(reward.url, reward.timeout_s, reward.url_concurrency, reward.url_headers)
+    return rule_scorer(cfg)
+
+
+def rule_scorer(cfg: Config) -> ScoringSlot:
+    """The scorers of the data sources, or the user's function in their place."""
+    reward = cfg.reward
     return ScoringSlot(custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
 
 
 class RewardWorker:
     """One scorer and the rows of every split; runs as a Ray actor."""
 
-    def __init__(self, cfg: Config, name: str, splits: dict[str, Any], environment: dict[str, str]):
+    def __init__(
+        self, cfg: Config, name: str, splits: dict[str, Any], environment: dict[str, str], num_workers: int = 1
+    ):
         import ray
 
         adopt(environment)
         self._name = name
         # The tables stay in the node's object store; `Rows` builds a row when it is asked for.
         self._rows: dict[str, Rows] = {split: ray.get(reference) for split, reference in splits.items()}
-        self._scorer = make_scorer(cfg)
-        self._is_custom = cfg.custom_reward_function.path is not None or cfg.reward.url is not None
+        self._scorer = make_scorer(cfg, num_workers)
+        with_images = cfg.reward.judge.url is not None and cfg.reward.judge.images
+        self._questions = {split: Questions(rows, with_images) for split, rows in self._rows.items()}
+        self._is_custom = cfg.custom_reward_function.path is not None or cfg.reward.is_elsewhere
 
     def score(
         self, number: int, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
-    ) -> tuple[int, list[Score], float, tuple[str, str]]:
+    ) -> tuple[int, list[Score], float, Counter[str], tuple[str, str]]:
         """Scores of the texts at ``positions`` of a list, by reference in ``texts``, as answers to ``rows``.
 
-        Returns ``number`` again, the scores, the seconds they took, and who printed what.
+        Returns ``number`` again, the scores, the seconds they took, what a judge has cost, and who printed what.
         """
         import ray
 
@@ -52,21 +69,36 @@ class RewardWorker:
         answers = ray.get(texts[0])
         chosen = [answers[at] for at in positions.tolist()]
         given = [given_score(answer, is_custom=self._is_custom) for answer in chosen]
-        calls = [
-            self._call(split, row, answer)
+        asked = [
+            (row, self._call(split, row, answer))
             for row, answer, score in zip(rows.tolist(), chosen, given, strict=True)
             if score is None
         ]
-        scored = iter(self._scorer.score_all(calls) if calls else [])
+        scored = iter(self._scored(split, *zip(*asked, strict=True)) if asked else [])
         scores = [score or next(scored) for score in given]
-        return number, scores, time.perf_counter() - started, (self._name, self._scorer.take_printed())
+        seconds = time.perf_counter() - started
+        return number, scores, seconds, self.take_counts(), (self._name, self._scorer.take_printed())
 
     def score_truths(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
         """Score rows with their own ground truth as the answer (by default the first row per data source)."""
         of_split = self._rows[split]
         chosen = list(of_split.data_sources().values()) if rows is None else rows
         calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
-        return [self._scorer.score_truth(call) for call in calls], (self._name, self._scorer.take_printed())
+        if isinstance(self._scorer, JudgedScorer):
+            asked = zip(chosen, calls, strict=True)
+            scores = [self._scorer.score_truth(call, self._question(split, row)) for row, call in asked]
+        else:
+            scores = [self._scorer.score_truth(call) for call in calls]
+        return scores, (self._name, self._scorer.take_printed())
+
+    def take_counts(self) -> Counter[str]:
+        """What a judge has cost since the last call."""
+        return self._scorer.take_counts() if isinstance(self._scorer, JudgedScorer) else Counter()
+
+    def give_up(self) -> None:
+        """Leave what a judge is asked for now unscored."""
+        if isinstance(self._scorer, JudgedScorer):
+            self._scorer.give_up()
 
     def who(self) -> tuple[int, str]:
         """Process id and host."""
@@ -79,6 +111,14 @@ class RewardWorker:
     def close(self) -> None:
         """End the slot's process."""
         self._scorer.close()
+
+    def _scored(self, split: str, rows: Sequence[int], calls: Sequence[ScorerCall]) -> list[Score]:
+        if isinstance(self._scorer, JudgedScorer):
+            return self._scorer.score_all(calls, [self._question(split, row) for row in rows])
+        return self._scorer.score_all(calls)
+
+    def _question(self, split: str, row: int) -> Callable[[], Question]:
+        return partial(self._questions[split], row)
 
     def _call(self, split: str, number: int, answer: str) -> ScorerCall:
         row = self._rows[split][number]

@@ -139,13 +139,16 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Who scores the answers."""
     rows = [("reward", _reward(config))] if config.reward_model.enable else []
     if config.reward_model.runs_scorers:
-        where = (
-            f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
-            if config.reward.url
-            else ""
-        )
+        judge, where, limit_s = config.reward.judge, "", f"{config.reward.timeout_s:g} s an answer"
+        if config.reward.url:
+            where = f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
+        elif judge.url:
+            scorer = {"none": "alone", "beside": "beside the scorer", "first": "where the scorer finds nothing right"}
+            where = f"with the judge {judge.model} at {judge.url} {scorer[judge.rule]}, "
+            where += f"{judge.max_concurrency} requests at a time over all"
+            limit_s = f"{judge.timeout_s:g} s a request"
         workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
-        rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {config.reward.timeout_s:g} s an answer"))
+        rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {limit_s}"))
     return rows
 
 

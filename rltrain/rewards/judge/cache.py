@@ -1,0 +1,54 @@
+"""Replies of a judge on disk, by the content of what was asked: SQLite, which several processes may share.
+
+Its usual journal is kept: the quicker one (WAL) does not work on network storage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+
+# How long another process may hold the file.
+_BUSY_S = 30.0
+
+
+class ReplyCache:
+    """Replies in the file of ``reward.judge.cache``. Raises ConfigError for one that cannot be used."""
+
+    def __init__(self, file: str) -> None:
+        path = Path(file).expanduser()
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._rows = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            self._rows.execute("CREATE TABLE IF NOT EXISTS replies (asked TEXT PRIMARY KEY, reply TEXT NOT NULL)")
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"reward.judge.cache={file}: {error}. Name a file that is not there yet, or one that a run has made."
+            ) from None
+
+    def get(self, request: dict[str, Any]) -> str | None:
+        """The reply to a request that was asked before."""
+        with self._lock:
+            row = self._rows.execute("SELECT reply FROM replies WHERE asked = ?", (_digest(request),)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, request: dict[str, Any], reply: str) -> None:
+        """Keep a reply; the first that was kept stays."""
+        with self._lock:
+            self._rows.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (_digest(request), reply))
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._rows.close()
+
+
+def _digest(request: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

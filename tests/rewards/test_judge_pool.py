@@ -1,0 +1,79 @@
+"""A judge in the pool of a run: what a step waits for, what failed judgements do to it, and what it may cost."""
+
+import contextlib
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.base.errors import JudgeError, RewardError
+from rltrain.config.schema.judge import JudgeConfig
+from rltrain.data.rows import read_rows
+from tests.doubles.judge import HANG, JudgeDouble
+
+YES = "\\boxed{yes}"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    truth = {"style": "rule", "ground_truth": "42"}
+    record = {"data_source": "mine", "prompt": [{"role": "user", "content": "6 x 7?"}], "reward_model": truth}
+    pq.write_table(pa.Table.from_pylist([record] * 8), tmp_path / "rows.parquet")
+    return read_rows(str(tmp_path / "rows.parquet"))
+
+
+@pytest.fixture
+def double():
+    with contextlib.ExitStack() as closing:
+
+        def make(reply):
+            made = JudgeDouble(reply)
+            closing.callback(made.close)
+            return made
+
+        yield make
+
+
+def begun(pool, ray, texts):
+    scoring = pool.begin_scoring("train", len(texts))
+    scoring.add(ray.put(texts), np.arange(len(texts)), np.arange(len(texts)))
+    return scoring
+
+
+def test_a_step_waits_for_the_judge_no_longer_than_it_may(local_ray, double, pool, rows):
+    judge = double(lambda message, _: HANG if "slow" in message else YES)
+    keys = JudgeConfig(url=judge.url, model="grader", deadline_s=1.5, max_concurrency=4, max_tokens_total=1000)
+    made = pool(rows, num_workers=1, judge=keys)
+    assert [score.value for score in made.score_truths("train")] == [1.0]
+    started = time.monotonic()
+    scoring = begun(made, local_ray, ["a", "b", "slow", "c", "slow", "slow", "d", "e"])
+    columns = scoring.collect()
+    assert time.monotonic() - started < 10
+    assert columns["reward_failed"].tolist() == [0, 0, 1, 0, 1, 1, 0, 0]
+    assert columns["reward_timeout"].tolist() == columns["reward_failed"].tolist()
+    assert columns["score"].tolist() == [1, 1, -2, 1, -2, -2, 1, 1]  # reward.on_error
+    assert columns["scorer/judge"][:2].tolist() == [1.0, 1.0]
+    assert "reward.judge.deadline_s" in columns["reward_error"][2]
+    assert (scoring.judged["calls"], scoring.judged["tokens"]) == (8, 50)
+    assert judge.busiest > 1
+    # The next step is judged as if nothing had been.
+    assert begun(made, local_ray, ["f", "g"]).collect()["score"].tolist() == [1.0, 1.0]
+    # 10 tokens for the trial, 50 and 20: a step of 93 more answers would be one too many.
+    made._tokens_used = 995
+    with pytest.raises(RewardError, match=r"used 1,005 tokens .*max_tokens_total=1000 allows no more"):
+        begun(made, local_ray, ["h"]).collect()
+
+
+def test_nonsense_for_most_answers_ends_the_run_as_what_may_pass(local_ray, double, pool, rows):
+    judge = double(lambda message, _: YES if "fine" in message else "What a nice day.")
+    made = pool(rows, num_workers=2, judge=JudgeConfig(url=judge.url, model="grader", max_concurrency=4))
+    columns = begun(made, local_ray, ["x", "fine", "y", "fine"]).collect()
+    assert columns["reward_failed"].tolist() == [1, 0, 1, 0]
+    assert columns["reward_timeout"].sum() == 0
+    with pytest.raises(JudgeError, match=r"reward\.judge fails on more than half of a batch \(at least 3 of 4: 3 rej"):
+        begun(made, local_ray, ["x", "y", "z", "fine"]).collect()
+    assert JudgeError.exit_code == 75
+    with pytest.raises(RewardError, match="gives no score for data_source='mine'"):
+        made.score_truths("train")

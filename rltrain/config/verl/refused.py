@@ -99,7 +99,8 @@ REFUSED = {
     },
     "*reward_manager.source!=register": _MANAGER,
     "reward_model.reward_manager=limited|rate_limited": "use naive: at most reward.num_workers answers are scored at "
-    "once, and a limit on requests belongs into your function (that of a model as judge is reward.judge.rate_limit_per_min)",
+    "once, and a limit on requests belongs into your function; of a model as "
+    "judge it is reward.judge.rate_limit_per_min",
     "reward_model.model.type!=discriminative": "a generative reward model is not in this version: serve it yourself, "
     "and name it by reward.judge.url and reward.judge.model",
     "reward_model.reward_loop_source!=register": _MANAGER,

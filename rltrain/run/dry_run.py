@@ -258,7 +258,8 @@ def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     first = [split.select(range(min(_GRADED_ROWS, len(split)))) for split in rows.values()]
     if not first:
         return []
-    grade = cfg.reward_model.runs_scorers and not (cfg.custom_reward_function.path or cfg.reward.url)
+    by_rule = cfg.reward.judge.runs_rule or not cfg.reward.judge.url
+    grade = cfg.reward_model.runs_scorers and by_rule and not (cfg.custom_reward_function.path or cfg.reward.url)
     text = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
     number = sum(map(len, first))
     return [

@@ -8,6 +8,7 @@ devices with the engine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
+from rltrain.rewards.judge.server import JUDGE_COUNTS
 from rltrain.rewards.processes.pool import RewardPool, Scoring
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.left_out import failed_of
@@ -44,6 +46,7 @@ class Rewards:
         self.seconds = 0.0
         # And what a judge has cost in them: ``judge/calls`` and so on.
         self.judged: dict[str, float] = {}
+        self._judge_counts = JUDGE_COUNTS if cfg.reward.judge.url else ()
         self._rows = rows
         self._pool = pool
         self._model = model
@@ -79,7 +82,8 @@ class Rewards:
             begun = begun or AnswersInScoring(self._pool.begin_scoring(split, len(samples)))
             begun.add_missing(samples)
             columns = begun.collect()
-            self.seconds, self.judged = begun.seconds, begun.judged
+            self.seconds = begun.seconds
+            self.judged = {f"judge/{name}": float(begun.judged[name]) for name in self._judge_counts}
         if self._weights:
             columns[c.SCORE] = self._weigh(columns, failed_of(samples))
         total = columns[c.SCORE]
@@ -162,9 +166,9 @@ class AnswersInScoring:
         return self._scoring.seconds
 
     @property
-    def judged(self) -> dict[str, float]:
+    def judged(self) -> Counter[str]:
         """What a judge has cost so far."""
-        return {f"judge/{name}": float(count) for name, count in self._scoring.judged.items()}
+        return self._scoring.judged
 
     def _add(self, texts: Any, ids: Ids, rows: Ids, positions: Ids) -> None:
         self._scoring.add(texts, rows, positions)

@@ -1,20 +1,25 @@
 """A model as judge: what it is asked, how its replies become scores, and what happens when it does not do its work."""
 
 import contextlib
+import io
 import threading
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from rltrain.base.errors import ConfigError, JudgeError, RewardError
 from rltrain.config.check import check
 from rltrain.config.load import load_config, to_yaml
 from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
 from rltrain.config.schema.judge import JudgeConfig
+from rltrain.data.rows import read_rows
 from rltrain.rewards.judge import server
 from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Unreadable, last_verdict
-from rltrain.rewards.processes.judged import JudgedScorer
+from rltrain.rewards.processes.judged import JudgedScorer, Questions
 from tests.doubles.judge import CLOSE, HANG, JudgeDouble, status
 
 MATH = "lighteval/MATH"
@@ -127,6 +132,25 @@ def test_images_go_along_where_they_are_asked_for(double, judged):
     image, text = judge.requests[0]["messages"][0]["content"]
     assert image == {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORzEyMzQ="}}
     assert text["type"] == "text"
+
+
+def test_a_question_is_the_last_message_of_the_user_and_its_images(tmp_path):
+    png = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(png, "PNG")
+    texts = [("system", "Be brief."), ("user", "Hello."), ("assistant", "Yes?"), ("user", "<image>What is it?")]
+    record = {
+        "data_source": MATH, "prompt": [{"role": role, "content": text} for role, text in texts],
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+    }  # fmt: skip
+    records = [
+        record | {"images": [{"bytes": png.getvalue()}]},
+        record | {"prompt": record["prompt"][:2], "images": []},
+    ]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "rows.parquet")
+    questions = Questions(read_rows(str(tmp_path / "rows.parquet")), with_images=True)
+    assert questions(0) == Question("<image>What is it?", (png.getvalue(),))
+    assert questions(1) == Question("Hello.")
+    assert Questions(read_rows(str(tmp_path / "rows.parquet")), with_images=False)(0).images == ()
 
 
 def test_a_function_reads_the_reply_with_the_answer_at_hand(double, judged, tmp_path):

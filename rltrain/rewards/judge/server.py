@@ -26,6 +26,8 @@ from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retr
 TRIES = 6
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 _SHOWN_BYTES = 500
+# What is counted, here and where replies are read.
+JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "seconds")
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class JudgedScorer:
         self._loop.call_soon_threadsafe(cancel)
 
     def take_counts(self) -> Counter[str]:
-        """What the judge has cost since the last call: calls, cache_hits, retries, parse_failures, tokens, seconds."""
+        """What the judge has cost since the last call, by `JUDGE_COUNTS`."""
         with self._counting:
             counts, self._counts = self._counts, Counter()
         return counts
@@ -282,12 +282,15 @@ class Questions:
         self._rows = rows
         self._pictures: Pictures | None = rows.pictures() if with_images else None
         self._num_images = rows.num_images
+        self._reading = threading.Lock()  # many answers at once ask for images, and files are read by one
 
     def __call__(self, row: int) -> Question:
         """The last message of the user, and the images of the prompt. Raises DataError for images that are gone."""
         texts = [message["content"] for message in without_parts(self._rows[row].prompt) if message["role"] == "user"]
-        images = tuple(self._pictures.of(row)) if self._pictures and self._num_images[row] else ()
-        return Question(texts[-1] if texts else "", images)
+        if not self._pictures or not self._num_images[row]:
+            return Question(texts[-1] if texts else "")
+        with self._reading:
+            return Question(texts[-1] if texts else "", tuple(self._pictures.of(row)))
 
 
 def _answer(call: ScorerCall) -> str:

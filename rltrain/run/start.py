@@ -23,6 +23,7 @@ from rltrain.controller.cluster import free, reserve, share
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import raise_if_lost, unless_lost
+from rltrain.data.rows import Rows
 from rltrain.run.assemble import make_evaluation, make_trainer
 from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
@@ -69,8 +70,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     cfg = loaded.config
     device = get_device(cfg.trainer.device)
     # Rows and prompts go into the object store once, not per process. Images that a class has made go with prompts.
-    with_images = cfg.reward.judge.images
-    splits = {name: share(rows if with_images else rows.without_pictures()) for name, rows in data.rows.items()}
+    splits = {name: share(_as_scored(cfg, rows)) for name, rows in data.rows.items()}
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
@@ -154,3 +154,8 @@ def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:
     rollout = cfg.actor_rollout_ref.rollout
     graphs = not ENGINES[rollout.name].embedded and not rollout.enforce_eager
     return worker_environment(device.kind, threads, rollout.name, graphs=graphs)
+
+
+def _as_scored(cfg: Config, rows: Rows) -> Rows:
+    """The rows as those who score and write answers read them: with images where a judge is to see them."""
+    return rows if cfg.reward.judge.images else rows.without_pictures()

@@ -20,7 +20,7 @@ TYPED = [
     "rltrain.view", "rltrain.report", "rltrain.port", "rltrain.doctor", "rltrain.sync", "rltrain.supervise",
     "rltrain.replay", "rltrain.collect", "rltrain.env_report", "rltrain.rewards.try", "rltrain.agents.try",
     "rltrain.controller.launch", "rltrain.cli", "rltrain.main_ppo", "rltrain.average",
-    "rltrain.compare", "rltrain.sweep",
+    "rltrain.checkpoint", "rltrain.compare", "rltrain.sweep",
 ]  # fmt: skip
 IMPORTED = [
     "rltrain.algorithms.value_loss", "rltrain.aside", "rltrain.base.aside",

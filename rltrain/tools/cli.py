@@ -20,6 +20,7 @@ COMMANDS = {
     "sweep": ("rltrain.tools.sweep", "a run for every combination of settings, one after the other: key=a,b ..."),
     "view": ("rltrain.run.report.view", "the answers of a run"),
     "average": ("rltrain.tools.average", "one model whose weights are the mean of those of others"),
+    "checkpoint": ("rltrain.tools.checkpoint", "export, thin or verify the checkpoints of a run"),
     "sync": ("rltrain.tools.sync", "send what trackers have kept offline in a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),

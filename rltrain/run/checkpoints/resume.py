@@ -111,6 +111,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         record = read_record(folder)
         # Weights alone may go into any other run: nothing of the old run has to agree.
         if not weights_only:
+            _refuse_thinned(cfg, folder, record)
             _refuse_other_version(folder, record, dataset)
             try:
                 start = Start(record["global_step"], _read_progress(folder, record), folder)
@@ -137,6 +138,15 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if continued else ""
         log.info("resuming from %s: %s%s", folder, content, why)
     return start
+
+
+def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
+    if record.get("thinned") is True and not cfg.trainer.val_only:
+        raise CheckpointError(
+            f"{folder} has no state of the optimizer any more (rltrain checkpoint thin), so no run goes on from it. "
+            "Start one from its weights, under another trainer.experiment_name: trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
+        )
 
 
 def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[[], Start]) -> Start:

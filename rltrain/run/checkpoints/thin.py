@@ -1,0 +1,151 @@
+"""Checkpoints of old steps without the state of the optimizer: a third of their size, and their weights as they were.
+
+DCP's files hold one tensor behind the other, and ``.metadata`` says where. So what stays is copied byte for byte into
+new files, and nothing is computed or held in memory. The thinned checkpoint is made beside the old one and takes its
+name by a rename; between that and the rename before, a kill leaves the old one as ``replaced_global_step_N``, which the
+next look puts back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from rltrain.base.errors import CheckpointError
+from rltrain.models.files.hashed import Digests, hashed
+from rltrain.models.files.safe import METADATA, read_metadata
+from rltrain.run.checkpoints.folder import RunFolder, find_damage, large_files, read_record, size_of
+from rltrain.workers.node import altered
+
+# In progress.json of a checkpoint without the state of its optimizers.
+THINNED = "thinned"
+_OPTIMIZER = "optimizer."
+_REPLACED = "replaced_"
+_BUFFER = 16 << 20
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, all its files read; None where it is whole. Raises StorageError."""
+    return find_damage(folder) or next(iter(altered(large_files(folder))), None)
+
+
+def is_thinned(folder: Path) -> bool:
+    """Whether it has no state of an optimizer any more. Raises CheckpointError."""
+    return read_record(folder).get(THINNED) is True
+
+
+def optimizer_bytes(folder: Path) -> int:
+    """What the state of the optimizers takes of a checkpoint. Raises CheckpointError."""
+    places = [place for role in _roles(folder) for place in _places(read_metadata(role), optimizer=True)]
+    return sum(place.length for _, place in places)
+
+
+def put_back(run: RunFolder) -> None:
+    """Give a checkpoint its name again where a kill has come between two renames."""
+    for old in run.path.glob(f"{_REPLACED}global_step_*"):
+        final = run.path / old.name.removeprefix(_REPLACED)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(old, final)
+
+
+def thin(run: RunFolder, step: int) -> int:
+    """Take the state of the optimizers out of a checkpoint. Returns the bytes that are free now.
+
+    Raises CheckpointError for a checkpoint that is damaged, DiskError and StorageError; it then stays as it was.
+    """
+    folder = run.step_folder(step)
+    if problem := damage(folder):
+        raise CheckpointError(f"{folder} is damaged, and stays as it is: {problem}.")
+    before, record = size_of(folder), read_record(folder)
+    new = run.under_way(step)
+    try:
+        new.mkdir()
+        digests = _copy(folder, new)
+        (new / "progress.json").write_text(json.dumps({**record, THINNED: True}, indent=1), encoding="utf-8")
+        old = folder.with_name(f"{_REPLACED}{folder.name}")
+        os.rename(folder, old)
+        try:
+            run.commit(new, step, digests)
+        except BaseException:
+            os.rename(old, folder)
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    return before - size_of(folder)
+
+
+def _roles(folder: Path) -> list[Path]:
+    return sorted(file.parent for file in folder.glob(f"*/{METADATA}"))
+
+
+def _copy(folder: Path, new: Path) -> Digests:
+    """All but the state of the optimizers and progress.json. Returns the digests of large files, for the manifest."""
+    digests = {str(new / file.relative_to(folder)): digest for file, digest in large_files(folder)}
+    shards: set[Path] = set()
+    for role in _roles(folder):
+        metadata = read_metadata(role)
+        shards |= {role / METADATA, *(role / place.relative_path for place in metadata.storage_data.values())}
+        (new / role.name).mkdir()
+        for shard in shards:
+            digests.pop(str(new / shard.relative_to(folder)), None)
+        _write_without_optimizer(metadata, role, new / role.name, digests)
+    for file in sorted(folder.rglob("*")):
+        target = new / file.relative_to(folder)
+        if file.is_dir():
+            target.mkdir(exist_ok=True)
+        elif file not in shards and file.name not in ("manifest.json", "progress.json"):
+            _link(file, target)
+    return digests
+
+
+def _write_without_optimizer(metadata: Any, role: Path, new: Path, digests: Digests) -> None:
+    places = _places(metadata, optimizer=False)
+    metadata.storage_data = {}
+    for name in dict.fromkeys(place.relative_path for _, place in places):
+        with open(role / name, "rb") as source, hashed(new / name, digests) as target:
+            for index, place in places:
+                if place.relative_path == name:
+                    metadata.storage_data[index] = replace(place, offset=target.tell())
+                    _copy_bytes(source, target, place.offset, place.length)
+    kept = {index.fqn for index in metadata.storage_data}
+    metadata.state_dict_metadata = {key: value for key, value in metadata.state_dict_metadata.items() if key in kept}
+    metadata.planner_data = {key: path for key, path in (metadata.planner_data or {}).items() if key in kept}
+    with hashed(new / METADATA, digests) as file:
+        pickle.dump(metadata, file)
+
+
+def _places(metadata: Any, *, optimizer: bool) -> Sequence[tuple[Any, Any]]:
+    """(what, where) of the tensors that are the optimizer's, or are not, as they stand in their files."""
+    places = [
+        (index, place)
+        for index, place in metadata.storage_data.items()
+        if index.fqn.startswith(_OPTIMIZER) == optimizer
+    ]
+    return sorted(places, key=lambda entry: (str(entry[1].relative_path), entry[1].offset))
+
+
+def _copy_bytes(source: IO[bytes], target: IO[bytes], offset: int, length: int) -> None:
+    source.seek(offset)
+    while length:
+        data = source.read(min(length, _BUFFER))
+        if not data:
+            raise CheckpointError(f"{source.name} is shorter than its {METADATA} says.")
+        target.write(data)
+        length -= len(data)
+
+
+def _link(file: Path, target: Path) -> None:
+    """The same contents under another name; a copy where the storage has no such links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)

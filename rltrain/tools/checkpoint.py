@@ -1,0 +1,146 @@
+"""``python -m rltrain.checkpoint export|thin|verify RUN``: what becomes of the checkpoints of a run."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rltrain.base.errors import CheckpointError, ConfigError, command
+from rltrain.config.load import load_config
+from rltrain.models.files.folder import new_folder
+from rltrain.run.checkpoints.best import Best
+from rltrain.run.checkpoints.folder import Checkpoints, RunFolder, has_digests, size_of
+from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
+from rltrain.run.checkpoints.model_folder import find_step, whole_export
+from rltrain.run.checkpoints.room import sized
+from rltrain.run.checkpoints.thin import damage, is_thinned, optimizer_bytes, put_back, thin
+
+
+def export(name: str, out: str) -> None:
+    """Copy the model of a checkpoint (of a run: its newest whole one) into a folder of its own.
+
+    Raises CheckpointError, DataError, DiskError.
+    """
+    step = find_step(Path(name).expanduser())
+    if step is None:
+        raise CheckpointError(f"{name} holds no checkpoint. Name a run folder or its global_step_N.")
+    source = whole_export(step)
+    with new_folder(out) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    sys.stdout.write(f"{source} -> {Path(out).expanduser().resolve()}\n")
+
+
+def verify(name: str) -> int:
+    """Read every file of every checkpoint, and print a table. Returns 1 where one is damaged, else 0.
+
+    Raises CheckpointError where there is none.
+    """
+    damaged = []
+    for step in _steps(name):
+        problem = damage(step)
+        state = f"damaged: {problem}" if problem else "whole"
+        if not problem:
+            state += "" if has_digests(step) else " (saved without digests: sizes alone are compared)"
+            state += ", without optimizer" if is_thinned(step) else ""
+        sys.stdout.write(f"{step.name:<20} {sized(size_of(step)):>10}  {state}\n")
+        sys.stdout.flush()
+        damaged += [step.name] if problem else []
+    if damaged:
+        sys.stderr.write(f"error: damaged in {name}: {', '.join(damaged)}. A run passes over them; copy them again.\n")
+    return 1 if damaged else 0
+
+
+def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
+    """Take the state of the optimizers out of older checkpoints, and print what that frees.
+
+    keep: so many of the newest stay as they are. Raises CheckpointError, ConfigError where a run is on, DiskError.
+    """
+    if keep < 0:
+        raise ConfigError(f"--keep {keep}: give 0 or more.")
+    list(_steps(name))  # a folder without checkpoints gets no lock
+    run = RunFolder(name)
+    try:
+        put_back(run)
+        whole = [step for step in run.steps() if not run.damage(run.step_folder(step))]
+        best = None if thins_best else _best(run, whole)
+        freed = 0
+        for step in run.steps():
+            folder = run.step_folder(step)
+            if step not in whole:
+                said = "damaged: left as it is"
+            elif is_thinned(folder):
+                said = "has no optimizer any more"
+            elif step in whole[len(whole) - keep :]:
+                said = "stays (--keep)"
+            elif step == best:
+                said = "stays (best by trainer.keep_best; --best thins it too)"
+            else:
+                num_bytes = optimizer_bytes(folder) if dry else thin(run, step)
+                freed += num_bytes
+                said = f"{'would free' if dry else 'freed'} {sized(num_bytes)}"
+            sys.stdout.write(f"{folder.name:<20} {sized(size_of(folder)):>10}  {said}\n")
+            sys.stdout.flush()
+        sys.stdout.write(f"{'would free' if dry else 'freed'} {sized(freed)} in all\n")
+    finally:
+        run.release()
+
+
+def _best(run: Checkpoints, whole: Iterable[int]) -> int | None:
+    """The step that ``trainer.keep_best`` of the run keeps. Raises ConfigError where its configuration is not read."""
+    file = run.path / "config.yaml"
+    if not file.is_file():
+        return None
+    trainer = load_config([], [str(file)]).config.trainer
+    return Best(trainer, run.path / "metrics.jsonl", max(whole, default=0)).of(whole)
+
+
+def _steps(name: str) -> list[Path]:
+    folder = Path(name).expanduser()
+    if (folder / "manifest.json").is_file() or folder.name.startswith("global_step_"):
+        found = [folder] if folder.is_dir() else []
+    else:
+        run = Checkpoints(name)
+        found = [run.step_folder(step) for step in run.steps()]
+    if not found:
+        raise CheckpointError(f"{name} holds no checkpoint (global_step_N). Name a run folder.")
+    for step in found:
+        if foreign := describe_verl_checkpoint(step):
+            raise CheckpointError(f"{step}: {foreign}.")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Export, thin and verify the checkpoints of a run.")
+    programs = parser.add_subparsers(dest="program", required=True, metavar="PROGRAM")
+    exporting = programs.add_parser("export", help="the model of a checkpoint, as a folder of its own")
+    exporting.add_argument("run", metavar="RUN", help="a run folder (its newest whole checkpoint) or its global_step_N")
+    exporting.add_argument("out", metavar="OUT", help="the folder to make")
+    thinning = programs.add_parser("thin", help="drop the optimizer's state of older checkpoints")
+    thinning.add_argument("run", metavar="RUN", help="a run folder")
+    thinning.add_argument(
+        "--keep", type=int, default=1, metavar="N", help="so many of the newest stay as they are (default 1)"
+    )
+    thinning.add_argument("--best", action="store_true", help="thin the best by trainer.keep_best too")
+    thinning.add_argument("--dry-run", action="store_true", help="show what would be freed, and change nothing")
+    verifying = programs.add_parser("verify", help="compare all files of checkpoints with their digests")
+    verifying.add_argument("run", metavar="RUN", help="a run folder or its global_step_N")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.program == "verify":
+        return verify(arguments.run)
+    if arguments.program == "thin":
+        thin_run(arguments.run, arguments.keep, thins_best=arguments.best, dry=arguments.dry_run)
+    else:
+        export(arguments.run, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What becomes of checkpoints: exported, thinned, verified."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from rltrain.base.errors import CheckpointError, DiskError
+from rltrain.config.load import load_config
+from rltrain.models.files.safe import SafeReader, read_metadata
+from rltrain.run.checkpoints import thin as thinning
+from rltrain.run.checkpoints.folder import RunFolder, find_damage
+from rltrain.run.checkpoints.resume import find_start
+from rltrain.tools.checkpoint import main
+from tests.local import LocalGroup
+from tests.trainer.test_saving import saver_of
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tiny_model, arithmetic_files) -> Path:
+    """A run with a critic and two checkpoints, the second after a step."""
+    from tests.local import local_trainer
+    from tests.tiny import small_run
+
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    words = small_run(tiny_model, arithmetic_files, folder, algorithm__adv_estimator="gae")
+    trainer, run = local_trainer(words), RunFolder(str(folder))
+    for role in (trainer.actor, trainer.critic):
+        role._group = LocalGroup(trainer.worker)
+    saver = saver_of(trainer, run)
+    for step in (1, 2, 3):
+        trainer.step(step)
+        saver.save(step, trainer.progress)
+        saver.finish()
+    run.release()
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a role's shards, by their names."""
+    described = read_metadata(folder).state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in described.items()}
+    dcp.load(state, storage_reader=SafeReader(folder))
+    return state
+
+
+def test_a_thinned_checkpoint_has_its_weights_and_no_optimizer(run, saved, capsys):
+    assert main(["thin", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "global_step_3" in said
+    assert "stays (--keep)" in said
+    for role in ("actor", "critic"):
+        before, after = (tensors(folder / "global_step_1" / role) for folder in (saved, run))
+        assert after.keys() == {name for name in before if name.startswith("model.")} < before.keys()
+        assert all(torch.equal(before[name], weight) for name, weight in after.items())
+    sizes = [
+        sum(file.stat().st_size for file in (folder / "global_step_1" / "actor").iterdir()) for folder in (saved, run)
+    ]
+    assert sizes[1] < 0.5 * sizes[0]
+    assert thinning.damage(run / "global_step_1") is None
+    exported = "global_step_1/huggingface/model.safetensors"
+    assert (run / exported).read_bytes() == (saved / exported).read_bytes()
+    assert tensors(run / "global_step_3" / "actor").keys() == tensors(saved / "global_step_3" / "actor").keys()
+    assert main(["thin", str(run)]) == 0
+    assert "freed 0 bytes in all" in capsys.readouterr().out
+
+
+def test_a_dry_run_changes_nothing_and_says_the_bytes(run, saved, capsys):
+    assert main(["thin", str(run), "--dry-run"]) == 0
+    assert "would free" in capsys.readouterr().out.splitlines()[-1]
+    for step in (1, 2):
+        assert (
+            tensors(run / f"global_step_{step}" / "actor").keys()
+            == tensors(saved / f"global_step_{step}" / "actor").keys()
+        )
+
+
+def test_the_newest_and_the_best_stay_until_they_are_named(run, capsys):
+    (run / "config.yaml").write_text("trainer:\n  keep_best: val-core/x/acc/mean@1\n")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "val-core/x/acc/mean@1": 1.0}) + "\n")
+    assert main(["thin", str(run)]) == 0
+    assert [thinning.is_thinned(run / f"global_step_{step}") for step in (1, 2, 3)] == [False, True, False]
+    assert main(["thin", str(run), "--keep", "0", "--best"]) == 0
+    assert all(thinning.is_thinned(run / f"global_step_{step}") for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("moment", ["copying", "committing", "between"])
+def test_a_checkpoint_stays_where_thinning_is_cut_short(run, saved, monkeypatch, moment):
+    """By an error, and by a kill between the two renames."""
+
+    def fail(*arguments, **keys):
+        raise DiskError("full")
+
+    if moment == "between":
+        (run / "global_step_1").rename(run / "replaced_global_step_1")
+    else:
+        name = "_write_without_optimizer" if moment == "copying" else "RunFolder.commit"
+        monkeypatch.setattr(f"rltrain.run.checkpoints.thin.{name}", fail)
+        assert main(["thin", str(run)]) == 74
+    again = RunFolder(str(run))
+    thinning.put_back(again)
+    again.release()
+    assert again.steps() == [1, 2, 3]
+    assert not list(run.glob(".tmp_*"))
+    assert not list(run.glob("replaced_*"))
+    assert find_damage(run / "global_step_1") is None
+    assert not thinning.is_thinned(run / "global_step_1")
+
+
+def test_no_run_goes_on_from_a_thinned_checkpoint_but_one_starts_from_its_weights(run):
+    assert main(["thin", str(run), "--keep", "0"]) == 0
+    folder = RunFolder(str(run))
+    with pytest.raises(CheckpointError, match=r"no state of the optimizer any more.*resume_weights_only=True"):
+        find_start(load_config([]).config, folder, None)
+    keys = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / 'global_step_3'}"]
+    fresh = RunFolder(str(run.with_name("fresh")))
+    start = find_start(load_config([*keys, "trainer.resume_weights_only=True"]).config, fresh, None)
+    assert start.weights_only
+    assert start.folder == run / "global_step_3"
+    for held in (folder, fresh):
+        held.release()
+
+
+def test_a_run_that_is_on_is_not_thinned(run, capsys):
+    held = RunFolder(str(run))
+    assert main(["thin", str(run)]) == 2
+    assert "is in use by" in capsys.readouterr().err
+    held.release()
+
+
+def test_verify_names_what_is_damaged(run, capsys):
+    assert main(["verify", str(run)]) == 0
+    file = run / "global_step_2" / "huggingface" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    assert main(["verify", str(run)]) == 1
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1].startswith(f"error: damaged in {run}: global_step_2.")
+    assert said.out.count("whole") == 5
+    assert "huggingface/model.safetensors have changed" in said.out
+    assert main(["verify", str(run / "global_step_1")]) == 0
+
+
+def test_an_export_is_the_model_folder_of_the_step(run, tmp_path, capsys):
+    assert main(["export", str(run / "global_step_1"), str(tmp_path / "one")]) == 0
+    assert main(["export", str(run), str(tmp_path / "newest")]) == 0
+    for step, out in ((1, "one"), (3, "newest")):
+        source = run / f"global_step_{step}" / "huggingface"
+        assert {file.name: file.read_bytes() for file in source.iterdir()} == {
+            file.name: file.read_bytes() for file in (tmp_path / out).iterdir()
+        }
+    assert main(["export", str(run), str(tmp_path / "one")]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["thin", "verify", "export"])
+def test_a_folder_without_checkpoints_is_refused(program, tmp_path, capsys):
+    words = [program, str(tmp_path / "none"), *([str(tmp_path / "out")] if program == "export" else [])]
+    assert main(words) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -37,7 +38,7 @@ def load_config(
     """The model's config with ``override`` applied. Raises ConfigError for a folder that is not a model's."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"{section}.path={path} is not a Hugging Face model: {error}") from error
     for key, value in (override or {}).items():
         # In a model with a vision tower, most of what users change belongs to the decoder.

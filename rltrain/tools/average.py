@@ -15,19 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 from rltrain import __version__
 from rltrain.base.errors import CheckpointError, ConfigError, command
 from rltrain.models.files.folder import AVERAGE, new_folder
 from rltrain.models.files.hashed import Digests
 from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean
-from rltrain.models.weights.average import Average, Part, read_part
+from rltrain.models.weights.average import DTYPES, Average, Part, read_part
 from rltrain.run.checkpoints.model_folder import Named, find_model
 from rltrain.workers.node import digest_of
 
 _SETTING = re.compile(r"\+*[a-z_][\w.]*=")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Averager:
@@ -36,7 +33,7 @@ class Averager:
     def __init__(self, names: Sequence[str], dtype: str | None) -> None:
         self.models = [find_model(name) for name in names]
         _refuse_odd(self.models, dtype)
-        self._dtype = _DTYPES[dtype] if dtype else None
+        self._dtype = DTYPES[dtype] if dtype else None
         self.are_adapters = self.models[0].is_adapter
         self._parts: list[Part] = [] if self.are_adapters else [read_part(model.path) for model in self.models]
         self._digests: dict[int, dict[str, str]] = {}
@@ -126,9 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metric", metavar="NAME", help="of the validation on DATA (default: mean of val-core/…/mean@N)"
     )
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of the written weights (default: as the first model has them)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: as the first model has them)")
     return parser
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from rltrain.base.errors import CheckpointError, ConfigError, command
 from rltrain.config.load import load_config
 from rltrain.models.files.folder import new_folder
+from rltrain.models.files.verl import shard_files
+from rltrain.models.weights.average import DTYPES, Average, read_part, read_shards
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import Checkpoints, RunFolder, has_digests, size_of
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
@@ -19,17 +21,26 @@ from rltrain.run.checkpoints.room import sized
 from rltrain.run.checkpoints.thin import damage, is_thinned, optimizer_bytes, put_back, thin
 
 
-def export(name: str, out: str) -> None:
-    """Copy the model of a checkpoint (of a run: its newest whole one) into a folder of its own.
+def export(name: str, out: str, dtype: str | None = None) -> None:
+    """Write the model of a checkpoint (of a run: its newest whole one) into a folder of its own.
 
-    Raises CheckpointError, DataError, DiskError.
+    dtype: of the weights; None: as they are, and then a checkpoint of ours is copied. Raises CheckpointError,
+    ConfigError, DataError, DiskError.
     """
-    step = find_step(Path(name).expanduser())
-    if step is None:
-        raise CheckpointError(f"{name} holds no checkpoint. Name a run folder or its global_step_N.")
-    source = whole_export(step)
+    place = Path(name).expanduser()
+    source = next((folder for folder in (place, place / "actor") if shard_files(folder)), None)
+    is_foreign = source is not None
+    if source is None:
+        step = find_step(place)
+        if step is None:
+            raise CheckpointError(f"{name} holds no checkpoint. Name a run folder or its global_step_N.")
+        source = whole_export(step)
     with new_folder(out) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        if is_foreign or dtype:
+            part = read_shards(source) if is_foreign else read_part(str(source))
+            Average([part], [1.0], DTYPES[dtype] if dtype else None).write(folder, {})
+        else:
+            shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
     sys.stdout.write(f"{source} -> {Path(out).expanduser().resolve()}\n")
 
 
@@ -116,8 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Export, thin and verify the checkpoints of a run.")
     programs = parser.add_subparsers(dest="program", required=True, metavar="PROGRAM")
     exporting = programs.add_parser("export", help="the model of a checkpoint, as a folder of its own")
-    exporting.add_argument("run", metavar="RUN", help="a run folder (its newest whole checkpoint) or its global_step_N")
+    exporting.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run folder (its newest whole checkpoint), its global_step_N, or global_step_N/actor of verl's",
+    )
     exporting.add_argument("out", metavar="OUT", help="the folder to make")
+    exporting.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     thinning = programs.add_parser("thin", help="drop the optimizer's state of older checkpoints")
     thinning.add_argument("run", metavar="RUN", help="a run folder")
     thinning.add_argument(
@@ -138,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.program == "thin":
         thin_run(arguments.run, arguments.keep, thins_best=arguments.best, dry=arguments.dry_run)
     else:
-        export(arguments.run, arguments.out)
+        export(arguments.run, arguments.out, arguments.dtype)
     return 0
 
 

@@ -106,7 +106,7 @@ def test_online_filtering_is_dynamic_sampling(file):
         ("worker.actor.fsdp.mp_reduce_dtype=bf16", "float32"),
         ("worker.actor.loss_avg_mode=median", "worker.actor.loss_avg_mode=median"),
         ("worker.rollout.val_override_config.min_p=0.1", "min_p=0.1: use one of"),
-        ("trainer.load_checkpoint_path=/c/global_step_5", "model_merger"),
+        ("trainer.load_checkpoint_path=/c/global_step_5", "rltrain.checkpoint export"),
         ("trainer.save_model_only=true", "save_contents=[model]"),
         ("data.video_key=clips", "videos"),
     ],

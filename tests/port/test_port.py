@@ -144,7 +144,7 @@ def test_a_setting_of_a_model_stays_with_that_model(section, place):
             "actor_rollout_ref.rollout.quantization=fp8",
             "actor_rollout_ref.rollout.quantization=fp8: the engine is given",
         ),
-        ("trainer.resume_from_path=/c/global_step_8", "model_merger merge"),
+        ("trainer.resume_from_path=/c/global_step_8", "rltrain.checkpoint export /c/global_step_8/actor FOLDER"),
         ("nonsense.key=1", "nonsense.key"),
     ],
 )

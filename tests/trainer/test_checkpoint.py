@@ -85,7 +85,9 @@ def test_a_checkpoint_of_verls_is_called_that(folder, tracker):
         (folder.path / tracker).write_text("10")
     else:
         (actor / "model_world_size_8_rank_0.pt").touch()
-    with pytest.raises(CheckpointError, match=r"this is a checkpoint of verl's.*model_merger.*a new trainer.default"):
+    with pytest.raises(
+        CheckpointError, match=r"this is a checkpoint of verl's.*rltrain\.checkpoint export.*a new trainer.default"
+    ):
         folder.newest()
 
 

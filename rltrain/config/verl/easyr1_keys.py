@@ -59,7 +59,7 @@ REFUSED: dict[str, str] = {
     "worker.*.strategy!=fsdp|fsdp2": "the training backend is FSDP2",
     "worker.reward.skip_special_tokens=False": "a scorer sees no special tokens here",
     "trainer.load_checkpoint_path": "of a checkpoint of EasyR1's the weights can be read, not the optimizer: "
-    "merge it with EasyR1's model_merger.py and give the folder as worker.actor.model.model_path",
+    "python -m rltrain.checkpoint export global_step_N/actor FOLDER, and give FOLDER as worker.actor.model.model_path",
     "trainer.save_model_only": "write actor_rollout_ref.actor.checkpoint.save_contents=[model]",
 }
 # EasyR1's defaults; those that are ours, too, are left out when it is read.

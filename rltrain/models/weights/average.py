@@ -20,6 +20,7 @@ from rltrain.base.errors import CheckpointError
 from rltrain.models.files.entries import Entries, NoEntries, read_entries
 from rltrain.models.files.folder import copy_small_files, write_shards
 from rltrain.models.files.hashed import Digests
+from rltrain.models.files.verl import Shards
 from rltrain.models.load import empty_model, load_config
 from rltrain.models.weights.alike import differing_small_files, refuse_other_config, refuse_other_tokenizer
 from rltrain.models.weights.export import source_folder
@@ -27,6 +28,7 @@ from rltrain.models.weights.finite import all_finite
 from rltrain.models.weights.lacking import refuse
 from rltrain.models.weights.placing import Placing
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KEY = "MODEL"  # what names a model in messages
 # Numbers of a weight that are summed at once: 16 MiB in float32.
 _PIECE = 2**22
@@ -62,10 +64,32 @@ def read_part(path: str) -> Part:
         entries = read_entries(path, fetch=True)
     except NoEntries as error:
         raise CheckpointError(f"{path} cannot be averaged: {error}.") from error
-    headless = any(kind in name for name in config.architectures or () for kind in _HEADLESS)
-    placing = Placing(entries.empty, empty_model(config, "eager", torch.float32, decoder_only=headless))
+    placing = Placing(entries.empty, _empty_model(config))
     refuse(_KEY, entries, placing)
     return Part(path, source_folder(path, config), config, entries, _names(placing))
+
+
+def read_shards(folder: Path) -> Part:
+    """`read_part` of verl's shards in ``folder``, with the configuration and small files beside them."""
+    small_files = folder / "huggingface"
+    if not (small_files / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no {small_files.name}/config.json, which verl writes beside its shards. Put the config.json "
+            "and the tokenizer of the model there."
+        )
+    config, shards = load_config(str(small_files), _KEY), Shards(folder)
+    model = _empty_model(config)
+    placing = Placing(shards.empty, model)
+    one_to_one = {parts[0][0]: name for name, parts in placing.parts.items() if parts[0][1] is None}
+    shards.settle({entry: placing.shapes[name] for entry, name in one_to_one.items()})
+    placing = Placing(shards.empty, model)
+    refuse(_KEY, shards, placing)
+    return Part(str(folder), small_files, config, shards, _names(placing))
+
+
+def _empty_model(config: Any) -> Any:
+    headless = any(kind in name for name in config.architectures or () for kind in _HEADLESS)
+    return empty_model(config, "eager", torch.float32, decoder_only=headless)
 
 
 def _names(placing: Placing) -> dict[str, str]:
@@ -142,8 +166,8 @@ class Average:
         small_files = self._parts[0].small_files
         copy_small_files(small_files, folder)
         config = json.loads((small_files / "config.json").read_text("utf-8"))
-        if self._dtype is not None:
-            _name_dtype(config, str(self._dtype).removeprefix("torch."))
+        if dtype := Entries("", empty=self.empty).dtype:
+            _name_dtype(config, str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of verl's and of trainers that descend from it: recognised by their files, never read."""
+"""Checkpoints of verl's and of trainers that descend from it: recognised by their files, and not resumed from."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ def describe_verl_checkpoint(folder: Path) -> str:
     inside = any(next(folder.glob(pattern), None) for pattern in ("actor/model_world_size_*", "actor/dist_ckpt"))
     if not (inside or (has_tracker and not (folder / "progress.json").exists())):
         return ""
+    command = f"python -m rltrain.checkpoint export {folder}/actor FOLDER"
+    if (folder / "actor" / "dist_ckpt").is_dir():
+        command = f"python -m verl.model_merger merge --backend megatron --local_dir {folder}/actor --target_dir FOLDER"
     return (
-        "this is a checkpoint of verl's, of which the weights alone can be read: python -m verl.model_merger merge "
-        f"--backend fsdp --local_dir {folder}/actor --target_dir FOLDER, then actor_rollout_ref.model.path=FOLDER and "
-        "a new trainer.default_local_dir"
+        f"this is a checkpoint of verl's, of which the weights alone can be read: {command}, then "
+        "actor_rollout_ref.model.path=FOLDER and a new trainer.default_local_dir"
     )
 
 

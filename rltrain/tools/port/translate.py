@@ -285,7 +285,7 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
         ported.settings.pop("trainer.resume_mode", None)
         ported.lost.append(
             f"trainer.resume_from_path={path}: of a checkpoint of verl's the weights can be read, not the optimizer: "
-            f"python -m verl.model_merger merge --backend fsdp --local_dir {path}/actor --target_dir FOLDER, then "
+            f"python -m rltrain.checkpoint export {path}/actor FOLDER (Megatron's: python -m verl.model_merger), then "
             f"{_A}model.path=FOLDER (with a reference of its own, the KL is then to these weights)"
         )
     key, usual = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))

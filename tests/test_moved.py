@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 TYPED = [
     "rltrain.view", "rltrain.report", "rltrain.port", "rltrain.doctor", "rltrain.sync", "rltrain.supervise",
     "rltrain.replay", "rltrain.collect", "rltrain.env_report", "rltrain.rewards.try", "rltrain.agents.try",
+    "rltrain.evaluate",
     "rltrain.controller.launch", "rltrain.cli", "rltrain.main_ppo", "rltrain.average",
     "rltrain.checkpoint", "rltrain.compare", "rltrain.sweep",
 ]  # fmt: skip
@@ -85,3 +86,15 @@ def test_every_old_name_leads_somewhere():
         assert importlib.import_module(old) is importlib.import_module(new)
     with pytest.raises(ModuleNotFoundError, match=r"rltrain\.nothing"):
         importlib.import_module("rltrain.nothing")
+
+
+def test_a_command_never_takes_the_place_of_a_function_of_its_name():
+    import rltrain
+
+    function = rltrain.evaluate
+    for name in moved.PROGRAMS:
+        with pytest.raises(ImportError, match=f"{name} is a function; the module of the command is rltrain.tools"):
+            importlib.import_module(name)
+        importlib.import_module(moved.PROGRAMS[name])
+    assert callable(function)
+    assert rltrain.evaluate is function

@@ -46,11 +46,18 @@ MOVED = {
     "rltrain.workers.rollout.hf": "rltrain.workers.rollout.embedded.engine",
 }
 
+# Found by ``python -m`` alone: to import one would put a module in the place of the function of that name.
+PROGRAMS = {"rltrain.evaluate": "rltrain.tools.evaluate.__main__"}
+
 
 def home(name: str) -> str | None:
     """Where the module ``name`` stands now; None where it has not moved."""
     package, _, rest = name.removeprefix("rltrain.").partition(".")
-    return MOVED.get(name) or (f"rltrain.{_PACKAGES[package]}.{rest}" if package in _PACKAGES else None)
+    return (
+        MOVED.get(name)
+        or PROGRAMS.get(name)
+        or (f"rltrain.{_PACKAGES[package]}.{rest}" if package in _PACKAGES else None)
+    )
 
 
 class _Loader(importlib.abc.InspectLoader):
@@ -61,6 +68,8 @@ class _Loader(importlib.abc.InspectLoader):
         self._spec, self._loader = spec, spec.loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name in PROGRAMS:
+            raise ImportError(f"{spec.name} is a function; the module of the command is {self._spec.name}.")
         return importlib.import_module(self._spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

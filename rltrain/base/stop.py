@@ -46,6 +46,7 @@ class Stop:
     def __init__(self) -> None:
         # Steps made, of how many, and the newest that is saved; None as long as nothing is known of the run.
         self._reached: tuple[int, int, int] | None = None
+        self._kept = ""
         self._timers: list[threading.Timer] = []
         self.notice_s: float | None = None
         self._why_to_leave: Callable[[], str] = str
@@ -82,6 +83,10 @@ class Stop:
         """The end of the notice, for ending the workers."""
         return min(_CLEAN_UP_S, _KEPT_SHARE * (self.notice_s or math.inf))
 
+    def says(self, kept: str) -> None:
+        """What a program that makes no steps says in place of `kept`: what is there, and what the same command does."""
+        self._kept = kept
+
     def reached(self, step: int, total: int, saved: int) -> None:
         """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint (0: there is none)."""
         self._reached = step, total, saved
@@ -93,6 +98,8 @@ class Stop:
 
     def kept(self) -> str:
         """What is saved and what the same command does then; "" as long as nothing is known of the run."""
+        if self._kept:
+            return f"{self._kept[0].upper()}{self._kept[1:]}."
         if not self._reached:
             return ""
         step, total, saved = self._reached
@@ -104,6 +111,8 @@ class Stop:
 
     def interrupted(self) -> Interrupted:
         """What to raise when the run has stopped."""
+        if self._kept:
+            return Interrupted(f"stopped; {self._kept}", self.exit_code)
         if not self._reached:
             return Interrupted("stopped before training began; the same command starts it again", self.exit_code)
         step, total, saved = self._reached

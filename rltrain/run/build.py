@@ -17,6 +17,7 @@ from rltrain.base.env import tell_supervisor
 from rltrain.base.errors import ConfigError
 from rltrain.base.stop import Stop
 from rltrain.config.loaded import LoadedConfig
+from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, ray_logs, start_ray
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
@@ -96,15 +97,21 @@ def build(
         size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
         check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
         reading.close()
-        with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
-            if started := start_ray(cfg):  # not where the caller has started one
-                closing.enter_context(ended_after_us(not cluster_address(cfg)))
-                closing.callback(unless_lost(stop_ray))
+        started = begin_ray(cfg, stop, closing)
         # A cluster that this run has joined is others' too, and outlives it.
         closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg), kept=stop.kept))
         log.info("Ray's logs: %s", ray_logs())
         with working(), stop.telling():
             return start_run(Ready(loaded, plan, data, folder, start, find), stop, hooks, closing, deadlines)
+
+
+def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
+    """Start Ray, or join the cluster, until ``closing`` ends; whether this has done so: the caller may have before."""
+    with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
+        if started := start_ray(cfg):
+            closing.enter_context(ended_after_us(not cluster_address(cfg)))
+            closing.callback(unless_lost(stop_ray))
+    return started
 
 
 def _tell(findings: Findings, notes: Sequence[str] = ()) -> None:

@@ -62,7 +62,7 @@ def evaluation_folder(cfg: TrainerConfig, run: RunFolder, step: int) -> RunFolde
     itself. The answers of ``step`` in ``trainer.validation_data_dir`` are moved aside.
     """
     _set_data_aside(cfg.validation_data_dir, step, step, last=step)
-    if not any(run.path.glob(each) for each in _OF_A_RUN):
+    if not any(file for pattern in _OF_A_RUN for file in run.path.glob(pattern)):
         return run
     folder = RunFolder(str(_free(run.path, "evaluation")))
     log.info("%s holds a run: metrics, answers and settings of this evaluation are in %s", run.path, folder.path.name)

@@ -19,11 +19,12 @@ from rltrain.config.schema import Config
 from rltrain.controller.lifeline import working
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.saver import Saver
+from rltrain.run.report.archive import Archive
 from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
-from rltrain.trainer.validation import Validation
+from rltrain.trainer.validation import Rows, Validation
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Trainer(Watcher):
         watchers: Watchers | None = None,
         owes_validation: bool = False,
         validation: Validation | None = None,
+        archive: Archive | None = None,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -56,7 +58,7 @@ class Trainer(Watcher):
         self.num_steps = num_steps
         self._closing = closing
         self._stop = stop
-        self._ppo, self._saver, self._validation = ppo, saver, validation
+        self._ppo, self._saver, self._validation, self._archive = ppo, saver, validation, archive
         # A signal has cut the validation of `num_steps` short, and `fit` makes up for it.
         self._owes_validation = owes_validation
         self._under_way = num_steps
@@ -93,6 +95,20 @@ class Trainer(Watcher):
         metrics = self._validate()
         self.watchers.on_metrics(self.num_steps, metrics)
         return metrics
+
+    @property
+    def validation(self) -> Validation:
+        """What answers the validation prompts. Raises ConfigError as `ppo` does."""
+        return self._validation or self._started[0].validation
+
+    def answer(self, rows: Rows, file: Path) -> None:
+        """Answer the validation prompts ``rows`` as `validate` does, and write answers and scores into ``file``.
+
+        Raises ConfigError where no answers are kept (trainer.samples_freq), DiskError where they cannot be written.
+        """
+        if not self._archive:
+            raise ConfigError("no answers are kept: trainer.samples_freq is off. Set trainer.samples_freq=1.")
+        self._archive.write(self.validation.answer(rows, self.num_steps), file)
 
     def save(self) -> Path:
         """Write a checkpoint of the current step; returns its folder."""
@@ -222,8 +238,7 @@ class Trainer(Watcher):
 
     def _validate(self) -> Metrics:
         """The metrics of a validation; empty where a signal has cut it short."""
-        validation = self._validation or self._started[0].validation
-        answered = validation.run(self.num_steps, self._stop)
+        answered = self.validation.run(self.num_steps, self._stop)
         return self.watchers.on_validation(answered) if answered else {}
 
     def close(self) -> None:

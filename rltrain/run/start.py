@@ -67,8 +67,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     closing: ends what was begun; the trainer takes it over.
     """
     loaded, plan, data, folder, start = ready.loaded, ready.plan, ready.data, ready.folder, ready.start
-    cfg = loaded.config
-    device = get_device(cfg.trainer.device)
+    cfg, device = loaded.config, get_device(loaded.config.trainer.device)
     # Rows and prompts go into the object store once, not per process. Images that a class has made go with prompts.
     splits = {name: share(_as_scored(cfg, rows)) for name, rows in data.rows.items()}
     prompts = share(data.prompts)
@@ -105,11 +104,10 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if needs_rows(cfg) else None})
         try_collectives(group)
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
-    ppo = None
+    ppo = validation = archive = None
     with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
         if plan.passes.trains:
             ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase)
-            validation = ppo.validation
         else:
             validation = make_evaluation(cfg, plan, data, group, pool, start.folder, watchers.on_phase)
     saver = _resume(ready, start, ppo, watchers) if ppo else None
@@ -130,7 +128,9 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     watchers.add(callbacks, Drift.of(group), tracker)
     if saver:
         watchers.add(Notice(stop, lambda: saver.under_way_s))
-    return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, watchers, owes, validation)
+    return Trainer(
+        cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, watchers, owes, validation, archive
+    )
 
 
 def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> Saver:

@@ -15,6 +15,7 @@ COMMANDS = {
     "supervise": ("rltrain.controller.launch.supervise", "run a command again when that may help: -- COMMAND ..."),
     "doctor": ("rltrain.tools.doctor", "would this cluster train? (the keys of training)"),
     "port": ("rltrain.tools.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
+    "evaluate": ("rltrain.tools.evaluate.__main__", "what a model is worth on data, with intervals: model=… data=…"),
     "report": ("rltrain.run.report.table", "the phase table of a run"),
     "compare": ("rltrain.tools.compare.__main__", "runs beside each other: curves, differences, settings, weights"),
     "sweep": ("rltrain.tools.sweep", "a run for every combination of settings, one after the other: key=a,b ..."),

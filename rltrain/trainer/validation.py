@@ -32,6 +32,7 @@ from rltrain.workers.tasks import GenerateTask
 
 Floats = NDArray[np.float64]
 Column = NDArray[Any]
+Rows = NDArray[np.int32]
 
 # verl's names and numbers: the scorer's column that votes, and the draws and seed of its bootstrap.
 _VOTES = "pred"
@@ -52,6 +53,29 @@ class Validation:
         on_phase: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._cfg, self._plan, self._policy, self._rewards, self._on_phase = cfg, plan, policy, rewards, on_phase
+
+    @property
+    def num_prompts(self) -> int:
+        """How many there are."""
+        return self._rewards.num_rows("val")
+
+    @property
+    def num_samples(self) -> int:
+        """Answers per prompt."""
+        settings = self._cfg.actor_rollout_ref.rollout.val_kwargs
+        return 1 if settings.greedy else settings.n
+
+    @property
+    def prompts_at_once(self) -> int:
+        """About as many answers at a time as a step has, so that a stop is never later than after a step."""
+        step_size = self._plan.samples_per_step * self._plan.passes.trains
+        return max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // self.num_samples)
+
+    def answer(self, rows: Rows, step: int) -> Answered:
+        """Answers and scores of the prompts ``rows`` alone, as `run` gives them; no metrics."""
+        samples = self._generate(rows, step)
+        samples.update(self._rewards.score("val", samples))
+        return Answered(step, {}, samples, self.num_samples)
 
     def run(self, step: int, stop: Stop) -> Answered | None:
         """Answer every validation prompt ``val_kwargs.n`` times and score the answers.
@@ -74,31 +98,27 @@ class Validation:
         numbers = {name: values for name, values in scores.items() if name not in hidden and c.SCORER not in name}
         # A trajectory that could not go on says nothing of the policy.
         numbers = {name: np.where(failed_of(samples), np.nan, values) for name, values in numbers.items()}
-        sources = self._rewards.data_sources("val")
-        metrics = validation_metrics(sources, extras | numbers, num_samples)
-        if any(map(summary_of, set(sources))):
-            metrics |= summary_metrics(sources, self._rewards.extra_infos("val"), extras | numbers, num_samples)
+        metrics = validation_metrics(self._rewards.data_sources("val"), extras | numbers, num_samples)
+        metrics |= self.summaries(extras | numbers)
         metrics |= {f"val-aux/{name}": value for name, value in self._rewards.judged.items()}
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
         most_turns = self._cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
         metrics |= {f"val-aux/{name}": value for name, value in turn_metrics(samples, most_turns).items()}
         return Answered(step, metrics, samples, num_samples)
 
+    def summaries(self, columns: dict[str, Column]) -> dict[str, float]:
+        """`summary_metrics` of all prompts. columns: as there."""
+        sources = self._rewards.data_sources("val")
+        if not any(map(summary_of, set(sources))):
+            return {}
+        return summary_metrics(sources, self._rewards.extra_infos("val"), columns, self.num_samples)
+
     def _answer(self, step: int, stop: Stop) -> tuple[Samples, dict[str, Column], int] | None:
         """Answers to all validation prompts, scores, answers per prompt."""
-        settings = self._cfg.actor_rollout_ref.rollout.val_kwargs
-        num_samples = 1 if settings.greedy else settings.n
-        rows = np.arange(self._rewards.num_rows("val"), dtype=np.int32)
-        # About as many answers at a time as a step has, so that a stop is never later than after a step.
-        step_size = self._plan.samples_per_step * self._plan.passes.trains
-        at_once = max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // num_samples)
-        sampling, seed = sampling_of(self._cfg, settings, greedy=settings.greedy), rollout_seed(self._cfg)
+        rows, num_samples, at_once = np.arange(self.num_prompts, dtype=np.int32), self.num_samples, self.prompts_at_once
         parts = []
         for first in range(0, len(rows), at_once):
-            some_rows = rows[first : first + at_once]
-            task = GenerateTask("val", some_rows, num_samples, sampling, seed, step, is_learnt_from=False)
-            parts.append(self._policy.generate(task)[0])
-            refuse_failures(parts[-1], self._policy.failure)
+            parts.append(self._generate(rows[first : first + at_once], step))
             if stop.requested:
                 return None
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
@@ -107,6 +127,14 @@ class Validation:
         # In parts again: of all answers the reward model would take many times as long as in a step, and count as hung.
         scores = self._rewards.score("val", samples, at_once=at_once * num_samples)
         return samples, scores, num_samples
+
+    def _generate(self, rows: Rows, step: int) -> Samples:
+        settings = self._cfg.actor_rollout_ref.rollout.val_kwargs
+        sampling, seed = sampling_of(self._cfg, settings, greedy=settings.greedy), rollout_seed(self._cfg)
+        task = GenerateTask("val", rows, self.num_samples, sampling, seed, step, is_learnt_from=False)
+        samples = self._policy.generate(task)[0]
+        refuse_failures(samples, self._policy.failure)
+        return samples
 
 
 def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -> Sampling:
@@ -194,7 +222,7 @@ def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str,
             yield f"{kind}@{k}/std", float(np.sqrt(np.maximum(second - first**2, 0.0)).mean())
     if binary:
         for k in (1, *_sizes(n)):
-            yield f"pass@{k}", float(_pass_at(values, k).mean())
+            yield f"pass@{k}", float(pass_at(values, k).mean())
 
 
 def _sizes(n: int) -> list[int]:
@@ -232,7 +260,7 @@ def _vote_shares(votes: Column) -> dict[int, Floats]:
     return shares
 
 
-def _pass_at(values: Floats, k: int) -> Floats:
+def pass_at(values: Floats, k: int) -> Floats:
     """Unbiased chance [p] that one of k answers is right: 1 - C(N - c, k) / C(N, k)   (Chen et al. 2021, eq. 1)."""
     counts = (~np.isnan(values)).sum(1)
     wrong = counts - np.nansum(values, 1)

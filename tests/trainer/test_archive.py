@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.base.columns.answer import AnswerText
+from rltrain.base.errors import DiskError
 from rltrain.config.load import load_config
 from rltrain.controller.samples import Samples, whole
 from rltrain.data.prompts import PromptStore
@@ -39,6 +40,9 @@ class LocalWriter(SampleWriter):
 
     def flush(self, wait_s, step=None):
         return []
+
+    def has_unwritten(self):
+        return False
 
     def close(self, wait_s):
         return []
@@ -92,6 +96,15 @@ def batch(num_prompts=5) -> Samples:
 
 def answered(step: int, samples: Samples | None = None) -> Answered:
     return Answered(step, {"perf/driver_bytes_per_sample": BYTES}, samples or batch(), N)
+
+
+def test_all_answers_go_into_a_file_that_is_named_or_an_error_says_why(make, tmp_path):
+    archive = make("samples_max_prompts=1")
+    archive.write(answered(3), tmp_path / "parts" / "a.parquet")
+    assert pd.read_parquet(tmp_path / "parts" / "a.parquet")["answer"].tolist() == [f"answer {i}" for i in range(10)]
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(DiskError, match=r"a.parquet could not be written: .*Mend that, and run the same command again"):
+        archive.write(answered(3), tmp_path / "file" / "a.parquet")
 
 
 def test_a_step_is_one_table_with_all_that_is_known_of_an_answer(make, tmp_path):

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.base.columns import names as c
+from rltrain.base.errors import DiskError
 from rltrain.config.schema import Config
+from rltrain.controller.lifeline import raise_if_lost
 from rltrain.controller.samples import Samples, driver_bytes
 from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.run.report.tracking import Tracker
@@ -30,6 +32,7 @@ _NUMBERS = (
 _TABLE = ("step", "data_source", "question", "answer", "ground_truth", "score", "finish_reason")
 _EXAMPLE_EVERY = 10
 _LAST_WAIT_S = 60.0
+_LOOK_S = 1.0
 
 
 def keeps_samples(cfg: Config) -> bool:
@@ -101,6 +104,17 @@ class Archive(Watcher):
             log.warning("step %d: the answers for trainer.log_val_generations did not come", step)
         else:
             self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
+
+    def write(self, answered: Answered, file: Path) -> None:
+        """Write all answers into ``file``, and wait for it. Raises DiskError where that cannot be done."""
+        num_prompts = len(answered.samples) // answered.answers_per_prompt
+        job = _job("val", answered.step, answered.samples, np.arange(num_prompts), answered.answers_per_prompt)
+        outcomes = self._writer.submit(replace(job, parquet=file))
+        while self._writer.has_unwritten():
+            raise_if_lost()
+            outcomes += self._writer.flush(_LOOK_S)
+        if problems := [outcome.problem for outcome in outcomes if outcome.problem]:
+            raise DiskError(f"{file} could not be written: {problems[0]}. Mend that, and run the same command again.")
 
     def written(self, step: int, wait_s: float) -> bool:
         """Whether the answers of the steps up to ``step`` are written, or are within that time: a run that is killed

@@ -18,7 +18,7 @@ from rltrain.tools.port.translate import ASKED, typed
 # What else users start with Python, by the name of the module or file, and what does the same here.
 _OTHERS = {
     r"sft": "supervised fine-tuning is not in rltrain",
-    r"main_generation|main_eval": "to test a checkpoint: rltrain train trainer.val_only=True …",
+    r"main_generation|main_eval": "to test a checkpoint: rltrain evaluate model=… data=…",
     r"data_preprocess[./]": "data files are made by rltrain data NAME (rltrain data --help)",
     r"model_merger": "a checkpoint's hf_model folder needs no merging here",
 }

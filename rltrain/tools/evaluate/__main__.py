@@ -1,0 +1,89 @@
+"""``python -m rltrain.evaluate model=PATH data=FILES [key=value ...]``: what a model is worth, with intervals.
+
+  model=PATH          a Hugging Face folder or hub name, a run folder (its newest checkpoint) or RUN/global_step_N;
+                      several as A,B or as a pattern
+  data=FILES          data files as for training; several as A,B
+  n=N                 answers per prompt (1)
+  temperature=T       0 (the default): greedy
+  out=FOLDER          where results go; without it evaluation/NAME beside the model
+  --config FILE       settings of a file, such as RUN/config.yaml
+  --dry-run           what would be done, and what would stop it
+  key=value           any key of training: actor_rollout_ref.rollout.name=vllm, data.max_response_length=4096 …
+Exit code 0: done; 2: something is wrong with what was given; 130 or 75: stopped, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from rltrain.base import logs
+from rltrain.base.errors import ConfigError
+from rltrain.base.stop import Stop
+from rltrain.config.loaded import LoadedConfig
+from rltrain.main_ppo import main as guarded
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return guarded(argv, _evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
+    if arguments.help is not None:
+        sys.stdout.write(str(__doc__))
+        return 0
+    for flag in ("print_config", "version"):
+        if getattr(arguments, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
+    # Imported here, so that --help need not wait for it.
+    from rltrain.api import look_over
+    from rltrain.run.build import begin_ray
+    from rltrain.tools.evaluate.evaluation import evaluate_model
+    from rltrain.tools.evaluate.kept import PICTURE, RESULT, write_json
+    from rltrain.tools.evaluate.picture import draw
+    from rltrain.tools.evaluate.report import show
+    from rltrain.tools.evaluate.request import read_request
+
+    stop.says("nothing is answered yet: the same command begins anew")
+    request = read_request(arguments.overrides, arguments.config, arguments.problems)
+    several = len(request.models) > 1
+    results = list[dict[str, Any]]()
+    settings = [request.settings(model) for model in request.models]
+    # Before the first begins: what is wrong with the last would be told after hours.
+    notes = [look_over(loaded) for loaded in settings]
+    if arguments.dry_run:
+        return _dry_run(settings, notes)
+    with ExitStack() as closing:
+        if several:
+            with logs.session():
+                begin_ray(settings[0].config, stop, closing)
+        for model in request.models:
+            with logs.session():  # which has a train.log of its own
+                results.append(evaluate_model(request, model, stop))
+    folder = request.root if several else request.folder(request.models[0])
+    if several:
+        write_json(folder / RESULT, {"evaluations": results})
+    with logs.session():
+        draw(folder / PICTURE, results)
+    show(results)
+    sys.stdout.write(f"{folder / RESULT}\nanswers: rltrain view {request.folder(request.models[0])} --val\n")
+    return 0
+
+
+def _dry_run(settings: Sequence[LoadedConfig], notes: Sequence[list[str]]) -> int:
+    from rltrain.run.dry_run import dry_run
+
+    refusals = []
+    for loaded, its_notes in zip(settings, notes, strict=True):
+        text, refused = dry_run(loaded, its_notes)
+        sys.stdout.write(text)
+        refusals.append(refused)
+    return ConfigError.exit_code if any(refusals) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""One model on the data: answers and scores by the trainer's own validation, some prompts at a time, then numbers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rltrain import __version__
+from rltrain.api import look_over
+from rltrain.base.logs import count
+from rltrain.base.stop import Stop
+from rltrain.base.versions import installed_version
+from rltrain.controller.lifeline import working
+from rltrain.run.build import build
+from rltrain.run.fit import Trainer
+from rltrain.tools.evaluate import statistics
+from rltrain.tools.evaluate.kept import Kept
+from rltrain.tools.evaluate.models import Model
+from rltrain.tools.evaluate.request import Request, identity
+from rltrain.tools.evaluate.statistics import Figure, Floats
+
+log = logging.getLogger(__name__)
+_PACKAGES = ("torch", "transformers", "vllm", "sglang")
+_VOTES = "pred"
+
+
+def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]:
+    """What `Kept` keeps of a finished evaluation. Goes on with one that was begun, and returns one that was finished.
+
+    Raises RltrainError, and Interrupted where a signal has ended it.
+    """
+    loaded = request.settings(model)
+    asked = identity(model, loaded)
+    kept = Kept(request.folder(model), asked)
+    kept.check()
+    if found := kept.result():
+        log.info("%s: was evaluated before, in %s", model.name, kept.folder)
+        return found
+    stop.says(f"nothing of {model.name} is answered yet: the same command begins with it")
+    with build(loaded, stop, notes=look_over(loaded)) as trainer, working(), stop.telling():
+        kept.begin()
+        _answer(trainer, kept, model, stop)
+        file = kept.join(trainer.num_steps)
+        answers = pd.read_parquet(file).sort_values(["row", "sample"], ignore_index=True)
+        columns = {name: answers[name].to_numpy() for name in ("acc",) if name in answers}
+        whole_sets = trainer.validation.summaries(columns)
+    found = {
+        "model": {"name": model.name, "path": model.named, "digest": asked["model"], "step": model.step},
+        "data": {"files": request.data, "digest": asked["data"]},
+        **summary(answers),
+        "whole_sets": whole_sets,
+        "answers": str(file.relative_to(kept.folder)),
+        "settings": {key: value for key, value in asked.items() if key not in ("model", "data")},
+        "versions": {"rltrain": __version__} | {name: installed_version(name) for name in _PACKAGES},
+    }
+    kept.finish(found)
+    return found
+
+
+def _answer(trainer: Trainer, kept: Kept, model: Model, stop: Stop) -> None:
+    """Have all prompts answered and scored that are not yet."""
+    total = trainer.validation.num_prompts
+    parts = kept.missing(total, trainer.validation.prompts_at_once)
+    left = sum(map(len, parts))
+    if left < total:
+        log.info("%s: %d of %s are answered already", model.name, total - left, count(total, "prompt"))
+    started, made = time.monotonic(), 0
+    for rows in parts:
+        trainer.answer(rows, kept.part(rows))
+        made += len(rows)
+        left -= len(rows)
+        left_s = (time.monotonic() - started) / made * left
+        log.info("%s: %d of %s are answered, %s left", model.name, total - left, count(total, "prompt"), _span(left_s))
+        stop.says(
+            f"{total - left} of {total} prompts of {model.name} are answered: the same command goes on after them"
+        )
+
+
+def _span(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def summary(answers: pd.DataFrame) -> dict[str, Any]:
+    """Figures by data source and on average, and notes on what is lacking. answers: as a run keeps a validation."""
+    num_answers = int(answers["sample"].max()) + 1
+    sources, drawn, notes = dict[str, Any](), [], list[str]()
+    for source, rows in answers.groupby("data_source", sort=False):
+        columns, described = _columns(str(source), rows.sort_values(["row", "sample"]), num_answers, notes)
+        draws = statistics.draws_of(np.stack(list(columns.values()), axis=1), str(source))
+        drawn.append(dict(zip(columns, draws.T, strict=True)))
+        sources[str(source)] = described | {"figures": statistics.figures(columns, drawn[-1])}
+    average = statistics.average([each["figures"] for each in sources.values()], drawn)
+    return {
+        "answers_per_prompt": num_answers,
+        "sources": {name: each | {"figures": _plain(each["figures"])} for name, each in sources.items()},
+        "average": _plain(average),
+        "notes": notes,
+    }
+
+
+def _columns(
+    source: str, rows: pd.DataFrame, num_answers: int, notes: list[str]
+) -> tuple[dict[str, Floats], dict[str, Any]]:
+    """Every statistic as a number per prompt, and what is measured; notes gets what is left out, and why."""
+    by_prompt = {name: rows[name].to_numpy().reshape(-1, num_answers) for name in rows}
+    failed = _failed(by_prompt)
+    # As a validation has it: what the scorer calls right, else the reward.
+    has_acc = "acc" in rows and pd.api.types.is_numeric_dtype(rows["acc"]) and rows["acc"].notna().any()
+    measure = "acc" if has_acc else "reward"
+    values = np.where(failed, np.nan, by_prompt[measure].astype(np.float64))
+    is_binary = bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
+    columns = {f"avg@{num_answers}": statistics.mean_of(values)}
+    if num_answers > 1:
+        ks = statistics.sizes(num_answers)
+        if is_binary:
+            columns |= {f"pass@{k}": statistics.pass_of(values, k) for k in ks}
+        else:
+            notes.append(f"{source}: no pass@k, as {measure} is not only 0 or 1")
+        # Of a source whose scorer returns none, beside others whose scorers do, all are empty.
+        votes = rows[_VOTES].fillna("").astype(str).to_numpy() if _VOTES in rows else np.array([""])
+        if (votes != "").any():
+            majority = statistics.majority_of(values, votes.reshape(-1, num_answers), ks[1:])
+            columns |= {f"maj@{k}": shares for k, shares in majority.items()}
+        else:
+            notes.append(f"{source}: no maj@k, as its scorer returns no extracted answer ({_VOTES})")
+    columns["length"] = by_prompt["response_length"].mean(1)
+    columns["truncated"] = (by_prompt["finish_reason"] == "length").mean(1)
+    columns["failed"] = failed.mean(1)
+    if failed.any():
+        as_zero = np.nan_to_num(values).mean()
+        notes.append(
+            f"{source}: {int(failed.sum())} of {failed.size} answers could not be scored and count for nothing; with 0 "
+            f"for each the mean were {as_zero:.4g}"
+        )
+    return columns, {"prompts": len(values), "measure": measure, "binary": is_binary}
+
+
+def _failed(by_prompt: Mapping[str, Any]) -> np.ndarray:
+    """Answers [p, n] that the scorer failed on, and trajectories that could not go on."""
+    failed = by_prompt["reward_failed"].astype(np.float64) > 0
+    return failed | (by_prompt["agent_failed"] != "") if "agent_failed" in by_prompt else failed
+
+
+def _plain(figures: Mapping[str, Figure]) -> dict[str, dict[str, float | None]]:
+    """Numbers that JSON has: none is null."""
+    return {
+        name: {part: None if np.isnan(value) else value for part, value in asdict(figure).items()}
+        for name, figure in figures.items()
+    }

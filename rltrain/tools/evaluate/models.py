@@ -1,0 +1,184 @@
+"""The models that ``model=`` names: Hugging Face folders and hub names, checkpoints of a run, and run folders."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from tokenizers import Tokenizer
+
+from rltrain.base.errors import CheckpointError, ConfigError, first_line
+from rltrain.base.storage import patiently
+from rltrain.models.files.source import model_problem
+from rltrain.run.checkpoints.folder import Checkpoints, find_damage, read_record
+
+_MODEL = "actor_rollout_ref.model."
+_STEP = re.compile(r"global_step_\d+")
+_MANIFEST, _EXPORT, _TOKENIZER = "manifest.json", "huggingface", "tokenizer.json"
+# Files of this size and more are known by pieces of them: hashing all of a large model would take minutes.
+_LARGE_BYTES, _PIECES, _PIECE_BYTES = 1 << 22, 16, 1 << 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model to evaluate."""
+
+    name: str
+    """In tables, and of its folder; unlike that of any other."""
+    named: str
+    """The word that the user has typed, or the path that it stands for."""
+    folder: Path | None
+    """On this disk; None of a name on the hub."""
+    step: int | None = None
+    """Of a checkpoint."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The keys by which a run loads it."""
+
+    @property
+    def beside(self) -> Path:
+        """The folder for evaluations next to it."""
+        return (self.folder.parent if self.folder else Path.cwd()) / "evaluation"
+
+    def identity(self) -> str:
+        """A digest of its files but for those that describe it; of a name on the hub the name."""
+        if not self.folder:
+            return self.named
+        if self.step is not None:  # which has the digests of all files
+            return xxhash.xxh3_128((self.folder / _MANIFEST).read_bytes()).hexdigest()
+        digest = xxhash.xxh3_128()
+        for file in sorted(path for path in self.folder.iterdir() if path.is_file() and path.suffix != ".md"):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            for piece in _pieces(file):
+                digest.update(piece)
+        return digest.hexdigest()
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    """All of a small file; of a large one pieces that are spread evenly."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if size < _LARGE_BYTES:
+            yield stream.read()
+            return
+        for number in range(_PIECES):
+            stream.seek(number * (size - _PIECE_BYTES) // (_PIECES - 1))
+            yield stream.read(_PIECE_BYTES)
+
+
+def models_of(words: Sequence[str]) -> list[Model]:
+    """The models of paths, patterns and hub names. Raises ConfigError or CheckpointError for what is none."""
+    found = [_model(name) for word in words for name in _places(word)]
+    names = [model.name for model in found]
+    if len({model.named for model in found}) < len(found):
+        raise ConfigError(f"model={','.join(words)} names {_twice([model.named for model in found])} twice.")
+    # Checkpoints of equal steps of two runs: the runs' names tell them apart.
+    return [
+        Model(f"{model.folder.parent.name}_{model.name}", model.named, model.folder, model.step, model.settings)
+        if model.folder and names.count(model.name) > 1
+        else model
+        for model in found
+    ]
+
+
+def _twice(names: list[str]) -> str:
+    return next(name for name in names if names.count(name) > 1)
+
+
+def _places(word: str) -> list[str]:
+    """The folders of a pattern, by the numbers in their names; any other word as it is."""
+    path = Path(word).expanduser()
+    if path.exists() or not glob.has_magic(word):
+        return [str(path) if path.exists() else word]
+    folders = [name for name in glob.glob(str(path)) if Path(name).is_dir()]
+    if not folders:
+        raise ConfigError(f"model={word}: no folder matches this pattern.")
+    return sorted(
+        folders, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    )
+
+
+def _model(name: str) -> Model:
+    folder = Path(name).resolve()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        if _STEP.fullmatch(folder.name) or (folder / _MANIFEST).is_file():
+            return _checkpoint(folder)
+        run = Checkpoints(name)
+        if run.steps() and (newest := run.newest()):
+            return _checkpoint(newest)
+    if problem := model_problem("model", name):
+        hint = " A run folder has checkpoints in folders global_step_N." if folder.is_dir() else ""
+        raise ConfigError(problem + hint)
+    if folder.is_dir():
+        step = folder.parent.name if folder.name == _EXPORT else ""
+        return Model(f"{step}_{folder.name}".lstrip("_"), name, folder, None, {f"{_MODEL}path": name})
+    return Model(name.replace("/", "_"), name, None, None, {f"{_MODEL}path": name})
+
+
+def _checkpoint(folder: Path) -> Model:
+    """A checkpoint has weights in shards, or adapters; the model that it was trained from says how to read them."""
+    if problem := find_damage(folder):
+        raise CheckpointError(f"model={folder} cannot be evaluated: {problem}.")
+    record = read_record(folder)
+    frozen = record.get("frozen")
+    settings = (
+        {key: value for key, value in frozen.items() if key.startswith(_MODEL)} if isinstance(frozen, dict) else {}
+    )
+    base = str(settings.get(f"{_MODEL}path"))
+    if problem := model_problem(f"{_MODEL}path", base):
+        raise CheckpointError(
+            f"model={folder} was trained from {base}, whose configuration and tokenizer it needs: {problem} "
+            f"Put it back, or evaluate the exported weights: model={folder / _EXPORT}."
+        )
+    _refuse_other_tokens(folder, base)
+    settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
+    settings["trainer.resume_weights_only"] = False
+    return Model(folder.name, str(folder), folder, record["global_step"], settings)
+
+
+def _refuse_other_tokens(folder: Path, base: str) -> None:
+    """The weights know the tokens of the export beside them."""
+    files = [folder / _EXPORT / _TOKENIZER, Path(base) / _TOKENIZER]
+    if not all(file.is_file() for file in files):
+        return
+    ours, theirs = (_tokens(file) for file in files)
+    if differ := sorted(index for index, token in ours.items() if theirs.get(index, token) != token):
+        first = differ[0]
+        raise CheckpointError(
+            f"model={folder}: its token {first} is {ours[first]!r}, and that of {base}, from which it was trained, is "
+            f"{theirs[first]!r} now; {len(differ):,} differ. Put the tokenizer back, or evaluate the exported weights: "
+            f"model={folder / _EXPORT}."
+        )
+
+
+def _tokens(file: Path) -> dict[int, str]:
+    try:
+        vocabulary = Tokenizer.from_str(patiently(file, lambda: file.read_text("utf-8"))).get_vocab()
+    except Exception as error:  # noqa: BLE001 - the package raises plain exceptions
+        raise CheckpointError(f"{file} cannot be read ({first_line(error)}). Copy it again.") from None
+    return {index: token for token, index in vocabulary.items()}
+
+
+def digest_of_files(files: Sequence[str]) -> str:
+    """Of the contents of data files."""
+    digest = xxhash.xxh3_128()
+    for name in files:
+        path = Path(name).expanduser()
+        digest.update(f"{path.name}\n".encode())
+        if path.is_file():
+            with path.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+    return digest.hexdigest()
+
+
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    """Dotted names of the leaves of nested mappings, as JSON has their values."""
+    if isinstance(tree, dict) and tree:
+        return {key: value for part, below in tree.items() for key, value in flat(below, f"{name}.{part}").items()}
+    return {name.lstrip("."): json.loads(json.dumps(tree, default=str))}

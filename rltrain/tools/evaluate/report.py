@@ -1,0 +1,98 @@
+"""What an evaluation has found, as tables: for the eye on a terminal, wide elsewhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rltrain.base.errors import plain
+
+_WIDTH = 200
+_BENCHMARKS = re.compile(r"logicvista|math-?_?vision|math-?_?vista", re.IGNORECASE)
+_SHARES = ("truncated", "failed")
+_AVERAGE = "Avg."
+
+
+def show(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print one table per model, and one over all of them where there are several, or where the data are benchmarks
+    whose numbers are published by model."""
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
+    try:
+        if len(results) == 1:
+            _print(console, _of_model(results[0]))
+        if len(results) > 1 or any(_BENCHMARKS.search(source) for source in results[0]["sources"]):
+            _print(console, _of_all(results))
+        for result in results:
+            for name, value in result.get("whole_sets", {}).items():
+                console.print(Text(plain(f"{result['model']['name']}: {name} {100 * value:.1f} %")))
+        for note in dict.fromkeys(note for result in results for note in result["notes"]):
+            console.print(Text(plain(f"note: {note}")), soft_wrap=True)
+        console.print(Text("[ ]: 95 % of bootstrap draws over prompts"))
+    except BrokenPipeError:  # a reader such as head has seen enough
+        sys.stderr.close()
+
+
+def _print(console: Console, rows: tuple[Sequence[str], Iterable[Sequence[str]]]) -> None:
+    head, body = rows
+    table = Table()
+    for cell in head:
+        table.add_column(Text(plain(cell)))
+    for row in body:
+        table.add_row(*(Text(plain(cell)) for cell in row))
+    console.print(table)
+
+
+def _of_model(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Statistics down, sources across."""
+    parts = _parts(result)
+    names = dict.fromkeys(name for part in parts.values() for name in part["figures"])
+    head = [result["model"]["name"], *parts]
+    sizes = ["prompts", *(str(part.get("prompts", "")) for part in parts.values())]
+    rows = [[name, *(_cell(part, name) for part in parts.values())] for name in names]
+    return head, [sizes, *rows]
+
+
+def _of_all(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """A model a row, a source a column, and the average: the means over answers."""
+    sources = list(dict.fromkeys(source for result in results for source in _parts(result)))
+    # The average comes last, however few sources the first model has.
+    columns = [*(name for name in sources if name != _AVERAGE), *(name for name in sources if name == _AVERAGE)]
+    name = main_figure(results[0])
+    rows = [
+        [result["model"]["name"], *(_cell(_parts(result).get(source), name) for source in columns)]
+        for result in results
+    ]
+    return [name, *columns], rows
+
+
+def main_figure(result: Mapping[str, Any]) -> str:
+    """The name of the mean over answers."""
+    return f"avg@{result['answers_per_prompt']}"
+
+
+def _parts(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Sources, and the average where there are several or a benchmark."""
+    sources = dict(result["sources"])
+    if len(sources) > 1 or any(_BENCHMARKS.search(source) for source in sources):
+        binary = all(source["binary"] for source in sources.values())
+        sources[_AVERAGE] = {"figures": result["average"], "binary": binary}
+    return sources
+
+
+def _cell(part: Mapping[str, Any] | None, name: str) -> str:
+    """``42.5 [38.0, 47.1]``: shares in percent, anything else as it is."""
+    figure = part["figures"].get(name) if part else None
+    if not part or not figure or figure["value"] is None:
+        return ""
+    is_share = name in _SHARES or (part["binary"] and name != "length")
+    value, low, high = (
+        f"{100 * number:.1f}" if is_share else f"{number:.4g}"
+        for number in (figure["value"], figure["low"], figure["high"])
+    )
+    return f"{value}{' %' if is_share else ''} [{low}, {high}]"

@@ -1,0 +1,127 @@
+"""The words of ``rltrain evaluate``: which models, which data, how many answers, where to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.errors import ConfigError
+from rltrain.config.load import load_config, to_dict
+from rltrain.config.loaded import LoadedConfig
+from rltrain.data.files import files_of
+from rltrain.tools.evaluate.models import Model, digest_of_files, flat, models_of
+
+_ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
+_SHORT = {name: f"{_ANSWERS}{name}" for name in ("n", "temperature", "top_p", "top_k")}
+_OTHER_WORDS = {
+    "trainer.val_only": "an evaluation never trains",
+    "trainer.default_local_dir": "out=FOLDER says where results go",
+    "trainer.resume_mode": "model=CHECKPOINT names the weights",
+    "trainer.resume_from_path": "model=CHECKPOINT names the weights",
+    "trainer.resume_weights_only": "model=CHECKPOINT names the weights",
+    "trainer.samples_freq": "all answers are kept",
+    "trainer.samples_max_prompts": "all answers are kept",
+    "data.val_files": "data=FILES names them",
+    "actor_rollout_ref.model.path": "model=PATH names it",
+}
+# What says which answers there are, and what they are worth. Anything else may change in the middle.
+_COMPARED = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.", "reward", "custom_reward_function.")
+_NOT_COMPARED = {
+    "data.train_files", "data.train_max_samples", "data.train_batch_size", "data.gen_batch_size", "data.val_files",
+    *(f"actor_rollout_ref.rollout.{name}" for name in (
+        "n", "temperature", "top_p", "top_k", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
+        "enforce_eager", "free_cache_engine",
+    )),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line that has been read."""
+
+    models: list[Model]
+    data: list[str]
+    words: list[str]
+    """Keys of the trainer."""
+    files: list[str]
+    """Configuration files."""
+    out: Path | None
+
+    @property
+    def root(self) -> Path:
+        """The folder of all results."""
+        return self.out or self.models[0].beside
+
+    def folder(self, model: Model) -> Path:
+        """The folder of the results of one model."""
+        return self.out if self.out and len(self.models) == 1 else self.root / model.name
+
+    def settings(self, model: Model) -> LoadedConfig:
+        """The settings of a run that only validates. Raises ConfigError."""
+        own = {
+            **model.settings,
+            "data.val_files": self.data,
+            "trainer.val_only": True,
+            "trainer.default_local_dir": str(self.folder(model) / "run"),
+            "trainer.samples_freq": 1,
+            "trainer.logger": ["console"],
+        }
+        own.setdefault("trainer.resume_mode", "disable")
+        loaded = load_config(self.words, [*self.files, own])
+        answers = loaded.config.actor_rollout_ref.rollout.val_kwargs
+        if answers.greedy and answers.n > 1:
+            raise ConfigError(
+                f"n={answers.n}: answers are greedy (temperature={answers.temperature:g}), so all {answers.n} to a "
+                "prompt would be one and the same. Add temperature=1.0 (or another), or leave n out."
+            )
+        return loaded
+
+
+def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[str]) -> Request:
+    """Read the words of a command. Raises ConfigError with all that is wrong with them, and as `models_of` does."""
+    wrong, own, rest = list(problems), dict[str, list[str]](), list[str]()
+    for word in words:
+        key, equals, text = word.partition("=")
+        if equals and key in ("model", "data", "out"):
+            own[key] = _values(text)
+        elif key in _OTHER_WORDS:
+            wrong.append(f"{word}: {_OTHER_WORDS[key]}. Leave the key out.")
+        else:
+            rest.append(f"{_SHORT.get(key, key)}={text}" if equals else word)
+        if key == "n" and not (text.isdigit() and int(text) > 0):
+            wrong.append(f"n={text}: a prompt gets one answer at least. Give a whole number from 1 on.")
+            rest.pop()
+    for key, what in (("model", "a Hugging Face folder, a checkpoint or a run"), ("data", "one or more data files")):
+        if not any(own.get(key, ())):
+            wrong.append(f"{key}= is not given: {what}.")
+    if len(own.get("out", [""])) != 1:
+        wrong.append(f"out={','.join(own['out'])}: results go into one folder.")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    out = Path(own["out"][0]).expanduser().resolve() if any(own.get("out", ())) else None
+    return Request(models_of(own["model"]), own["data"], rest, list(files), out)
+
+
+def _values(text: str) -> list[str]:
+    """``A,B`` and ``[A,B]``; a path that is there may have commas."""
+    if Path(text).expanduser().exists():
+        return [text]
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [part.strip(" '\"") for part in inner.split(",") if part.strip(" '\"")]
+
+
+def identity(model: Model, loaded: LoadedConfig) -> dict[str, Any]:
+    """What an evaluation that goes on must agree on: digests of model, data and reward function, and settings."""
+    cfg = loaded.config
+    settings = {
+        key: value
+        for key, value in flat(to_dict(cfg)).items()
+        if key.startswith(_COMPARED) and key not in _NOT_COMPARED
+    }
+    files = [file for name in cfg.data.val_files or () for file in files_of(name)]
+    facts: dict[str, Any] = {"model": model.identity(), "data": digest_of_files(files)}
+    if cfg.custom_reward_function.path:
+        facts["reward function"] = digest_of_files([cfg.custom_reward_function.path])
+    return facts | settings

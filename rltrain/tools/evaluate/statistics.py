@@ -1,0 +1,131 @@
+"""Statistics of answers to prompts: arrays in, arrays out.
+
+The prompt is the unit: every statistic is first a number per prompt [p], its value is their mean, and its interval says
+how it would differ with other prompts of the same kind. Values are [p, n], NaN where an answer has no score; such an
+answer counts for nothing, and a prompt without any has no number.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.trainer.validation import pass_at
+
+Floats = NDArray[np.float64]
+
+SEED, DRAWS = 42, 2000
+_LEVELS = (0.025, 0.975)
+# Of answers, where a majority of fewer than all is asked for.
+_VOTES = 500
+# Rows of weights that are in memory at once.
+_BLOCK = 250
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A statistic, and where 95 % of bootstrap draws lie."""
+
+    value: float
+    low: float
+    high: float
+
+
+def sizes(n: int) -> list[int]:
+    """1, 2, 4, 8 … below n, and n: the k of pass@k and maj@k."""
+    return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
+
+
+def mean_of(values: Floats) -> Floats:
+    """Mean [p] over the answers that have a score."""
+    counts = (~np.isnan(values)).sum(1)
+    return np.where(counts > 0, np.nansum(values, 1) / np.maximum(counts, 1), np.nan)
+
+
+def pass_of(values: Floats, k: int) -> Floats:
+    """Chance [p] that one of k answers is right: `pass_at`. values: 0 or 1."""
+    return np.where(np.isnan(values).all(1), np.nan, pass_at(values, k))
+
+
+def majority_of(values: Floats, votes: NDArray[Any], ks: Sequence[int], seed: int = SEED) -> dict[int, Floats]:
+    """Expected value [p] of the text that most of k answers give   (Wang et al. 2023, self-consistency), for every k.
+
+    votes: texts [p, n]. Of texts that are equally frequent each is as likely. All answers are counted where k is all of
+    them; else the mean over 500 seeded subsets of k is taken.
+    """
+    random = np.random.default_rng(seed)
+    shares = {k: np.full(len(values), np.nan) for k in ks}
+    for prompt in range(len(values)):
+        scored = ~np.isnan(values[prompt])
+        if not scored.any():
+            continue
+        _, codes = np.unique(votes[prompt][scored].astype(str), return_inverse=True)
+        frequencies = np.bincount(codes)
+        of_text = np.bincount(codes, values[prompt][scored]) / frequencies
+        drawn = random.permuted(np.tile(codes, (_VOTES, 1)), axis=1) if len(frequencies) > 1 else codes[None]
+        for k in ks:
+            subsets = drawn[:, :k] if k < len(codes) else codes[None]
+            shares[k][prompt] = _of_majority(subsets, of_text)
+    return shares
+
+
+def _of_majority(subsets: NDArray[Any], of_text: Floats) -> float:
+    """Mean over subsets [d, k] of the codes of texts; of_text: the value of each text."""
+    num_texts = len(of_text)
+    # Each subset has a range of codes of its own, so that a single bincount counts all votes.
+    numbered = subsets + num_texts * np.arange(len(subsets))[:, None]
+    counts = np.bincount(numbered.ravel(), minlength=num_texts * len(subsets)).reshape(-1, num_texts)
+    winners = counts == counts.max(1, keepdims=True)
+    return float(((winners * of_text).sum(1) / winners.sum(1)).mean())
+
+
+def draws_of(columns: Floats, name: str, num_draws: int = DRAWS) -> Floats:
+    """Bootstrap means [draws, m] of columns [p, m]: prompts drawn with replacement   (Efron 1979).
+
+    name: of the data source. Draws follow from it, so that no figure depends on which other sources there are, and two
+    sources are drawn independently.
+    """
+    random = np.random.default_rng([SEED, zlib.crc32(name.encode())])
+    num_prompts = len(columns)
+    has_number = ~np.isnan(columns)
+    numbers, present = np.where(has_number, columns, 0.0), has_number.astype(np.float64)
+    means = []
+    for first in range(0, num_draws, _BLOCK):
+        size = min(_BLOCK, num_draws - first)
+        weights = random.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size).astype(np.float64)
+        counts = weights @ present
+        means.append(np.where(counts > 0, (weights @ numbers) / np.maximum(counts, 1), np.nan))
+    return np.concatenate(means)
+
+
+def figures(columns: Mapping[str, Floats], draws: Mapping[str, Floats]) -> dict[str, Figure]:
+    """Mean of each column [p], with the percentile interval of its draws   (Efron and Tibshirani 1993, chapter 13)."""
+    return {name: Figure(_mean(values), *_interval(draws[name])) for name, values in columns.items()}
+
+
+def average(sources: Sequence[Mapping[str, Figure]], draws: Sequence[Mapping[str, Floats]]) -> dict[str, Figure]:
+    """Mean over sources, each with the same weight, of what all of them have. Every source is drawn by itself."""
+    shared = [name for name in sources[0] if all(name in figures_here for figures_here in sources)]
+    return {
+        name: Figure(
+            float(np.mean([figures_here[name].value for figures_here in sources])),
+            *_interval(np.mean([draws_here[name] for draws_here in draws], axis=0)),
+        )
+        for name in shared
+    }
+
+
+def _mean(values: Floats) -> float:
+    present = values[~np.isnan(values)]
+    return float(present.mean()) if len(present) else float("nan")
+
+
+def _interval(draws: Floats) -> tuple[float, float]:
+    present = draws[~np.isnan(draws)]
+    low, high = np.quantile(present, _LEVELS) if len(present) else (np.nan, np.nan)
+    return float(low), float(high)

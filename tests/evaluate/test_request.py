@@ -1,0 +1,168 @@
+"""The words of an evaluation, and the models that they name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.config.load import load_config
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.resume import frozen_values
+from rltrain.tools.evaluate.models import models_of
+from rltrain.tools.evaluate.request import identity, read_request
+from tests.tiny import save_tiny_model
+
+ANSWERS = "actor_rollout_ref.rollout.val_kwargs"
+
+
+def save_checkpoint(run: Path, base: Path, step: int, **frozen: object) -> Path:
+    """What an evaluation reads of a checkpoint: progress, export, manifest."""
+    folder = RunFolder(str(run))
+    record = {"global_step": step, "frozen": {"actor_rollout_ref.model.path": str(base), "data.seed": 1} | frozen}
+    begun = folder.begin_save(step, {"progress.json": json.dumps(record).encode()})
+    shutil.copytree(base, begun / "huggingface")
+    saved = folder.commit(begun, step)
+    folder.release()
+    return saved
+
+
+@pytest.fixture
+def run(tiny_model, tmp_path):
+    for step in (2, 10):
+        save_checkpoint(tmp_path / "run", tiny_model, step)
+    return tmp_path / "run"
+
+
+def read(*words, **options):
+    return read_request([str(word) for word in words], options.get("files", []), [])
+
+
+def test_a_model_is_a_folder_a_run_a_checkpoint_or_a_pattern(tiny_model, run):
+    (plain,) = models_of([str(tiny_model)])
+    assert (plain.step, plain.settings) == (None, {"actor_rollout_ref.model.path": str(tiny_model)})
+    (newest,) = models_of([str(run)])
+    assert (newest.name, newest.step) == ("global_step_10", 10)
+    assert newest.settings == {
+        "actor_rollout_ref.model.path": str(tiny_model),
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": str(run / "global_step_10"),
+        "trainer.resume_weights_only": False,
+    }
+    assert [model.step for model in models_of([str(run / "global_step_*")])] == [2, 10]
+    (export,) = models_of([str(run / "global_step_2" / "huggingface")])
+    assert (export.name, export.step) == ("global_step_2_huggingface", None)
+
+
+def test_a_checkpoint_of_adapters_says_which_they_are(tiny_model, arithmetic_files, tmp_path):
+    with_adapters = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]"]
+    frozen = frozen_values(load_config([*with_adapters, f"actor_rollout_ref.model.path={tiny_model}"]).config)
+    request = read(f"model={save_checkpoint(tmp_path / 'run', tiny_model, 3, **frozen)}", f"data={arithmetic_files[1]}")
+    model = request.settings(request.models[0]).config.actor_rollout_ref.model
+    assert (model.lora_rank, model.target_modules) == (4, ["q_proj", "v_proj"])
+
+
+def test_models_of_equal_names_are_told_apart(tiny_model, run, tmp_path):
+    save_checkpoint(tmp_path / "other", tiny_model, 10)
+    models = models_of([str(run), str(tmp_path / "other")])
+    assert [model.name for model in models] == ["run_global_step_10", "other_global_step_10"]
+    with pytest.raises(ConfigError, match=r"names .*global_step_10 twice"):
+        models_of([str(run), str(run / "global_step_10")])
+
+
+def test_what_is_no_model_is_refused(tiny_model, run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty has no config.json: it is not the folder of a Hugging Face model"):
+        models_of([str(tmp_path / "empty")])
+    with pytest.raises(ConfigError, match="no folder matches this pattern"):
+        models_of([str(tmp_path / "step_*")])
+    with open(run / "global_step_10" / "huggingface" / "config.json", "a", encoding="utf-8") as file:
+        file.write(" ")
+    with pytest.raises(
+        CheckpointError, match=r"global_step_10 cannot be evaluated: huggingface/config.json has \d+ bytes"
+    ):
+        models_of([str(run / "global_step_10")])
+    (newest,) = models_of([str(run)])
+    assert newest.step == 2, "a damaged one is passed over, as where a run goes on"
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path):
+    base = save_tiny_model(tmp_path / "base")
+    saved = save_checkpoint(tmp_path / "run", base, 1)
+    text = (base / "tokenizer.json").read_text()
+    (base / "tokenizer.json").write_text(text.replace('"7"', '"x"'))
+    with pytest.raises(CheckpointError, match=r"its token \d+ is '7', and that of .*base.* is 'x' now; 1 differ"):
+        models_of([str(saved)])
+    shutil.rmtree(base)
+    with pytest.raises(
+        CheckpointError, match=r"was trained from .*base.* there is no such folder.*model=.*huggingface"
+    ):
+        models_of([str(saved)])
+
+
+def test_the_identity_of_a_folder_follows_from_its_contents(tmp_path):
+    folders = [save_tiny_model(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    same, copy, other = (models_of([str(folder)])[0].identity() for folder in folders)
+    assert same == copy != other
+
+
+def test_short_words_are_keys_of_the_trainer(tiny_model, arithmetic_files, tmp_path):
+    request = read(
+        f"model={tiny_model}",
+        f"data={arithmetic_files[1]},{arithmetic_files[0]}",
+        "n=4",
+        "temperature=0.5",
+        f"out={tmp_path}",
+    )
+    cfg = request.settings(request.models[0]).config
+    answers = cfg.actor_rollout_ref.rollout.val_kwargs
+    assert (answers.n, answers.temperature, cfg.trainer.val_only) == (4, 0.5, True)
+    assert cfg.data.val_files == [str(file) for file in reversed(arithmetic_files)]
+    assert request.folder(request.models[0]) == tmp_path
+
+
+def test_results_go_beside_the_model_and_below_out_where_there_are_several(tiny_model, run, arithmetic_files, tmp_path):
+    data = f"data={arithmetic_files[1]}"
+    request = read(f"model={run}", data)
+    assert request.folder(request.models[0]) == run / "evaluation" / "global_step_10"
+    several = read(f"model={run},{tiny_model}", data, f"out={tmp_path / 'out'}")
+    assert [several.folder(model).name for model in several.models] == ["global_step_10", tiny_model.name]
+    assert several.root == tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["n=0"], "n=0: a prompt gets one answer at least"),
+        (["trainer.val_only=True"], "an evaluation never trains"),
+        (["trainer.default_local_dir=x"], "out=FOLDER says where results go"),
+        (["out=a,b"], "results go into one folder"),
+        (["model="], "model= is not given"),
+    ],
+)
+def test_words_that_cannot_be_meant_are_refused(tiny_model, arithmetic_files, words, told):
+    with pytest.raises(ConfigError, match=told):
+        read(f"model={tiny_model}", f"data={arithmetic_files[1]}", *words)
+
+
+def test_several_greedy_answers_and_unknown_keys_are_refused(tiny_model, arithmetic_files):
+    for words, told in ((["n=4"], "all 4 to a prompt would be one and the same"), (["temprature=1"], "unknown key")):
+        request = read(f"model={tiny_model}", f"data={arithmetic_files[1]}", *words)
+        with pytest.raises(ConfigError, match=told):
+            request.settings(request.models[0])
+
+
+def test_what_changes_answers_changes_the_identity_and_what_does_not_does_not(tiny_model, arithmetic_files, tmp_path):
+    def asked(*words, data=arithmetic_files[1]):
+        request = read(f"model={tiny_model}", f"data={data}", "temperature=1.0", *words)
+        return identity(request.models[0], request.settings(request.models[0]))
+
+    first = asked()
+    assert (
+        asked("trainer.device=cpu", "actor_rollout_ref.rollout.gpu_memory_utilization=0.4", f"out={tmp_path}") == first
+    )
+    assert {key for key, value in asked("n=2").items() if first[key] != value} == {f"{ANSWERS}.n"}
+    assert {key for key, value in asked(data=arithmetic_files[0]).items() if first[key] != value} == {"data"}
+    copy = shutil.copy(arithmetic_files[1], tmp_path)
+    assert asked(data=copy) == first

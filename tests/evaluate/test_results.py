@@ -1,0 +1,143 @@
+"""From answers on disk to numbers, tables and a picture."""
+
+import sys
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.base.errors import ConfigError, DataError
+from rltrain.tools.evaluate.evaluation import summary
+from rltrain.tools.evaluate.kept import Kept
+from rltrain.tools.evaluate.picture import draw
+from rltrain.tools.evaluate.report import show
+
+
+def answers(source="a", rights=((1, 0), (1, 1), (0, 0)), first_row=0, **columns):
+    """Two answers each to some prompts."""
+    right = np.array(rights, dtype=float).ravel()
+    number = len(right)
+    frame = {
+        "data_source": source,
+        "row": np.repeat(np.arange(number // 2) + first_row, 2),
+        "sample": np.tile([0, 1], number // 2),
+        "reward": right,
+        "reward_failed": 0.0,
+        "response_length": np.arange(number) + 1,
+        "finish_reason": ["length", *["stop"] * (number - 1)],
+    }
+    return pd.DataFrame(frame | columns)
+
+
+def values(part):
+    return {name: figure["value"] for name, figure in part["figures"].items()}
+
+
+def result(name, step=None, frame=None):
+    return summary(answers() if frame is None else frame) | {"model": {"name": name, "step": step}}
+
+
+def test_figures_of_a_source_are_those_of_its_prompts():
+    found = summary(answers())
+    assert values(found["sources"]["a"]) == pytest.approx(
+        {"avg@2": 0.5, "pass@1": 0.5, "pass@2": 2 / 3, "length": 3.5, "truncated": 1 / 6, "failed": 0}
+    )
+    assert found["notes"] == ["a: no maj@k, as its scorer returns no extracted answer (pred)"]
+    figure = found["sources"]["a"]["figures"]["avg@2"]
+    assert figure["low"] < figure["value"] < figure["high"]
+
+
+def test_an_answer_that_could_not_be_scored_is_not_taken_for_wrong():
+    found = summary(answers(reward_failed=[0, 1, 0, 0, 0, 0], agent_failed=["", "", "", "", "gone", ""]))
+    assert values(found["sources"]["a"])["avg@2"] == pytest.approx((1 + 1 + 0) / 3)
+    assert values(found["sources"]["a"])["failed"] == pytest.approx(2 / 6)
+    assert (
+        "2 of 6 answers could not be scored and count for nothing; with 0 for each the mean were 0.5"
+        in found["notes"][1]
+    )
+
+
+def test_a_majority_needs_extracted_answers_and_a_pass_needs_right_or_wrong():
+    found = summary(answers(pred=["4", "5", "4", "4", "6", "6"], acc=[0.5, 0, 1, 1, 0, 0]))
+    assert found["sources"]["a"]["measure"] == "acc"
+    assert values(found["sources"]["a"])["maj@2"] == pytest.approx((0.25 + 1 + 0) / 3)
+    assert found["notes"] == ["a: no pass@k, as acc is not only 0 or 1"]
+
+
+def test_a_source_without_extracted_answers_beside_one_that_has_them_has_no_majority():
+    found = summary(pd.concat([answers(pred=""), answers("b", pred="4", first_row=3)]))
+    assert "maj@2" in found["sources"]["b"]["figures"]
+    assert "maj@2" not in {*found["sources"]["a"]["figures"], *found["average"]}
+    assert [note[:2] for note in found["notes"]] == ["a:"]
+
+
+def test_the_average_is_over_sources_and_the_order_of_rows_does_not_matter():
+    both = pd.concat([answers(), answers("b", ((1, 1),), first_row=3)])
+    found = summary(both)
+    assert found["average"]["avg@2"]["value"] == 0.75
+    assert summary(both.sample(frac=1, random_state=0).sort_values("data_source")) == found
+
+
+def test_what_is_missing_is_what_no_part_has(tmp_path):
+    kept = Kept(tmp_path, {})
+    assert [rows.tolist() for rows in kept.missing(5, 2)] == [[0, 1], [2, 3], [4]]
+    for rows in (np.array([2, 3], np.int32), np.array([0], np.int32)):
+        file = kept.part(rows)
+        file.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"row": rows, **({"acc": [1.0]} if len(rows) == 1 else {})}), file)
+    (tmp_path / "parts" / ".rows_000004_000004.parquet.tmp").write_text("half", encoding="utf-8")
+    assert [rows.tolist() for rows in kept.missing(5, 2)] == [[1], [4]]
+    joined = pd.read_parquet(kept.join(7))
+    assert joined["row"].tolist() == [0, 2, 3]
+    assert joined["acc"].isna().tolist() == [False, True, True]
+    kept.part(np.array([1], np.int32)).write_text("no table", encoding="utf-8")
+    with pytest.raises(DataError, match="a file that cannot be read"):
+        kept.join(7)
+
+
+def test_another_evaluation_of_the_folder_is_refused_by_what_differs(tmp_path):
+    Kept(tmp_path, {"model": "a", "n": 4, "top_p": 1.0}).begin()
+    Kept(tmp_path, {"model": "a", "n": 4, "top_p": 1.0}).check()
+    with pytest.raises(ConfigError, match=r"something else \(model; n: 4 then, 8 now\)\. Put that back"):
+        Kept(tmp_path, {"model": "b", "n": 8, "top_p": 1.0}).check()
+
+
+def test_a_model_is_a_column_of_statistics_and_several_are_rows(capsys):
+    show([result("base")])
+    alone = capsys.readouterr().out
+    assert "│ pass@2" in alone
+    assert "50.0 % [" in alone
+    show([result("base"), result("step_10")])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [line.split()[1] for line in lines] == ["base", "step_10"]
+
+
+def test_figures_of_a_whole_set_stand_below_the_table(capsys):
+    show([result("base") | {"whole_sets": {"val-core/dynamath/acc/worst_case": 0.125}}])
+    assert "base: val-core/dynamath/acc/worst_case 12.5 %" in capsys.readouterr().out
+
+
+def test_benchmarks_of_images_have_a_column_each_and_then_their_average(capsys):
+    names = ("LogicVista", "MathVision_MINI", "MathVista_MINI")
+    frames = [answers(name, ((1, 0), (1, 1)), first_row=2 * place) for place, name in enumerate(names)]
+    show([result("base", frame=pd.concat(frames))])
+    heads = [line.split("┃")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("┃")]
+    assert [cell.strip() for cell in heads[-1]] == ["avg@2", *names, "Avg."]
+
+
+def test_a_picture_is_drawn_of_models_and_of_steps(tmp_path):
+    pytest.importorskip("matplotlib")
+    for number, results in enumerate(([result("a"), result("b", 5)], [result("a", 1), result("b", 5)])):
+        assert draw(tmp_path / f"{number}.png", results)
+        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_without_matplotlib_a_sentence_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level("INFO"):
+        assert not draw(tmp_path / "a.png", [result("a")])
+    assert "pip install 'rltrain[plot]'" in caplog.text
+    assert not list(tmp_path.iterdir())

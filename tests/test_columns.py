@@ -45,7 +45,8 @@ def shape_and_dtype(name, column) -> tuple[tuple[str, ...], str]:
         return (c.PER_ANSWER_TOKEN, c.PER_POLICY_TOKEN), str(column.values.dtype).removeprefix("torch.")
     if isinstance(column, torch.Tensor | np.ndarray):
         dtype = str(column.dtype).removeprefix("torch.")
-        return (c.PER_SAMPLE,), "str" if dtype == "object" else dtype
+        texts = dtype == "object" and not any(isinstance(value, np.ndarray) for value in column)
+        return (c.PER_SAMPLE,), "str" if texts else dtype
     return (c.PER_SAMPLE,), "str"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -226,7 +227,9 @@ class Chat:
         self.messages += shown([message])
 
     def reward(self, value: float) -> None:
-        """Note a reward of this turn: scorers see all of a trajectory as ``tool_rewards``."""
+        """Note a reward of this turn, a finite number: scorers see all of a trajectory as ``tool_rewards``."""
+        if not math.isfinite(value):
+            raise ValueError(f"a reward is a finite number, not {value}.")
         self.rewards.append(float(value))
         self._asked.rewards.append(self.rewards[-1])
 

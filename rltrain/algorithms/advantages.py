@@ -1,8 +1,9 @@
 """Advantage estimators: how much better an answer, or a token of it, was than expected.
 
-There are two kinds. An *outcome* estimator gives one number per answer and runs on the driver, which knows all
-answers to a prompt. A *token* estimator gives one number per token and runs where the tokens are; whitening, which
-needs the whole batch, is applied later from its moments.
+There are three kinds. An *outcome* estimator gives one number per answer and runs on the driver, which knows all
+answers to a prompt. So does a *turn* estimator, with one number per turn of the policy. A *token* estimator gives one
+number per token and runs where the tokens are; whitening, which needs the whole batch, is applied later from its
+moments.
 """
 
 from __future__ import annotations
@@ -15,17 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.groups import STD_EPSILON, Groups
 from rltrain.algorithms.moments import Moments
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.config.schema.declarations import ESTIMATOR_KEY, EstimatorTraits, declared
-
-# verl's value, so that the same command learns from the same numbers. A group that scores alike has exactly 0 above it
-# (`_Groups.centred`), and so an advantage of 0.
-STD_EPSILON = 1e-6
-# Scores are sums in float64, and the same terms in another order differ in the last bits: twelve digits are sure.
-SCORE_ROUNDING = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,20 @@ class TokenAdvantages:
 
     advantages: Ragged
     returns: Ragged
+
+
+@dataclass(frozen=True)
+class TurnInputs:
+    """What an estimator per turn gets of n answers, each of at least one turn."""
+
+    rewards: Ragged
+    """One number per turn. Those of an answer add up to its reward."""
+    states: Ragged
+    """What the policy was told before each turn: equal numbers for equal tokens, 0 for the prompt."""
+    groups: Tensor
+    """[n]: the same number for all answers to a prompt."""
+    rounding: Tensor | None = None
+    """[n]: see `OutcomeInputs`."""
 
 
 OutcomeEstimator = Callable[[OutcomeInputs, AlgorithmConfig], Tensor]
@@ -166,16 +176,14 @@ def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     The standard deviation is the unbiased one. With ``norm_adv_by_std_in_grpo=False`` A_i = r_i - mean of group (Liu
     et al. 2025, Dr. GRPO).
     """
-    groups = _Groups(inputs.groups, inputs.rounding)
-    centred = groups.centred(inputs.scores)
-    return centred / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else centred
+    groups = Groups(inputs.groups, inputs.rounding)
+    return groups.over_std(inputs.scores) if cfg.norm_adv_by_std_in_grpo else groups.centred(inputs.scores)
 
 
 @built_in
 def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the other answers of the group   (Ahmadian et al. 2024, eq. 8)."""
-    groups = _Groups(inputs.groups, inputs.rounding)
-    return groups.centred(inputs.scores) * groups.size / (groups.size - 1).clamp(min=1)
+    return Groups(inputs.groups, inputs.rounding).against_others(inputs.scores)
 
 
 # The names of verl's faster forms of the same formulas.
@@ -185,10 +193,10 @@ ESTIMATORS |= {"grpo_vectorized": grpo, "rloo_vectorized": rloo}
 @built_in
 def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = r_i - (sum_j length_j r_j) / (sum_j length_j) in the group   (Hao et al. 2025, OPO)."""
-    groups = _Groups(inputs.groups, inputs.rounding)
+    groups = Groups(inputs.groups, inputs.rounding)
     lengths = inputs.lengths.to(inputs.scores.dtype)
     baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1) * ~groups.alone
-    # As in `_Groups.centred`: a weighted mean of equal scores may be off by a rounding error.
+    # As in `Groups.centred`: a weighted mean of equal scores may be off by a rounding error.
     return torch.where(groups.flat(inputs.scores), torch.zeros_like(baseline), inputs.scores - baseline)
 
 
@@ -198,7 +206,7 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
     It is divided by the group's std + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. A tie for the best gives 0 to all.
     """
-    groups = _Groups(inputs.groups, inputs.rounding).several()
+    groups = Groups(inputs.groups, inputs.rounding).several()
     best = groups.largest(inputs.scores)
     is_best = best - inputs.scores <= groups.rounding(inputs.scores)
     second = groups.largest(inputs.scores.masked_fill(is_best, -torch.inf))
@@ -214,14 +222,14 @@ def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     The paper counts the answers of groups without a gradient instead, see `gpg_paper`.
     """
     earning = int((inputs.scores.abs() > (0.0 if inputs.rounding is None else inputs.rounding)).sum())
-    centred = _Groups(inputs.groups, inputs.rounding).centred(inputs.scores)
+    centred = Groups(inputs.groups, inputs.rounding).centred(inputs.scores)
     return centred * (len(inputs.scores) / max(earning, 1))
 
 
 @built_in
 def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """A_i = alpha (r_i - mean of group), alpha = answers / answers in groups with a spread   (Chu et al. 2025, GPG)."""
-    groups = _Groups(inputs.groups, inputs.rounding).several()
+    groups = Groups(inputs.groups, inputs.rounding).several()
     useful = int((~groups.flat(inputs.scores)).sum())
     return groups.centred(inputs.scores) * (len(inputs.scores) / max(useful, 1))
 
@@ -229,7 +237,7 @@ def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 @built_in
 def reinforce_plus_plus_baseline(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """r_i - mean of group, whitened over all tokens of the batch   (Hu 2025, REINFORCE++-baseline)."""
-    return _whiten(_Groups(inputs.groups, inputs.rounding).centred(inputs.scores), inputs.lengths)
+    return _whiten(Groups(inputs.groups, inputs.rounding).centred(inputs.scores), inputs.lengths)
 
 
 @built_in
@@ -239,7 +247,7 @@ def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     The terms are ``gdpo_reward_keys``, weighted by ``gdpo_reward_weights`` (1 each when left out).
     """
     weights = cfg.gdpo_reward_weights or [1.0] * len(cfg.gdpo_reward_keys)
-    groups = _Groups(inputs.groups)
+    groups = Groups(inputs.groups)
     total = torch.zeros_like(inputs.scores)
     for name, weight in zip(cfg.gdpo_reward_keys, weights, strict=True):
         term = inputs.terms[name]
@@ -248,51 +256,49 @@ def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     return _whiten(total, inputs.lengths)
 
 
-class _Groups:
-    """Statistics over the answers to one prompt. Results are [n]: each answer has the value of its group.
+# -- turn estimators ---------------------------------------------------------------------------------------------------
 
-    An answer alone is compared with a mean of 0 and a deviation of 1, as in verl: its score is its advantage.
+
+@built_in
+def turn_rloo(inputs: TurnInputs, cfg: AlgorithmConfig) -> Ragged:
+    """A_it = R_it - mean over j != i of R_js with s = min(t, T_j), where R_it = sum_{k >= t} gamma^(k - t) r_ik.
+
+    A turn's return is compared with that of the other answers of the group from the same turn on, or from their last
+    one, T_j. Answers to a prompt are sampled independently, so this baseline b depends on t and on other answers alone.
+    Given the conversation h in front of turn t, which also decides that there is a turn t, what the policy says in it
+    is independent of b: E[b grad log pi(a_t | h)] = E[b] grad sum_a pi(a | h) = 0, for every turn of every answer. So b
+    moves no expected gradient, whatever the number of turns. Means over the rewards of single turns would: they are
+    taken off once more for every turn that follows, and the policy chooses how many do. Where the last turn alone is
+    rewarded and gamma is 1, this is `rloo`.
     """
+    groups = Groups(inputs.groups, inputs.rounding)
+    returns = suffix_sums(inputs.rewards, cfg.gamma)
+    first, last = returns.offsets[:-1], returns.lengths - 1
+    advantages = torch.zeros_like(returns.values)
+    for turn in range(int(returns.lengths.max())):
+        places = first + last.clamp(max=turn)
+        advantages[places[last >= turn]] = groups.against_others(returns.values[places])[last >= turn]
+    return returns.like(advantages)
 
-    def __init__(self, groups: Tensor, rounding: Tensor | None = None) -> None:
-        # Group numbers need not be consecutive, so they are not used as an index themselves.
-        self._index = groups.unique(return_inverse=True)[1]
-        self._count = int(self._index.max()) + 1
-        self.size = self.sum(torch.ones(len(groups), dtype=torch.float64))
-        self._rounding = torch.zeros_like(self.size) if rounding is None else self.largest(rounding)
-        self.alone = self.size < 2
 
-    def several(self) -> _Groups:
-        """These groups, each of which has several answers. Raises ValueError where one has not."""
-        if bool(self.alone.any()):
-            raise ValueError("a prompt has one answer, and this advantage estimator compares answers to one prompt")
-        return self
+@built_in
+def gigpo(inputs: TurnInputs, cfg: AlgorithmConfig) -> Ragged:
+    """A_it = A_i + omega A'_it: GRPO's over a group, and over its turns in one state   (Feng et al. 2025, GiGPO).
 
-    def sum(self, values: Tensor) -> Tensor:
-        return torch.zeros(self._count, dtype=values.dtype).index_add(0, self._index, values)[self._index]
-
-    def largest(self, values: Tensor) -> Tensor:
-        start = torch.full((self._count,), -torch.inf, dtype=values.dtype)
-        return start.scatter_reduce(0, self._index, values, "amax")[self._index]
-
-    def rounding(self, values: Tensor) -> Tensor:
-        """Differences up to this are none."""
-        return self._rounding + SCORE_ROUNDING * self.largest(values.abs())
-
-    def flat(self, values: Tensor) -> Tensor:
-        """Whether the values of the group differ by no more than their rounding: then there is nothing to learn."""
-        spread = torch.where(self.alone, values.abs(), self.largest(values) + self.largest(-values))
-        return spread <= self.rounding(values)
-
-    def centred(self, values: Tensor) -> Tensor:
-        difference = values - self.sum(values) / self.size * ~self.alone
-        # A division by std + 1e-6 would make a gradient of rounding, which Adam, dividing by the gradient's size,
-        # makes a whole step; and the update leaves out only samples whose advantage is exactly 0.
-        return torch.where(self.flat(values), torch.zeros_like(difference), difference)
-
-    def std(self, values: Tensor) -> Tensor:
-        deviations = self.sum(self.centred(values).square()) / (self.size - 1).clamp(min=1)
-        return torch.where(self.alone, 1.0, deviations.sqrt())
+    A_i compares the rewards of whole answers. A'_it compares R_it = sum_{k >= t} gamma^(k - t) r_ik with that of all
+    turns, of any answer of the group, before which the policy was told the same (anchor states); a turn alone in its
+    state has 0. omega is ``gigpo.step_advantage_w``. With ``norm_adv_by_std_in_grpo=False`` neither is divided by a
+    standard deviation. An answer that comes back to a state is compared with itself, which biases it, as the paper's.
+    """
+    returns = suffix_sums(inputs.rewards, cfg.gamma)
+    state_of_turn = torch.stack([inputs.groups[returns.row_ids], inputs.states.values])
+    rounding = None if inputs.rounding is None else inputs.rounding[returns.row_ids]
+    states = Groups(state_of_turn.unique(dim=1, return_inverse=True)[1], rounding)
+    of_answers = grpo(
+        OutcomeInputs(inputs.rewards.sum(), inputs.groups, returns.lengths, rounding=inputs.rounding), cfg
+    )
+    of_turns = states.over_std(returns.values) if cfg.norm_adv_by_std_in_grpo else states.centred(returns.values)
+    return returns.like(returns.broadcast(of_answers).values + cfg.gigpo.step_advantage_w * of_turns * ~states.alone)
 
 
 def _whiten(advantages: Tensor, lengths: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import is_plugin, plugin_file
 from rltrain.base.storage import matching
+from rltrain.config.agents import several_turns
 from rltrain.config.budgets import budget_problems
 from rltrain.config.engine_rules import engine_problems, tail_problems
 from rltrain.config.folders import folder_problems
@@ -231,8 +232,13 @@ def _comparison(config: Config) -> Iterator[str]:
     filtering, estimator = algorithm.filter_groups.enable, algorithm.estimator
     if not (filtering or estimator.compares):
         return
+    needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    if estimator.per_turn and not several_turns(rollout):
+        yield (
+            f"{needs} compares turns, and nobody answers the policy: name tools or an environment "
+            f"({_R}multi_turn.…), or use algorithm.adv_estimator=rloo or grpo."
+        )
     if rollout.n < 2 and estimator.compares and not estimator.takes_one:
-        needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         yield f"{needs} compares answers to one prompt, so {_R}n must be >= 2 (got {rollout.n}). Try {_R}n=8."
     several = rollout.n > 1
     if filtering and several and algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:

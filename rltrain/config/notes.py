@@ -86,6 +86,14 @@ def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.n=1: ONE ANSWER TO A PROMPT, SO {estimator} COMPARES NOTHING: the advantage is "
             "the score itself, as in verl. Set actor_rollout_ref.rollout.n=8 to compare answers"
         )
+    if (
+        loaded.config.algorithm.estimator.per_turn
+        and not loaded.config.actor_rollout_ref.rollout.multi_turn.environment
+    ):
+        yield (
+            f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator} divides the score of an answer among its "
+            "turns by the rewards that tools return; where they return none, the last turn has all of it"
+        )
     loss, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
     own = loss_traits(loss).aggregation
     if mode and own not in (mode, TOKEN_MEAN):

@@ -78,7 +78,7 @@ class StepPasses:
     @property
     def token_advantages(self) -> bool:
         """Whether every token of an answer has an advantage of its own."""
-        return self.estimator.per_token
+        return self.estimator.per_token or self.estimator.per_turn
 
     @property
     def rejects_early(self) -> bool:

@@ -1,7 +1,7 @@
 """From scores to advantages: the KL in the reward, the estimator, whitening; and which samples have no gradient.
 
-Choice: an estimator of whole answers needs a few numbers per sample, which the driver has, so it runs here. One of
-tokens runs where the tokens are, and only moments come back.
+Choice: an estimator of whole answers needs a few numbers per sample, which the driver has, so it runs here. So does one
+of turns, whose numbers are spread over tokens where these are. One of tokens runs there, and only moments come back.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
+from rltrain.algorithms.advantages import OutcomeInputs, TurnInputs, find_estimator
 from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
+from rltrain.algorithms.moments import Moments
 from rltrain.base.columns import names as c
+from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.samples import Samples
 from rltrain.trainer import metrics as m
-from rltrain.trainer.balance import Layout
+from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import known_number
 from rltrain.trainer.roles import Policy
+from rltrain.workers.tasks import TurnAdvantages
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,15 @@ class Advantages:
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
         """A(x, y) of every sample, as ``advantage`` [n]; 0 for those that are left out, of which layout has none.
 
-        A token estimator also leaves the columns ``advantages`` and ``returns``; ``advantage`` is then the mean over
-        the answer, and the whitening returned is applied where the advantages enter the loss.
+        A token estimator also leaves the columns ``advantages`` and ``returns``, and one of turns ``advantages``;
+        ``advantage`` is then the mean over the answer, and the whitening returned is applied where the advantages enter
+        the loss.
         """
         # Kept here, because `_kl_penalty` below sets the weight of the next step.
         coef = self.kl_coef
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
+        if self._passes.estimator.per_turn:
+            return Whitening(), metrics | self._of_turns(samples, policy, layout, coef)
         if self._passes.token_advantages:
             moments = policy.token_advantages(samples, layout, coef)
             whitening = Whitening()
@@ -89,6 +95,22 @@ class Advantages:
         samples.update({c.ADVANTAGE: values})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)
 
+    def _of_turns(self, samples: Samples, policy: Policy, layout: Layout, coef: float) -> Metrics:
+        there = np.flatnonzero(~samples[c.LEFT_OUT])
+        moments: dict[str, Moments] = {}
+        if len(there):
+            paid, states = (_ragged(samples[name][there]) for name in (c.TURN_REWARDS, c.TURN_STATES))
+            # A reward is what the scorer says, whatever turns were paid: the last one has what is left of it.
+            rewards = paid.values.clone()
+            rewards[paid.offsets[1:] - 1] += torch.from_numpy(samples[c.REWARD][there]) - paid.sum()
+            groups, rounding = torch.from_numpy(samples[c.GROUP][there]), self._rounding(samples, coef)[there]
+            inputs = TurnInputs(paid.like(rewards), states, groups, torch.from_numpy(rounding))
+            advantages = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
+            moments = policy.spread_over_turns(samples, layout, _of_ranks(samples, layout, advantages, there))
+        nothing = {c.SIGNAL: np.zeros(len(samples), dtype=bool), c.ADVANTAGE: np.zeros(len(samples))}
+        samples.update({name: samples.numbers.get(name, zeros) for name, zeros in nothing.items()})
+        return m.token_advantage_metrics(moments, 0.0, 1.0)
+
     def _kl_penalty(self, samples: Samples) -> Metrics:
         """reward = score - coef * KL; then the controller sets the weight of the next step."""
         coef = self.kl_coef
@@ -113,3 +135,18 @@ class Advantages:
             return np.array(samples[c.LEFT_OUT])
         # Exactly 0 and not nearly: a group that scores alike gets 0, and any other advantage has a gradient.
         return ~samples[c.SIGNAL] if self._passes.token_advantages else samples[c.ADVANTAGE] == 0
+
+
+def _of_ranks(samples: Samples, layout: Layout, advantages: Ragged, ids: Ids) -> list[TurnAdvantages]:
+    """advantages: per turn of the samples ``ids``, which ascend and are all that the layout has."""
+    return [
+        TurnAdvantages(
+            advantages.select(np.searchsorted(ids, of_rank)).values.numpy(),
+            np.concatenate([np.zeros(0, dtype=np.int64), *samples[c.TURN_TOKENS][of_rank]]),
+        )
+        for of_rank in layout.ids
+    ]
+
+
+def _ragged(rows: NDArray[np.object_]) -> Ragged:
+    return Ragged.from_rows([torch.from_numpy(row) for row in rows])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.algorithms.advantages import SCORE_ROUNDING
+from rltrain.algorithms.groups import SCORE_ROUNDING
 from rltrain.base.columns import names as c
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples

@@ -102,7 +102,7 @@ class PPOTrainer:
             record = StepRecord(step, metrics, bytes_before)
             # Before any update: a run that stops here still has the weights of the step before.
             self._alarms.damaged(metrics)
-            compares = not passes.token_advantages
+            compares = not passes.estimator.per_token
             samples.update({c.LEFT_OUT: left_out(samples, compares=compares)})
             record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
             if overlap:

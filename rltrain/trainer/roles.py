@@ -29,7 +29,7 @@ from rltrain.trainer.role_save import RoleSave
 from rltrain.workers import roles
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
 from rltrain.workers.rollout.waiting import WRITTEN
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, UpdateTask
+from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, TurnAdvantages, UpdateTask
 
 # How long a worker may wait for a finished answer before it says that there is none yet.
 _POLL_S = 0.5
@@ -256,6 +256,11 @@ class Policy(_Remote):
         coefs = [kl_coef] * len(layout.ids)
         made = [c.ADVANTAGES, c.RETURNS]
         return self._pass(roles.Advantages.advantages, coefs, samples, layout, columns, made, numbers).collect()
+
+    def spread_over_turns(self, samples: Samples, layout: Layout, turns: list[TurnAdvantages]) -> dict[str, Moments]:
+        """Attach ``advantages``; returns their moments over all ranks. turns: of each data-parallel rank's samples."""
+        columns, method = [c.LOSS_MASK] if self._passes.rejects_early else [], roles.Advantages.spread_over_turns
+        return self._pass(method, turns, samples, layout, columns, [c.ADVANTAGES], [c.POLICY_TOKENS]).collect()
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[UpdateNumbers]:
         """Run the optimizer steps; returns the numbers of each data-parallel rank."""

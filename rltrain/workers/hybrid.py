@@ -29,7 +29,8 @@ from rltrain.workers.results import PassNumbers
 from rltrain.workers.reward_model import RewardModelWorker
 from rltrain.workers.roles import Advantages, Models
 from rltrain.workers.rollout_worker import RolloutWorker, log_prob_gap_limit
-from rltrain.workers.token_advantages import token_advantages
+from rltrain.workers.tasks import TurnAdvantages
+from rltrain.workers.token_advantages import spread_over_turns, token_advantages
 
 
 class HybridWorker(Models, Advantages):
@@ -77,6 +78,10 @@ class HybridWorker(Models, Advantages):
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Token-level advantages and returns of this rank's samples."""
         return token_advantages(batch, self._cfg.algorithm, kl_coef)
+
+    def spread_over_turns(self, batch: Batch, turns: TurnAdvantages) -> tuple[Batch, PassNumbers]:
+        """Token-level advantages of this rank's samples, from those of their turns."""
+        return spread_over_turns(batch, turns)
 
 
 def check_room(rollout: RolloutConfig, residency: Residency) -> None:

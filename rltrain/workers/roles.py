@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rltrain.base.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.workers.results import Array, GenerationNumbers, PassNumbers, UpdateNumbers
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, UpdateTask, Written
+from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, TurnAdvantages, UpdateTask, Written
 
 
 class Models(Protocol):
@@ -96,6 +96,9 @@ class Advantages(Protocol):
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Advantages and returns of every token."""
+
+    def spread_over_turns(self, batch: Batch, turns: TurnAdvantages) -> tuple[Batch, PassNumbers]:
+        """Advantages of every token, from those of turns."""
 
 
 class Critic(Protocol):

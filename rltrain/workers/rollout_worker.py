@@ -55,7 +55,7 @@ from rltrain.workers.rollout.conversations import (
 from rltrain.workers.rollout.images import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
-from rltrain.workers.rollout.told import told_texts
+from rltrain.workers.rollout.told import per_turn, told_texts
 from rltrain.workers.rollout.waiting import read_answers, write_answers
 from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.weight_sync import WeightSync
@@ -210,7 +210,7 @@ class RolloutWorker(Rollout):
         texts = self._texts(answers)
         per_sample = answer_numbers(answers, task.num_samples)
         if self._answering:
-            per_sample |= turn_numbers(answers)
+            per_sample |= turn_numbers(answers) | per_turn(answers)
             numbers = replace(numbers, failure=next((answer.failed for answer in answers if answer.failed), ""))
         return payload, texts, replace(numbers, per_sample=per_sample, num_damaged=source.num_damaged)
 

@@ -84,6 +84,15 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class TurnAdvantages:
+    """Of the turns of a rank's samples, end to end."""
+
+    advantages: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+    """Of the policy, per turn."""
+
+
+@dataclass(frozen=True)
 class UpdateTask:
     """The actor's update in one step.
 

@@ -1,8 +1,10 @@
-"""Token rewards and token-level advantages, computed where the tokens are."""
+"""Token rewards and token-level advantages, computed or spread where the tokens are."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rltrain.algorithms.advantages import TokenInputs, find_estimator
 from rltrain.algorithms.moments import Moments
@@ -11,6 +13,7 @@ from rltrain.base.columns.batch import Batch
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.workers.results import PassNumbers
+from rltrain.workers.tasks import TurnAdvantages
 
 
 def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tuple[Batch, PassNumbers]:
@@ -36,16 +39,32 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
         batch.dense(c.BASELINE) if c.BASELINE in batch else None,
     )
     estimate = find_estimator(cfg.adv_estimator)(inputs, cfg)
-    mask = batch.ragged(c.LOSS_MASK).values if c.LOSS_MASK in batch else torch.ones_like(last)
-    quantities = {"advantages": estimate.advantages.values, "returns": estimate.returns.values}
+    quantities = {"returns": estimate.returns.values}
     if values:
         quantities |= {"values": values.values, "errors": estimate.returns.values - values.values}
-    numbers = PassNumbers(
+    columns = {c.ADVANTAGES: estimate.advantages, c.RETURNS: estimate.returns}
+    numbers = _numbers(batch, estimate.advantages, quantities)
+    return Batch({name: column.like(column.values.float()) for name, column in columns.items()}), numbers
+
+
+def spread_over_turns(batch: Batch, turns: TurnAdvantages) -> tuple[Batch, PassNumbers]:
+    """``advantages`` per token: that of its turn. Numbers: as `token_advantages`."""
+    if not len(batch):
+        return Batch(), PassNumbers()
+    of_tokens = torch.from_numpy(np.repeat(turns.advantages, turns.tokens))
+    advantages = Ragged(of_tokens, batch.dense(c.POLICY_TOKENS))
+    numbers = _numbers(batch, advantages, {"returns": advantages.values})
+    return Batch({c.ADVANTAGES: advantages.like(advantages.values.float())}), numbers
+
+
+def _numbers(batch: Batch, advantages: Ragged, quantities: dict[str, Tensor]) -> PassNumbers:
+    """quantities: per token, besides the advantages; those that are measured."""
+    quantities = {"advantages": advantages.values, **quantities}
+    mask = batch.ragged(c.LOSS_MASK).values if c.LOSS_MASK in batch else slice(None)
+    return PassNumbers(
         {
-            c.SIGNAL: (estimate.advantages.like(estimate.advantages.values.abs()).sum() > 0).numpy(),
-            c.ADVANTAGE: estimate.advantages.mean().nan_to_num().numpy(),
+            c.SIGNAL: (advantages.like(advantages.values.abs()).sum() > 0).numpy(),
+            c.ADVANTAGE: advantages.mean().nan_to_num().numpy(),
         },
         {name: Moments.of(quantity[mask]) for name, quantity in quantities.items()},
     )
-    columns = {c.ADVANTAGES: estimate.advantages, c.RETURNS: estimate.returns}
-    return Batch({name: column.like(column.values.float()) for name, column in columns.items()}), numbers

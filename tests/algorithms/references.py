@@ -252,3 +252,36 @@ def accepted(log_ratios, rules):
 def overlong(length, limit, buffer, factor):
     expected = limit - buffer
     return 0.0 if length <= expected else max(-factor, -(length - expected) / buffer * factor)
+
+
+# -- advantages of turns: rewards of every turn, groups -> one number a turn ---------------------------------------
+
+
+def discounted(rewards, gamma):
+    return [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+
+
+def turn_rloo(rewards, groups, gamma):
+    returns = [discounted(row, gamma) for row in rewards]
+    advantages = []
+    for i, row in enumerate(returns):
+        others = [returns[j] for j in members(groups, i) if j != i]
+        advantages.append([value - mean([o[min(t, len(o) - 1)] for o in others]) for t, value in enumerate(row)])
+    return advantages
+
+
+def gigpo(rewards, groups, states, gamma, weight, by_std=True):
+    returns = [discounted(row, gamma) for row in rewards]
+    of_answers = grpo([sum(row) for row in rewards], groups, by_std)
+    advantages = []
+    for i, row in enumerate(returns):
+        advantages.append([])
+        for t, value in enumerate(row):
+            fellows = [
+                returns[j][k] for j in members(groups, i) for k, state in enumerate(states[j]) if state == states[i][t]
+            ]
+            step = 0.0
+            if len(fellows) > 1:
+                step = (value - mean(fellows)) / (std(fellows) + 1e-6) if by_std else value - mean(fellows)
+            advantages[-1].append(of_answers[i] + weight * step)
+    return advantages

@@ -100,6 +100,7 @@ def test_what_stays_in_the_store_follows_from_the_signature():
         "Critic.values",
         "Frozen.log_probs",
         "Advantages.advantages",
+        "Advantages.spread_over_turns",
         "Rollout.take_finished",
         "Actor.write",
         "Critic.write",

@@ -101,6 +101,7 @@ CASES = {
     ALGORITHM + "norm_adv_by_std_in_grpo": (False, {}),
     ALGORITHM + "gdpo_reward_keys": ("[acc]", GDPO),
     ALGORITHM + "gdpo_reward_weights": ("[1,5]", GDPO),
+    ALGORITHM + "gigpo.step_advantage_w": (5.0, None),  # there are no turns here: algorithms/test_turn_advantages.py
     ALGORITHM + "use_kl_in_reward": (True, {}),
     ALGORITHM + "kl_penalty": ("abs", KL_REWARD),
     ALGORITHM + "kl_ctrl.type": ("adaptive", KL_REWARD),

@@ -67,7 +67,13 @@ NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_R
 # It could not go on, through no fault of the policy: it is in no loss and no baseline.
 AGENT_FAILED = _add("agent_failed", PER_SAMPLE, "bool", "rollout", "advantages, update, metrics, files")
 TOOL_S = _add("tool_s", PER_SAMPLE, "float32", "rollout: seconds in which it waited for tools", "metrics, files")
-OF_SEVERAL_TURNS = (*OF_TURNS, AGENT_FAILED, TOOL_S)
+# An array per sample, with an entry per turn of the policy (at least one): what tools and environment have paid for it,
+# its tokens, and a hash of what the policy was told before it.
+TURN_REWARDS, TURN_TOKENS, TURN_STATES = PER_TURN = tuple(
+    _add(name, PER_SAMPLE, "object", "rollout", "estimators over turns")
+    for name in ("turn_rewards", "turn_tokens", "turn_states")
+)
+OF_SEVERAL_TURNS = (*OF_TURNS, AGENT_FAILED, TOOL_S, *PER_TURN)
 ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
 ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
 # Which answer of its task: place of the prompt * answers per prompt + sample.
@@ -120,9 +126,13 @@ VALUES = _add("values", PER_POLICY_TOKEN, "float32", "values pass", "token advan
 ADVANTAGE = _add(
     "advantage", PER_SAMPLE, "float64 or float32", "estimators (of tokens: the mean)", "actor loss, metrics"
 )
-ADVANTAGES = _add("advantages", PER_POLICY_TOKEN, "float32", "token estimators, before whitening", "actor loss")
+ADVANTAGES = _add(
+    "advantages", PER_POLICY_TOKEN, "float32", "estimators of tokens and turns, before whitening", "actor loss"
+)
 RETURNS = _add("returns", PER_POLICY_TOKEN, "float32", "token estimators", "critic loss")
-SIGNAL = _add("signal", PER_SAMPLE, "bool", "token estimators: 1 = some advantage is not 0", "driver: what to skip")
+SIGNAL = _add(
+    "signal", PER_SAMPLE, "bool", "estimators of tokens and turns: 1 = some advantage is not 0", "driver: what to skip"
+)
 LEFT_OUT = _add("left_out", PER_SAMPLE, "bool", "driver: the trajectory has failed", "advantages, update")
 SILENT = _add("silent", PER_SAMPLE, "bool", "driver: no gradient, so not computed", "callbacks")
 SELECTED = _add("selected", PER_POLICY_TOKEN, "bool", "update: tokens a loss treats differently", "actor loss")

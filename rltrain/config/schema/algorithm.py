@@ -58,6 +58,14 @@ class FilterGroupsConfig:
         return self.max_num_gen_batches if self.max_num_gen_batches > 0 else _DEFAULT_ROUNDS
 
 
+@dataclass
+class GiGPOConfig:
+    """GiGPO: turns that begin in the same state are compared."""
+
+    step_advantage_w: float = key(1.0, least=0)
+    """gigpo: weight of what compares turns, beside what compares whole answers."""
+
+
 @dataclass(frozen=True)
 class RejectionRule:
     """Keep what lies within [low, high]."""
@@ -138,17 +146,20 @@ class AlgorithmConfig:
 
     adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True)
     """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg,
-    gpg_paper, gdpo, or your own: FILE.py:NAME. grpo_vectorized and rloo_vectorized are grpo and rloo."""
+    gpg_paper, gdpo, turn_rloo and gigpo (over turns), or your own: FILE.py:NAME. grpo_vectorized and rloo_vectorized
+    are grpo and rloo."""
     gamma: float = key(1.0, least=0, most=1)
-    """Discount of later rewards (gae, reinforce_plus_plus)."""
+    """Discount of later rewards: of tokens (gae, reinforce_plus_plus) or of turns (turn_rloo, gigpo)."""
     lam: float = key(1.0, least=0, most=1)
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
-    """grpo, grpo_passk, gdpo: divide by the standard deviation of the group; False: Dr. GRPO."""
+    """grpo, grpo_passk, gdpo, gigpo: divide by the standard deviation of the group; False: Dr. GRPO."""
     gdpo_reward_keys: list[str] = key([])
     """gdpo: numbers the scorer returns that are compared one by one."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: weight of each; null: 1 each."""
+    gigpo: GiGPOConfig = section(GiGPOConfig)
+    """Comparison of turns."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward, token by token."""
     kl_penalty: KLKind = key("kl", only_with="use_kl_in_reward")

@@ -34,6 +34,8 @@ class EstimatorTraits:
     per_token: bool = False
     """It gives one advantage per token, computed where the tokens are; otherwise one per answer, computed on the
     driver."""
+    per_turn: bool = False
+    """It gives one advantage per turn of the policy, computed on the driver."""
     values: bool = False
     """A critic gives it the value of every token."""
     greedy_baseline: bool = False
@@ -84,6 +86,8 @@ ESTIMATORS = {
     "gpg": _GROUP,
     "gpg_paper": EstimatorTraits(compares=True, reads=()),
     "gdpo": dataclasses.replace(_GROUP, reward_terms=True, reads=(*_BY_STD, "gdpo_reward_keys", "gdpo_reward_weights")),
+    "turn_rloo": EstimatorTraits(per_turn=True, compares=True, reads=("gamma",)),
+    "gigpo": EstimatorTraits(per_turn=True, compares=True, reads=(*_BY_STD, "gamma", "gigpo.step_advantage_w")),
 }
 
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")

@@ -64,6 +64,8 @@ class Conversation:
     """`Reply.counts`, added up."""
     rewards: list[float] = field(default_factory=list)
     """`Reply.rewards`, of all replies."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """Their sum by turn, from 1; a turn that nobody has paid for has none."""
     said: list[list[Message]] = field(default_factory=list)
     """Behind each turn that another has followed."""
     numbers: dict[str, float] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class Conversation:
         """Note what was said to a turn."""
         self.counts += reply.counts
         self.rewards += reply.rewards
+        self.turn_rewards[self.num_turns] = self.turn_rewards.get(self.num_turns, 0.0) + sum(reply.rewards)
         self.numbers, self.extra, self.failed = reply.numbers, reply.extra, reply.failed
 
     def add_context(self, tokens: NDArray[np.int32], messages: list[Message]) -> None:

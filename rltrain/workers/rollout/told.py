@@ -1,14 +1,17 @@
-"""What scorers and files hear of trajectories besides their text."""
+"""What scorers, files and estimators over turns hear of trajectories besides their text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rltrain.agents.chat import Message
+from rltrain.base.columns import names as c
 from rltrain.base.columns.answer import AnswerText
 from rltrain.workers.rollout.conversations import Conversation
 
@@ -27,10 +30,33 @@ def told_texts(answers: Sequence[Conversation], decode: Decode) -> list[str]:
     return told
 
 
+def per_turn(answers: Sequence[Conversation]) -> dict[str, NDArray[np.object_]]:
+    """`columns.PER_TURN`, an array per conversation. An answer without a token of the policy has one empty turn."""
+    numbers = {name: np.empty(len(answers), dtype=object) for name in c.PER_TURN}
+    for place, answer in enumerate(answers):
+        edges = _edges(answer) or [0, 0]
+        turns = list(pairwise(edges))[::2]
+        # In front of the first stands the prompt, which all answers of a group share.
+        told = [b"", *(answer.tokens[start:end].tobytes() for start, end in list(pairwise(edges))[1::2])]
+        numbers[c.TURN_TOKENS][place] = np.array([end - start for start, end in turns])
+        numbers[c.TURN_STATES][place] = np.array([_hash(context) for context in told])
+        paid = [answer.turn_rewards.get(turn, 0.0) for turn in range(1, len(turns) + 1)]
+        numbers[c.TURN_REWARDS][place] = np.array(paid)
+    return numbers
+
+
+def _hash(context: bytes) -> int:
+    return int.from_bytes(blake2b(context, digest_size=8).digest(), "little", signed=True) if context else 0
+
+
+def _edges(answer: Conversation) -> list[int]:
+    """Where turns of the policy begin and end, by turns."""
+    return np.flatnonzero(np.diff(answer.mask.astype(np.int8), prepend=0, append=0)).tolist()
+
+
 def _turns(answer: Conversation) -> list[list[int]]:
     """Token ids of the turns of the policy."""
-    edges = np.flatnonzero(np.diff(answer.mask.astype(np.int8), prepend=0, append=0)).tolist()
-    return [answer.tokens[start:end].tolist() for start, end in list(pairwise(edges))[::2]]
+    return [answer.tokens[start:end].tolist() for start, end in list(pairwise(_edges(answer)))[::2]]
 
 
 def _told(answer: Conversation, turns: Sequence[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ TYPED = [
     "rltrain.replay", "rltrain.collect", "rltrain.env_report", "rltrain.rewards.try", "rltrain.agents.try",
     "rltrain.evaluate",
     "rltrain.controller.launch", "rltrain.cli", "rltrain.main_ppo", "rltrain.average",
-    "rltrain.checkpoint", "rltrain.compare", "rltrain.sweep",
+    "rltrain.checkpoint", "rltrain.compare", "rltrain.sweep", "rltrain.serve",
 ]  # fmt: skip
 IMPORTED = [
     "rltrain.algorithms.value_loss", "rltrain.aside", "rltrain.base.aside",

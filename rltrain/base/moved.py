@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-_PACKAGES = {"compare": "tools.compare", "port": "tools.port", "plugins": "base.plugins"}
+_PACKAGES = {
+    "compare": "tools.compare", "port": "tools.port", "serve": "tools.serve", "plugins": "base.plugins",
+}  # fmt: skip
 _HOMES = {
     "base": "chips device env errors imports logs plugin seeds stacks stop storage versions",
     "base.columns": "batch ragged",

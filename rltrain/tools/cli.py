@@ -22,6 +22,7 @@ COMMANDS = {
     "view": ("rltrain.run.report.view", "the answers of a run"),
     "average": ("rltrain.tools.average", "one model whose weights are the mean of those of others"),
     "checkpoint": ("rltrain.tools.checkpoint", "export, thin or verify the checkpoints of a run"),
+    "serve": ("rltrain.tools.serve.__main__", "an OpenAI-compatible server of a model, for evaluations"),
     "sync": ("rltrain.tools.sync", "send what trackers have kept offline in a run"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),

@@ -113,7 +113,7 @@ def nearest(name: str) -> list[str]:
 
 def _walk(owner: type, prefix: str, around: tuple[tuple[str, str, str], ...]) -> Iterator[Key]:
     # Annotations are texts under `from __future__ import annotations`; only the resolved ones can be told apart.
-    hints, texts = typing.get_type_hints(owner), _texts(owner)
+    hints, texts = typing.get_type_hints(owner), texts_of(owner)
     for field in dataclasses.fields(owner):
         name, kind = prefix + field.name, hints[field.name]
         rules = field.metadata.get("rules", Rules())
@@ -148,7 +148,7 @@ def _sections(owner: type, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _sections(kind, f"{prefix}{field.name}.")
 
 
-def _texts(owner: type) -> dict[str, str]:
+def texts_of(owner: type) -> dict[str, str]:
     """The help texts of a section's fields, inherited ones included."""
     every = (_module_texts(base.__module__).get(base.__name__, {}) for base in reversed(owner.__mro__[:-1]))
     return {name: text for texts in every for name, text in texts.items()}

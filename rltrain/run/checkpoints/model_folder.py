@@ -25,8 +25,10 @@ class Named:
     is_adapter: bool = False
 
 
-def find_model(name: str) -> Named:
+def find_model(name: str, key: str = "MODEL") -> Named:
     """The model of a run (its newest whole checkpoint), of a checkpoint, of a folder or of the hub.
+
+    key: what the user has named it with.
 
     Raises CheckpointError for a checkpoint that is damaged or holds no model folder, ConfigError for what is no model.
     """
@@ -36,7 +38,7 @@ def find_model(name: str) -> Named:
     step = find_step(folder)
     if step:
         return Named(name, str(whole_export(step)))
-    if problem := model_problem("MODEL", str(folder) if folder.is_dir() else name):
+    if problem := model_problem(key, str(folder) if folder.is_dir() else name):
         raise ConfigError(problem)
     return Named(name, str(folder) if folder.is_dir() else name)
 

@@ -181,10 +181,15 @@ class HFRollout:
         noise = torch.from_numpy(random_numbers(turns.seeds[rows], (turns.given + turns.lengths)[rows])).to(
             hidden.device
         )
+        tokens, log_probs, ends = self._draw(hidden, rows, noise, sampling)
+        return tokens, turns.write(rows, tokens.cpu().numpy(), log_probs.cpu().numpy(), ends)
+
+    def _draw(
+        self, hidden: Tensor, rows: NDArray[np.int64], noise: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
+        """Of each row: a token, its log-prob, and whether its turn ends with it. rows: numbers of the turns."""
         tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never)
-        drawn = tokens.cpu().numpy()
-        ended = turns.write(rows, drawn, log_probs.cpu().numpy(), self._is_end[drawn] & (not sampling.ignore_eos))
-        return tokens, ended
+        return tokens, log_probs, self._is_end[tokens.cpu().numpy()] & (not sampling.ignore_eos)
 
     def _prefill(self, jobs: Sequence[Job], kv: KeyValues, kept: Mapping[Key, KeptRow] | None = None) -> Tensor:
         """Compute the prompts, as many at once as the settings allow. kept: what is there of their beginnings.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,8 @@ class Response:
     kind: str = "application/json"
     status: int = 200
     reason: str = "OK"
+    pieces: AsyncGenerator[bytes, None] | None = None
+    """In the place of a body: its pieces, as they are made. They are closed where whoever asked has hung up."""
 
     @classmethod
     def of(cls, value: Any) -> Response:
@@ -148,15 +151,28 @@ async def _discard(reader: asyncio.StreamReader, length: int) -> None:
 
 
 async def _write(writer: asyncio.StreamWriter, response: Response, goes_on: bool) -> None:
+    whole = f"Content-Length: {len(response.body)}"
     lines = [
         f"HTTP/1.1 {response.status} {response.reason}",
         f"Content-Type: {response.kind}",
-        f"Content-Length: {len(response.body)}",
+        "Transfer-Encoding: chunked" if response.pieces else whole,
         f"Connection: {'keep-alive' if goes_on else 'close'}",
         # What is refused once is refused again, and libraries ask up to three times.
         *(["x-should-retry: false"] if response.status >= 400 else []),
     ]
-    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + response.body)
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
+    if response.pieces:
+        await _write_pieces(writer, response.pieces)
+    else:
+        writer.write(response.body)
     if not goes_on:
         writer.write_eof()
     await asyncio.wait_for(writer.drain(), _REQUEST_S)
+
+
+async def _write_pieces(writer: asyncio.StreamWriter, pieces: AsyncGenerator[bytes, None]) -> None:
+    async with aclosing(pieces):
+        async for piece in pieces:
+            writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            await asyncio.wait_for(writer.drain(), _REQUEST_S)
+    writer.write(b"0\r\n\r\n")

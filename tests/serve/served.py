@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,15 @@ def serving(path: Path, api_key: str = "", **changes):
     loop, end = asyncio.new_event_loop(), asyncio.Event()
     with listener_of(settings) as listener:
         port = listener.getsockname()[1]
-        thread = threading.Thread(target=lambda: loop.run_until_complete(serve(server, listener, engine, queue, end)))
+        served = Future()
+
+        def run():
+            try:
+                served.set_result(loop.run_until_complete(serve(server, listener, engine, queue, end)))
+            except Exception as error:  # noqa: BLE001 - raised where the server is left
+                served.set_exception(error)
+
+        thread = threading.Thread(target=run)
         thread.start()
         try:
             yield f"http://127.0.0.1:{port}/v1", engine
@@ -31,4 +40,4 @@ def serving(path: Path, api_key: str = "", **changes):
             loop.call_soon_threadsafe(end.set)
             thread.join(60)
             loop.close()
-    assert not thread.is_alive()
+    served.result(0)

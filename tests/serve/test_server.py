@@ -1,9 +1,6 @@
 """A model behind the embedded server, asked by OpenAI's own client, and beside transformers."""
 
 import base64
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -104,6 +101,10 @@ def test_nothing_need_be_generated_for_the_log_probs_of_a_prompt(client):
     assert none.logprobs.token_logprobs[1:] == pytest.approx(one.logprobs.token_logprobs[1:-1])
     assert len(none.logprobs.tokens) == 4
     assert refused(client, complete, max_tokens=0).status_code == 400
+
+
+def test_an_echo_repeats_the_text_as_it_was_written(client):
+    assert complete(client, echo=True).choices[0].text.startswith("1+2=")
 
 
 def test_texts_and_token_ids_are_one_prompt(client, plain):
@@ -291,21 +292,3 @@ def test_an_image_is_seen_as_transformers_sees_it(tmp_path):
         row = torch.log_softmax(plain(ids, mm_token_type_ids=kinds, **pixels).logits[0, -1].float(), -1)
     first = reply.choices[0].logprobs.content[0]
     assert first.logprob == pytest.approx(float(row.max()), abs=1e-4)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_program_in_order(model):
-    words = [f"model={model}", "port=0", "device=cpu", "--engine", "hf"]
-    command = [sys.executable, "-m", "rltrain.serve", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
-        line = program.stdout.readline()
-        address = line.split(" at ")[1].split(",")[0]
-        with openai.OpenAI(base_url=address, api_key="-") as client:
-            stream = chat(client, model=str(model), max_tokens=120, n=8, stream=True, extra_body={"ignore_eos": True})
-            next(iter(stream))
-            program.send_signal(signal.SIGINT)
-            with pytest.raises((openai.APIError, httpx.HTTPError)):
-                list(stream)
-        out, err = program.communicate(timeout=60)
-    assert (program.returncode, out) == (0, "ended\n"), err
-    assert "Traceback" not in err

@@ -42,7 +42,10 @@ class Piece(NamedTuple):
 
 
 class Asked:
-    """A prompt with the answers to it that are wanted. news: where whoever asked waits, in ``loop``."""
+    """A prompt with the answers to it that are wanted. news: where whoever asked waits, in ``loop``.
+
+    text: of the prompt, where it was one.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,9 @@ class Asked:
         first_choice: int,
         loop: asyncio.AbstractEventLoop,
         news: asyncio.Queue[Piece | Exception],
+        text: str | None = None,
     ) -> None:
+        self.text = text
         self.prompt, self.wanted, self._loop, self._news = prompt, wanted, loop, news
         self.first_choice = first_choice
         self.prompt_log_probs: list[TokenLogProb] = []

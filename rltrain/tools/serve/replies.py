@@ -73,10 +73,12 @@ class Replies:
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def _echoed(self, asked: Asked) -> str:
-        return self._text(asked.prompt.tokens.tolist()) if self._wanted.echo else ""
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._wanted.skip_special_tokens))
+        if not self._wanted.echo:
+            return ""
+        if asked.text is not None:
+            return asked.text
+        tokens, skip = asked.prompt.tokens.tolist(), self._wanted.skip_special_tokens
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip))
 
     def _log_probs(self, asked: Asked, of_answer: Sequence[TokenLogProb], *, first: bool) -> dict[str, Any] | None:
         """first: those of the prompt come before, where it is echoed."""

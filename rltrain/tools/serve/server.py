@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +35,13 @@ class Runs(Protocol):
 
     def run(self) -> None:
         """Until the queue is closed."""
+
+
+class Prompt(NamedTuple):
+    """As the engine takes it, and its text where a request has one."""
+
+    encoded: EncodedPrompt
+    text: str | None = None
 
 
 def listener_of(settings: ServeSettings) -> socket.socket:
@@ -94,7 +101,7 @@ class Server:
         """In the thread that has the tokenizer."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
 
-    def _read_chat(self, given: Mapping[str, Any]) -> tuple[list[EncodedPrompt], Wanted]:
+    def _read_chat(self, given: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
         messages, arguments, wanted = read_chat(given)
         conversation, images = with_images(messages)
         words = self._with_arguments(json.dumps(arguments)) if arguments else self._words
@@ -105,9 +112,9 @@ class Server:
                 prompt = EncodedPrompt(np.array(words.encode(conversation), dtype=np.int32))
         except DataError as error:
             raise Refused(400, "invalid_value", str(error)) from error
-        return [prompt], self._within(wanted, [prompt])
+        return [Prompt(prompt)], self._within(wanted, [prompt])
 
-    def _read_completion(self, given: Mapping[str, Any]) -> tuple[list[EncodedPrompt], Wanted]:
+    def _read_completion(self, given: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
         prompts, wanted = read_completion(given)
         most = self._words.model_vocab_size or self._words.vocab_size
         encoded = []
@@ -118,7 +125,8 @@ class Server:
             if not len(tokens):
                 raise Refused(400, "invalid_value", "the prompt has no token.")
             encoded.append(EncodedPrompt(np.array(tokens, dtype=np.int32)))
-        return encoded, self._within(wanted, encoded)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        return list(map(Prompt, encoded, texts)), self._within(wanted, encoded)
 
     def _within(self, wanted: Wanted, prompts: list[EncodedPrompt]) -> Wanted:
         """With a limit for answers that have none. Raises Refused where there is no room."""
@@ -131,10 +139,13 @@ class Server:
             raise Refused(400, "context_length_exceeded", text)
         return wanted.of_tokens(self._longest - longest) if limit < 0 else wanted
 
-    async def _reply(self, prompts: list[EncodedPrompt], wanted: Wanted, *, chat: bool) -> Response:
+    async def _reply(self, prompts: list[Prompt], wanted: Wanted, *, chat: bool) -> Response:
         loop, number = asyncio.get_running_loop(), wanted.num_choices
         news: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        asked = [Asked(prompt, wanted, place * number, loop, news) for place, prompt in enumerate(prompts)]
+        asked = [
+            Asked(prompt.encoded, wanted, place * number, loop, news, prompt.text)
+            for place, prompt in enumerate(prompts)
+        ]
         replies = Replies(self._name, chat=chat, asked=asked, wanted=wanted, tokenizer=self._words.tokenizer)
         pieces = self._pieces(asked, news, number * len(asked))
         if wanted.stream:

@@ -13,7 +13,6 @@ import math
 import os
 import socket
 import struct
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -241,12 +240,6 @@ def nodes_here() -> int:
 def installed(package: str) -> bool:
     """Whether a package can be found; it is not imported."""
     return importlib.util.find_spec(package) is not None
-
-
-def become(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Run another program, with more environment variables, in the place of this one. Does not return."""
-    sys.stdout.flush()
-    os.execve(words[0], list(words), {**os.environ, **variables})
 
 
 def engine_here(device: str, devices_per_engine: int) -> str:

@@ -124,18 +124,18 @@ def test_the_error_of_the_engine_ends_the_server_and_is_told(model, monkeypatch)
 
 def test_vllm_gets_what_was_set(model, monkeypatch):
     ran = []
-    monkeypatch.setattr("rltrain.tools.serve.vllm.become", lambda words, variables: ran.append((words, variables)))
+    monkeypatch.setattr("os.execve", lambda _, words, environment: ran.append((words, environment)))
     monkeypatch.setattr("rltrain.tools.serve.__main__.installed", lambda _: True)
     monkeypatch.setenv("RLTRAIN_API_KEY", KEY)
     words = ["served_model_name=m", "port=0", "max_model_len=64", "max_pixels=50176", "--engine", "vllm"]
     with pytest.raises(AssertionError, match="another one"):
         main([f"model={model}", *words, "--", "--tensor-parallel-size", "2"])
-    ((command, variables),) = ran
+    ((command, environment),) = ran
     said = " ".join(command)
     assert command[:2] == [sys.executable, "-m"]
     assert str(model) in command
     assert KEY not in said
-    assert variables == {"VLLM_API_KEY": KEY}
+    assert environment["VLLM_API_KEY"] == KEY
     for part in ("--served-model-name m", "--max-model-len 64", '--mm-processor-kwargs {"max_pixels": 50176}'):
         assert part in said
     assert said.endswith("--tensor-parallel-size 2")

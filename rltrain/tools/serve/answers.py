@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from rltrain.base.seeds import sample_seeds
 from rltrain.data.images import EncodedPrompt
 from rltrain.tools.serve.requests import Wanted
-from rltrain.workers.rollout.contract import Job, Sampling, Turn
+from rltrain.workers.rollout.contract import Job, Turn
 
 
 class TokenLogProb(NamedTuple):
@@ -201,7 +201,7 @@ class AnswerQueue:
         for asked in left:
             asked.tell(ConnectionError("the server ends"))
 
-    def open(self) -> bool:
+    def await_work(self) -> bool:
         """Wait until there is work. False: there will be none."""
         with self._ready:
             self._ready.wait_for(lambda: self._closed or self._unread or self._jobs)
@@ -269,8 +269,3 @@ class AnswerQueue:
     def stopped(self) -> bool:
         """See `Source`."""
         return self._closed
-
-
-def any_way(max_model_len: int) -> Sampling:
-    """What the engine is called with: each answer is drawn in its own way, and ends by itself."""
-    return Sampling(max_model_len)

@@ -19,7 +19,7 @@ from rltrain.models.forward import final_logits
 from rltrain.models.load import read_weights, source_dtype
 from rltrain.models.weights.names import Weight
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.tools.serve.answers import AnswerQueue, Asked, TokenLogProb, any_way
+from rltrain.tools.serve.answers import AnswerQueue, Asked, TokenLogProb
 from rltrain.tools.serve.settings import ServeSettings
 from rltrain.workers.rollout.contract import Job, Sampling, Source
 from rltrain.workers.rollout.embedded.engine import HFRollout
@@ -51,8 +51,10 @@ class ServingEngine(HFRollout):
 
     def run(self) -> None:
         """Answer until the queue is closed."""
-        while self._queue.open():
-            self.generate(self._queue, any_way(self._max_model_len))
+        # Each answer is drawn in its own way, and ends by itself.
+        sampling = Sampling(self._max_model_len)
+        while self._queue.await_work():
+            self.generate(self._queue, sampling)
 
     def _take(self, source: Source, num_running: int) -> list[Job]:
         # Between two steps, so that answers that are running wait for one pack alone.

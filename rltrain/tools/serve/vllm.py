@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import distributions
 
-from rltrain.base.env import become
 from rltrain.tools.serve.settings import ServeSettings
 
 
@@ -37,4 +37,6 @@ def vllm_arguments(settings: ServeSettings, path: str, port: int, more: Sequence
 def become_vllm(arguments: Sequence[str], api_key: str) -> None:
     """Does not return: this process is vLLM's server from here on, with its output, its signals and its end."""
     # By module, as a script of another environment may come first in PATH. The key is in no list of processes.
-    become([sys.executable, "-m", *arguments], {"VLLM_API_KEY": api_key} if api_key else {})
+    environment = os.environ | ({"VLLM_API_KEY": api_key} if api_key else {})
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", *arguments], environment)

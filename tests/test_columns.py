@@ -32,9 +32,9 @@ CONFIGS = {
         "reward_model__overlong_buffer__len": 4,
     },
 }  # fmt: skip
-# Scoring processes make it, of which these steps have none; a reward model makes the other; prompts here have no
-# images.
-MADE_ELSEWHERE = {c.REWARD_ERROR, c.MODEL_SCORE, c.IMAGES}
+# Scoring processes make it, of which these steps have none; a reward model makes the other; neither prompts nor tools
+# here have images.
+MADE_ELSEWHERE = {c.REWARD_ERROR, c.MODEL_SCORE, c.IMAGES, c.OWN_IMAGES}
 
 
 def shape_and_dtype(name, column) -> tuple[tuple[str, ...], str]:

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from rltrain.agents.content import Content, content_of, is_image, with_images
 from rltrain.agents.threads import in_thread
 
 # Raised into an event loop, these would end it, or leave who waits without an answer.
@@ -38,11 +39,13 @@ def _told(error: BaseException) -> RuntimeError:
 
 
 def result(returned: Any) -> dict[str, Any]:
-    """What a tool says of a call: ``text`` for the model, ``reward``, 0 where it says nothing of one, ``metrics``.
+    """What a tool says of a call: ``content`` for the model (`content.Content`), ``reward``, 0 where it says nothing of
+    one, ``metrics``.
 
-    returned: a text; a dictionary or list, which becomes JSON; verl's ToolResponse; or a tuple of (any of them, reward,
-    metrics), of which the last two may be left out or None. Raises TypeError for a longer tuple, an image or a video,
-    and ValueError for a reward that is no finite number.
+    returned: a text; an image, or a list of images and texts; another dictionary or list, which becomes JSON; verl's
+    ToolResponse; or a tuple of (any of them, reward, metrics), of which the last two may be left out or None. Raises
+    TypeError for a longer tuple or a video, and ValueError for a reward that is no finite number, and for an image that
+    cannot be read.
     """
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
@@ -54,18 +57,21 @@ def result(returned: Any) -> dict[str, Any]:
     if not math.isfinite(number):
         raise ValueError(f"the tool returned the reward {reward}: it must be a finite number.")
     plain = {str(name): _plain(value) for name, value in (metrics or {}).items()}
-    return {"text": _text(response), "reward": number, "metrics": plain}
+    return {"content": _content(response), "reward": number, "metrics": plain}
 
 
-def _text(response: Any) -> str:
+def _content(response: Any) -> Content:
     if isinstance(response, str):
         return response
-    for medium in ("image", "video"):
+    # One of Pillow's may have a text of its own.
+    if any(map(is_image, response if isinstance(response, list) else [response])):
+        return content_of(response) or ""
+    if getattr(response, "video", None):
         # Of verl's ToolResponse; the keys of a dictionary are the user's own.
-        if getattr(response, medium, None):
-            raise TypeError(f"the tool returned {medium}s, which are not in this version: it must return text.")
+        raise TypeError("the tool returned videos, which are not in this version: it must return text or images.")
     if hasattr(response, "text"):
-        return response.text or ""
+        images = getattr(response, "image", None)
+        return with_images(images, response.text or "") if images else response.text or ""
     if isinstance(response, dict | list):
         return json.dumps(response, ensure_ascii=False, default=str)
     return str(response)

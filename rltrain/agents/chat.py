@@ -16,6 +16,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
+from rltrain.agents.content import (
+    MOST_IMAGE_BYTES,
+    TAKES_NONE,
+    Content,
+    content_of,
+    image_bytes,
+    images_in,
+    with_texts,
+)
 from rltrain.base.columns import names as c
 from rltrain.base.errors import storable
 from rltrain.base.plugin import user_traceback
@@ -93,7 +102,7 @@ class Tools(Protocol):
     stateless: bool
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
-        """``text``, ``reward`` and ``metrics``."""
+        """``content``, ``reward`` and ``metrics``."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +117,19 @@ class Terms:
     max_result_length: int
     """Characters."""
     truncate_side: str
+    images: bool = False
+    """The policy may read images between its turns."""
 
     @classmethod
-    def of(cls, turns: MultiTurnConfig) -> Terms:
-        """Those of the configuration."""
+    def of(cls, turns: MultiTurnConfig, *, images: bool = False) -> Terms:
+        """Those of the configuration. images: see `Terms.images`, which depends on the model and the prompts too."""
         return cls(
             turns.tool_timeout_s,
             turns.trajectory_timeout_s,
             turns.max_parallel_calls,
             turns.max_tool_response_length,
             turns.tool_response_truncate_side,
+            images,
         )
 
 
@@ -212,17 +224,35 @@ class Chat:
             else:
                 self._answer.set_exception(Over())
 
-    def add(self, role: str, text: str) -> None:
-        """Add a message behind the last turn: a user's, or a tool's result."""
-        if role not in ("user", "tool") or not isinstance(text, str):
-            raise ValueError(f"chat.add({role!r}, {text!r:.80}): a message is a text of 'user' or 'tool'.")
+    def add(self, role: str, content: Any) -> None:
+        """Add a message behind the last turn: a user's, or a tool's result. content: a text, or parts of texts and
+        images (`content.content_of`).
+        """
+        known = content_of(content) if role in ("user", "tool") else None
+        if known is None:
+            raise ValueError(
+                f"chat.add({role!r}, {content!r:.80}): a message is a text of 'user' or 'tool', or a list of parts "
+                "{'type': 'text', 'text': ...} and {'type': 'image', 'image': ...}."
+            )
         if not self.turns:
             raise ValueError("chat.add comes behind a turn: what stands in front of the first is the row's prompt.")
-        self._add({"role": role, "content": text} | ({"name": "tool"} if role == "tool" else {}))
+        self._check_images(known)
+        self._add({"role": role, "content": known} | ({"name": "tool"} if role == "tool" else {}))
+
+    def _check_images(self, content: Content) -> None:
+        """Raise ValueError for images that the run does not take between turns, or are too many bytes."""
+        if not images_in(content):
+            return
+        if not self._terms.images:
+            raise ValueError(TAKES_NONE)
+        size = image_bytes([content, *(message["content"] for message in self._asked.messages)])
+        if size > MOST_IMAGE_BYTES:
+            most = f"{MOST_IMAGE_BYTES:,} are taken: scale them down."
+            raise ValueError(f"images of {size:,} bytes between two turns, as base64; {most}")
 
     def _add(self, message: Message, **noted: Any) -> None:
         """noted: of `_NOTED`."""
-        message = message | {"content": storable(message["content"])}
+        message = message | {"content": with_texts(message["content"], storable)}
         self._asked.messages.append(message | noted)
         self.messages += shown([message])
 
@@ -250,9 +280,15 @@ class Chat:
             return
         known, calls = results or {}, turn.calls[: self._terms.max_parallel_calls]
         run = [self._result(call, known.get(place)) for place, call in enumerate(calls)]
-        for call, (text, noted) in zip(turn.calls, await asyncio.gather(*run), strict=False):
+        for call, (content, noted) in zip(turn.calls, await asyncio.gather(*run), strict=False):
+            try:
+                self._check_images(content)
+            except ValueError as error:
+                counts[c.TOOL_ERRORS] += 1
+                print(f"the tool {call.name!r} returned {error}")  # noqa: T201 - its prints are its log
+                content = "Error: the tool returned an image that cannot be shown"
             noted |= {"arguments": _as_text(call.arguments)}
-            self._add({"role": "tool", "name": call.name, "content": text}, **noted)
+            self._add({"role": "tool", "name": call.name, "content": content}, **noted)
         for call in turn.calls[self._terms.max_parallel_calls :]:
             counts[c.CALLS_NOT_RUN] += 1
             text = f"Error: not run: at most {self._terms.max_parallel_calls} calls in a turn"
@@ -260,17 +296,17 @@ class Chat:
         for why in turn.problems:
             self._add({"role": "tool", "name": "unreadable", "content": f"Error: {why}"})
 
-    async def _result(self, call: ToolCall, known: str | None) -> tuple[str, dict[str, Any]]:
-        """The text for the policy, and what is noted of it."""
+    async def _result(self, call: ToolCall, known: str | None) -> tuple[Content, dict[str, Any]]:
+        """What the policy reads, and what is noted of it."""
         if known is not None and call.name in self._tools.names:
             return self.shortened(known), {}
         started = time.perf_counter()
-        text = await self._text(call)
+        content = await self._content(call)
         seconds = time.perf_counter() - started
         self._asked.counts["tool_ms"] = max(self._asked.counts["tool_ms"], round(1e3 * seconds))
-        return text, {"seconds": round(seconds, 6)}
+        return content, {"seconds": round(seconds, 6)}
 
-    async def _text(self, call: ToolCall) -> str:
+    async def _content(self, call: ToolCall) -> Content:
         counts = self._asked.counts
         if call.name not in self._tools.names:
             counts[c.TOOL_ERRORS] += 1
@@ -286,7 +322,7 @@ class Chat:
             print(f"the tool {call.name!r} raised:\n{user_traceback(error)}")  # noqa: T201 - its prints are its log
             return f"Error: {user_traceback(error).strip().splitlines()[-1]}"
         self.reward(result["reward"])
-        return self.shortened(str(result["text"]))
+        return with_texts(result["content"], self.shortened)
 
     def shortened(self, text: str) -> str:
         """``text`` as long as `multi_turn.max_tool_response_length` allows."""

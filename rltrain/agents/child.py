@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any, BinaryIO
 
 from rltrain.agents.chat import Asked, Broken, Chat, Late, Start, Terms, Turn, within
+from rltrain.agents.content import image_bytes
 from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.loop import lead
 from rltrain.agents.threads import abandoned_s
@@ -156,8 +157,10 @@ class _Stage:
             text = json.dumps({"number": number, **line})
         except (TypeError, ValueError) as error:
             text = json.dumps({"number": number, "failed": f"what was said is not JSON: {error}"})
-        if len(text) >= MAX_RESULT_BYTES:
-            why = f"{len(text):,} bytes were said at once; {MAX_RESULT_BYTES:,} are taken"
+        messages = line.get("ask") or line.get("said") or ()
+        size = len(text) - image_bytes(message["content"] for message in messages)
+        if size >= MAX_RESULT_BYTES:
+            why = f"{size:,} bytes were said at once; {MAX_RESULT_BYTES:,} are taken"
             text = json.dumps({"number": number, "failed": why})
         self.channel.sendall(text.encode() + b"\n")
 

@@ -21,6 +21,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from rltrain.agents.chat import Message, Start, Terms, Turn
+from rltrain.agents.content import MOST_IMAGE_BYTES
 from rltrain.agents.toolbox import Places
 from rltrain.slots.limits import Limits
 from rltrain.slots.output import Printed
@@ -31,6 +32,8 @@ _PING_S = 1.0
 # Beyond the limit of a call: for what the process does itself.
 _SILENT_S = 5.0
 _MOST_STARTS = 4
+# Of what a trajectory says at once.
+_MOST_LINE_BYTES = MAX_RESULT_BYTES + MOST_IMAGE_BYTES
 
 
 @dataclass(eq=False)
@@ -201,7 +204,7 @@ class Host:
             self._last_heard = now
             self._buffer += received
             *lines, self._buffer = self._buffer.split(b"\n")
-            if len(self._buffer) > MAX_RESULT_BYTES or not all(map(self._take, lines)):
+            if len(self._buffer) > _MOST_LINE_BYTES or not all(map(self._take, lines)):
                 self._bury(" said what is no reply")
         elif now - self._last_heard > (self._silent_s if self._is_ready else START_TIMEOUT_S):
             if self._asked or not self._is_ready:

@@ -139,9 +139,10 @@ class Session:
         """The instance of the class; None without one."""
 
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What a tool says: ``text``, ``reward`` (0 where it gives none), ``metrics``. Several calls may be under way.
+        """What a tool says: ``content``, ``reward`` (0 where it gives none), ``metrics``.
 
-        Raises LookupError for a tool that the row does not have, and what the tool raises.
+        Several calls may be under way. Raises LookupError for a tool that the row does not have, and what the tool
+        raises.
         """
         box = self._toolbox
         if name not in self.names:

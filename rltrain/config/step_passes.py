@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rltrain.config.agents import several_turns
 from rltrain.config.passes import PASSES, ROLES, Role, has_reference, passes_of, step_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import REINFORCE_LOSS, EstimatorTraits, estimator_traits, loss_traits
@@ -56,9 +57,12 @@ class StepPasses:
     first_actor_step: int
     """Until then only the critic learns."""
     images: bool = False
-    """Some prompt of the run has some, so every forward of the policy calls the vision tower."""
+    """Some prompt of the run has some, or an answer may, so every forward of the policy calls the vision tower."""
     images_in_training: bool = False
-    """A training prompt has some, so reference and critic call theirs, and towers learn. Evaluation: as ``images``."""
+    """A training prompt has some, or an answer may, so reference and critic call theirs, and towers learn. Evaluation:
+    as ``images``."""
+    images_between_turns: bool = False
+    """Tools, environments and agents may show some."""
 
     @property
     def trains(self) -> bool:
@@ -139,6 +143,11 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
     reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
     policy_loss = REINFORCE_LOSS if reinforce else actor.policy_loss.loss_mode
     loss = loss_traits(policy_loss)
+    if images_in_training is None or config.trainer.val_only:
+        # A checkpoint may have a tower that was trained.
+        images_in_training = images
+    shown = config.actor_rollout_ref.rollout.multi_turn.images
+    between_turns = several_turns(config.actor_rollout_ref.rollout) and (images_in_training if shown is None else shown)
     exact_kl_in_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
     exact_kl_in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
     sampled_kl_in_loss = actor.use_kl_loss and not exact_kl_in_loss
@@ -172,9 +181,9 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         skips_silent=loss.silent_at_zero and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens),
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
-        images=images,
-        # A checkpoint may have a tower that was trained.
-        images_in_training=images if images_in_training is None or config.trainer.val_only else images_in_training,
+        images=images or between_turns,
+        images_in_training=images_in_training or between_turns,
+        images_between_turns=between_turns,
     )
 
 

@@ -175,9 +175,9 @@ class Samples:
         """The given samples in the given order. Raises KeyError when a column is not there for every one of them.
 
         An ``optional`` column may exist for only some of the samples; the others get empty rows. A prompt comes
-        with its images, in a run that has some.
+        with its images and those of the answer, in a run that has some.
         """
-        optional = (*optional, c.IMAGES) if c.PROMPT in columns else optional
+        optional = (*optional, c.IMAGES, c.OWN_IMAGES) if c.PROMPT in columns else optional
         columns = [*columns, *optional]
         parts = []
         stored_parts, where = self._where()

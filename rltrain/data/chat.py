@@ -178,13 +178,16 @@ class ChatEncoder:
         seeing = [place for place, of in enumerate(sizes) if of]
         texts = self._templated([parts[place] for place in seeing], tokenize=False, tools=tools) if seeing else []
         for place, text in zip(seeing, texts, strict=True):
-            num_rows = [self._num_rows(size) for size in sizes[place]]
+            num_rows = [self.num_rows(size) for size in sizes[place]]
             tokens = self._expand(text, num_rows)
             encoded[place] = (tokens, sum(num_rows), tokens.count(self.processor.image_token_id))
         return [encoded[place] for place in range(len(parts))]
 
-    def _num_rows(self, size: tuple[int, int]) -> int:
-        """Rows of pixels (patches or tiles) that the processor makes of an image of this width and height."""
+    def num_rows(self, size: tuple[int, int]) -> int:
+        """Rows of pixels (patches or tiles) that the processor makes of an image of this width and height.
+
+        Raises DataError where it refuses the image.
+        """
         if size not in self._known_sizes:
             try:
                 counted = self.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])
@@ -204,17 +207,33 @@ class ChatEncoder:
                 f"the conversation has {number} times {processor.image_token} for {len(num_rows)} images: it stands in "
                 "the text itself, or the chat template does not know images."
             )
+        return self._expanded_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"], num_rows)
+
+    def _expanded_ids(self, ids: Sequence[int], num_rows: Sequence[int]) -> list[int]:
+        placeholder = self.processor.image_token_id
         before, behind, tokens_of_a_row = self._frame
         token_ids: list[int] = []
         sizes = iter(num_rows)
-        for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]:
-            if token != processor.image_token_id:
+        for token in ids:
+            if token != placeholder:
                 token_ids.append(token)
                 continue
             if token_ids and token_ids[-1] == token and not before:
                 raise DataError("the chat template puts images side by side, without a token between them.")
             token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
         return token_ids
+
+    def with_images(self, ids: Sequence[int], pictures: Sequence[Any]) -> EncodedPrompt:
+        """A text in whose token ids one placeholder stands for each of the pictures (from `open_images`).
+
+        Raises DataError where there are more or fewer, and for an image that the processor refuses.
+        """
+        if not pictures:
+            return EncodedPrompt(np.asarray(ids, dtype=np.int32))
+        if (number := list(ids).count(self.processor.image_token_id)) != len(pictures):
+            raise DataError(f"the chat template writes {number} of {len(pictures)} images between two turns.")
+        tokens = self._expanded_ids(ids, [self.num_rows(picture.size) for picture in pictures])
+        return self.with_pictures(np.asarray(tokens, dtype=np.int32), pictures)
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int], Fraction]:

@@ -1,4 +1,4 @@
-"""Images of prompts, before any model sees them: where they stand in a conversation, opened, bounded and numbered.
+"""Images of texts, before any model sees them: where they stand in a conversation, opened, bounded and numbered.
 
 Filter, rollout and training must see the same pixels and the same places. So an image is opened and scaled here once,
 and everything else takes what this returns. Pixel bounds scale the image itself, whichever processor follows: engines
@@ -7,7 +7,6 @@ with a processor of their own then need not be told of them. Left out: videos.
 
 from __future__ import annotations
 
-import errno
 import math
 import re
 import struct
@@ -15,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rltrain.base.errors import DataError, host_error, short
+from rltrain.base.errors import DataError
+from rltrain.base.image_files import begins_as_image, file_bytes, reading
 from rltrain.config.schema.families import FAMILIES, Family, family
 
 # What stands for an image in the text of a row, as in verl's files.
@@ -28,7 +27,6 @@ SLOT = "<image>"
 _VIDEO_SLOT = "<video>"
 # A file of a few kilobytes can claim to be gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
-_MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)
 # The same for Pillow, which would start Ghostscript for EPS.
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 # Of EXIF: from the fifth value on, width and height are exchanged. In a PNG it may stand behind the pixels.
@@ -48,7 +46,7 @@ def family_of(model_type: str, has_tower: bool = True) -> Family:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of one prompt, as its model takes them."""
+    """The images of one prompt, or of the answer behind it, as its model takes them."""
 
     pixel_values: np.ndarray
     """[rows, …] (float32): the patches (or tiles) of all images, one image after the other."""
@@ -57,11 +55,11 @@ class PromptImages:
     num_rows: np.ndarray
     """[images]: rows of ``pixel_values``."""
     num_tokens: np.ndarray
-    """[images]: placeholders in the prompt."""
+    """[images]: placeholders in the text."""
     places: np.ndarray
-    """[sum of num_tokens]: places of the placeholders in the prompt."""
+    """[sum of num_tokens]: places of the placeholders in the text."""
     positions: np.ndarray | None
-    """[3, prompt length] (int64): positions of all its tokens; None where they count 0, 1, 2, …"""
+    """[3, text length] (int64): positions of all its tokens, from 0; None where they count 0, 1, 2, …"""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -77,7 +75,7 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """tokens [n] (int32): placeholders repeated for as many tokens as each image takes."""
+    """tokens [n] (int32): placeholders repeated for as many tokens as each image takes. A prompt, or its beginning."""
 
     tokens: np.ndarray
     images: PromptImages | None = None
@@ -98,6 +96,39 @@ class EncodedPrompt:
         if images is not None and images.positions is not None:
             images = replace(images, positions=images.positions[:, :stop])
         return EncodedPrompt(self.tokens[:stop], images)
+
+    def followed_by(self, other: EncodedPrompt) -> EncodedPrompt:
+        """This text and behind it ``other``, with the images of both."""
+        tokens = np.concatenate([self.tokens, other.tokens])
+        having = [text.images for text in (self, other) if text.images is not None]
+        if not having:
+            return EncodedPrompt(tokens)
+        positions = None
+        if any(images.positions is not None for images in having):
+            start = answer_position(self.images, len(self.tokens))
+            positions = np.concatenate([self._positions(), start + other._positions()], axis=1)
+        places = [text.images.places + start for text, start in ((self, 0), (other, len(self.tokens))) if text.images]
+        grids = [images.grids for images in having if images.grids is not None]
+        images = PromptImages(
+            _one_array([images.pixel_values for images in having]),
+            _one_array(grids) if grids else None,
+            _one_array([images.num_rows for images in having]),
+            _one_array([images.num_tokens for images in having]),
+            np.concatenate(places),
+            positions,
+        )
+        return EncodedPrompt(tokens, images)
+
+    def _positions(self) -> np.ndarray:
+        """[3, n]."""
+        of_images = None if self.images is None else self.images.positions
+        count = np.arange(len(self.tokens))
+        return np.broadcast_to(count, (3, len(count))) if of_images is None else of_images
+
+
+def _one_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    # Pixels are large, and most often one of two texts has some.
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -172,7 +203,7 @@ def open_image(image: Any) -> Any:
     with _reading():
         from PIL import Image, ImageOps
 
-        opened = image if isinstance(image, Image.Image) else _opened(_file_bytes(image))
+        opened = image if isinstance(image, Image.Image) else _opened(file_bytes(image))
         _refuse_bomb(opened)
         opened = _of_eight_bits(ImageOps.exif_transpose(opened), opened.format)
         if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
@@ -206,7 +237,7 @@ def measured(image: Any) -> tuple[int, int]:
     of the file tell that it is whole, or where it may lie on its side, the pixels are decoded.
     """
     with _reading():
-        data = _file_bytes(image)
+        data = file_bytes(image)
         pillow = _pillow()
         if pillow is None:
             if not begins_as_image(data):
@@ -220,11 +251,6 @@ def measured(image: Any) -> tuple[int, int]:
             # A PNG with an orientation was decoded.
             turned = opened.format != "PNG" and opened.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
         return (height, width) if turned else (width, height)
-
-
-def begins_as_image(data: bytes) -> bool:
-    """Whether the first bytes are those of an image that is read."""
-    return _MAGIC.match(data) is not None
 
 
 def _is_whole(opened: Any, data: bytes) -> bool:
@@ -254,12 +280,11 @@ def _pillow() -> Any:
 @contextmanager
 def _reading() -> Iterator[None]:
     bomb = getattr(_pillow(), "DecompressionBombError", ValueError)
-    try:
-        yield
-    except ImportError as error:
-        raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
-    except (OSError, SyntaxError, ValueError, struct.error, bomb) as error:
-        raise host_error(error) or DataError(f"it cannot be read: {re.sub(r' <_io.*?>', '', str(error))}") from error
+    with reading(SyntaxError, struct.error, bomb):
+        try:
+            yield
+        except ImportError as error:
+            raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
 
 
 def _refuse_bomb(opened: Any) -> None:
@@ -268,32 +293,6 @@ def _refuse_bomb(opened: Any) -> None:
             f"it is {opened.width} x {opened.height}, more than {_MOST_PIXELS:,} pixels: a decompression bomb, or "
             "an image to be scaled down before training."
         )
-
-
-def file_bytes(image: Any) -> bytes:
-    """The file of an image, whatever it holds. Raises DataError where there is none."""
-    with _reading():
-        return _file_bytes(image)
-
-
-def _file_bytes(image: Any) -> bytes:
-    entry: Mapping[str, Any] = (
-        image if isinstance(image, Mapping) else {"bytes": image} if isinstance(image, bytes) else {"path": image}
-    )
-    if isinstance(entry.get("bytes"), bytes) and entry["bytes"]:
-        return entry["bytes"]
-    if not isinstance(entry.get("path"), (str, Path)) or not entry["path"]:
-        raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
-    if "://" in str(entry["path"]):
-        raise DataError(f"{short(entry['path'])!r} is a web address; copy the image to a local disk and give its path.")
-    path = Path(entry["path"]).expanduser()
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and "." not in path.name):
-            raise DataError(f"{short(entry['path'], 60)!r} is neither a file nor an image as base64.") from error
-        error.filename = short(path)  # which is told where a file is opened, and not where it is read
-        raise
 
 
 def blank_image() -> Any:

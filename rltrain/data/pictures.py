@@ -7,15 +7,13 @@ The look before a run streams, reads the heads and seeks damage; it decodes only
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 import os
 import pickle
-import re
 import socket
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,7 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.base.errors import DataError, host_error
-from rltrain.data.images import begins_as_image, file_bytes, measured
+from rltrain.base.image_files import file_bytes, image_entry
+from rltrain.data.images import measured
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +36,6 @@ log = logging.getLogger(__name__)
 CACHE_BYTES = 128 << 20
 # Of a row group: Arrow cannot put more into one array of a nested column.
 MOST_GROUP_BYTES = (2 << 30) - 1
-# An image as base64: its letters, those in addresses, and fewer than the smallest file has.
-_CODE, _URL_SAFE, _LEAST_CODE = re.compile(r"[A-Za-z0-9+/]+"), str.maketrans("-_", "+/"), 40
 # Rows that are looked at together, and threads that do: decoders and disks let others work meanwhile.
 LOOK_ROWS, _MOST_THREADS = 64, 16
 
@@ -171,54 +168,10 @@ def entries(value: Any, path: str) -> list[Any]:
 
     A path without bytes is taken from the folder of the parquet file at ``path``.
     """
-    return [_beside(path, entry) for entry in (value if isinstance(value, list) else [] if value is None else [value])]
-
-
-def _beside(path: str, image: Any) -> Any:
-    entry = image if isinstance(image, Mapping) else {"path": image} if isinstance(image, str) else {"bytes": image}
-    data = entry.get("bytes")
-    if isinstance(data, bytes) and data:
-        return {**entry, "bytes": _decoded(data)}
-    if data and not isinstance(data, str):
-        return entry
-    # verl's own files name an image by "image", and those of conversations by the address of a part.
-    url = entry.get("image_url")
-    name = data or entry.get("path") or entry.get("image") or entry.get("url")
-    name = name or (url.get("url") if isinstance(url, Mapping) else url)
-    if isinstance(name, bytes):
-        return {"bytes": _decoded(name)}
-    if not isinstance(name, str):
-        return entry
-    if (encoded := _encoded(name, is_data=bool(data))) is not None:
-        return {"bytes": encoded}
-    name = name.removeprefix("file://")
-    return {"path": name if "://" in name else Path(path).expanduser().parent / Path(name).expanduser()}
-
-
-def _decoded(data: bytes) -> bytes:
-    """The file that stands in bytes, be it as base64; what it is where it is none."""
-    text = "" if begins_as_image(data) or not data.isascii() else data.decode()
-    return _encoded(text, is_data=False) or data
-
-
-def _encoded(text: str, *, is_data: bool) -> bytes | None:
-    """The file that stands in a text as base64, bare or as a ``data:`` address; None where the text is a name.
-
-    A bare one must begin as an image does, unless it can be no name (``is_data``). What cannot be decoded is what it
-    is, and no image.
-    """
-    head, comma, code = text.partition(",")
-    is_address = text[:5].lower() == "data:"
-    if is_address and not (comma and head.lower().endswith(";base64")):
-        return text.encode()
-    code = "".join((code if is_address else text).split()).translate(_URL_SAFE).rstrip("=")
-    if not (is_address or is_data or (len(code) >= _LEAST_CODE and _CODE.fullmatch(code))):
-        return None
-    try:
-        content = base64.b64decode(code + "=" * (-len(code) % 4), validate=True)
-    except ValueError:
-        return text.encode() if is_address or is_data else None
-    return content if is_address or is_data or begins_as_image(content) else None
+    folder = Path(path).expanduser().parent
+    return [
+        image_entry(image, folder) for image in (value if isinstance(value, list) else [] if value is None else [value])
+    ]
 
 
 # -- the look before a run ---------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.base.errors import DataError, RltrainError, first_line, lenient_output, short
-from rltrain.data.images import file_bytes, measured
+from rltrain.base.image_files import file_bytes
+from rltrain.data.images import measured
 from rltrain.data.pictures import entries
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess.sources import Hub, Record, open_splits

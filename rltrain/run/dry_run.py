@@ -98,7 +98,7 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fin
     refusal = run.problem()
     try:
         train = rows["train"] if rows else None
-        images = train is None or bool(train.num_images.any())
+        images = train is None or plan.passes.images_in_training
         start = find_start(cfg, run, train.identity() if train else None, images=images)
         tell_changes(loaded, start)
     except RltrainError as error:

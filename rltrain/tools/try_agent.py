@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from rltrain.agents import stand_ins
 from rltrain.agents.chat import Asked, Chat, Message, Start, Terms, ToolCall, Turn
 from rltrain.agents.configured import TOOL_CONFIG
+from rltrain.agents.content import as_text
 from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.environments import ENVIRONMENT
 from rltrain.agents.functions import FUNCTIONS
@@ -134,7 +135,9 @@ class Trial:
         content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
         names = tuple(schema["function"]["name"] for schema in words.schemas)
         self._start = Start(row.prompt, content, seed, agent, names)
-        self._terms = replace(Terms.of(turns), timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
+        # Without a model they are shown as <image>; the one of --model is given tokens alone.
+        terms = Terms.of(turns, images=turns.images is not False and not words.has_model)
+        self._terms = replace(terms, timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
         self._num_turns = 0
         self._last = Parsed([], [], "", "")
         self._end_token: int | None = None
@@ -208,7 +211,7 @@ class Trial:
                 late = f"; a run waits {limit:g} s (multi_turn.tool_timeout_s)" if seconds > limit else ""
                 parts.append(f"({seconds:.3g} s{late})")
             _head(" ".join(filter(None, parts)))
-            _say(message["content"])
+            _say(as_text(message["content"]))
         if any(asked.rewards):
             _say(f"  rewards: {asked.rewards}")
 
@@ -221,6 +224,7 @@ class Words:
     ) -> None:
         self._encoder, self._seam, self.schemas = encoder, seam, schemas
         self._format = call_format if schemas else NO_CALLS
+        self.has_model = seam is not None
 
     def parsed(self, text: str) -> Parsed:
         """A turn."""

@@ -43,7 +43,7 @@ class Workload:
     A token costs 1 and a (query, key) pair costs ``pair_cost``: the FLOPs of the pair relative to those of a token's
     matrix products. Where prompts have images, samples of one group (groups [n]) share them within a micro-batch:
     image_rows [n] is what the vision tower takes (patches or tiles) for the prompt of each sample, image_cost [n] what
-    it costs in tokens.
+    it costs in tokens. own_rows and own_cost [n]: the same of the images within each answer, which nobody shares.
     """
 
     prompts: Ids
@@ -54,6 +54,8 @@ class Workload:
     groups: Ids | None = None
     image_rows: Ids | None = None
     image_cost: NDArray[np.float64] | None = None
+    own_rows: Ids | None = None
+    own_cost: NDArray[np.float64] | None = None
     nodes: Ids | None = None
     """[n]: where each sample lies (None: on one node)."""
 
@@ -70,7 +72,8 @@ class Workload:
 
     @cached_property
     def answer_cost(self) -> NDArray[np.float64]:
-        return self.answers + self.pair_cost * self.answers * (self.prompts + self.answers / 2)
+        text = self.answers + self.pair_cost * self.answers * (self.prompts + self.answers / 2)
+        return text if self.own_cost is None else text + self.own_cost
 
     @cached_property
     def prompt_cost(self) -> NDArray[np.float64]:
@@ -97,7 +100,8 @@ class Workload:
 
     def rows(self, ids: Ids) -> int:
         """What the vision tower takes in one micro-batch, in patches or tiles."""
-        return int(self._of_images(self.image_rows, ids))
+        own = 0 if self.own_rows is None else int(self.own_rows[ids].sum())
+        return int(self._of_images(self.image_rows, ids)) + own
 
     def cost(self, ids: Ids) -> float:
         """Cost of one micro-batch."""
@@ -171,7 +175,7 @@ def _time(ranks: list[list[Ids]], work: Workload) -> float:
 
 class _Chunk(NamedTuple):
     """Samples of one key that stay together. tokens, cost and rows include what another chunk of the key shares with
-    them: the prompt's and the images', which also stand alone.
+    them: the prompt's and its images', which also stand alone.
     """
 
     ids: list[int]
@@ -181,6 +185,7 @@ class _Chunk(NamedTuple):
     prompt_tokens: int
     prompt_cost: float
     rows: int
+    image_rows: int
     image_cost: float
     node: int
 
@@ -195,28 +200,32 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
     ids = ids[np.lexsort((nodes[ids], work.keys[ids]))]
     columns: list[NDArray[Any]] = [
         work.keys, work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost,
-        none if work.image_rows is None else work.image_rows, none if work.image_cost is None else work.image_cost,
+        *(none if of_images is None else of_images for of_images in (work.image_rows, work.image_cost, work.own_rows)),
         nodes,
     ]  # fmt: skip
     chunks: list[_Chunk] = []
     for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
-        key, owner, answer, prompt, answer_cost, prompt_cost, rows, image_cost, node = numbers
+        key, owner, answer, prompt, answer_cost, prompt_cost, image_rows, image_cost, own_rows, node = numbers
         last = chunks[-1] if chunks else None
         # An answer too long to share its prompt's tokens brings them along, even where it shares the images.
         shares = key == owner
         if last is not None and key == last.key and len(last.ids) < size:
             pays = not (shares and last.prompt_tokens)
-            tokens = last.tokens + answer + pays * prompt
-            if tokens <= (budget.max_tokens or math.inf):
+            tokens, rows = last.tokens + answer + pays * prompt, last.rows + own_rows
+            # Images of a prompt that are over the budget by themselves come no less often for smaller chunks.
+            fits = rows <= (budget.max_rows or math.inf) or rows == image_rows
+            if fits and tokens <= (budget.max_tokens or math.inf):
                 last.ids.append(sample)
                 cost = last.cost + answer_cost + pays * prompt_cost
-                chunks[-1] = last._replace(tokens=tokens, cost=cost)
+                chunks[-1] = last._replace(tokens=tokens, cost=cost, rows=rows)
                 if shares:
                     chunks[-1] = chunks[-1]._replace(prompt_tokens=prompt, prompt_cost=prompt_cost)
                 continue
         whole = prompt_cost + answer_cost + image_cost
         shared = shares * prompt, shares * prompt_cost
-        chunks.append(_Chunk([sample], key, prompt + answer, whole, shared[0], shared[1], rows, image_cost, node))
+        rows = image_rows + own_rows
+        numbers = [prompt + answer, whole, *shared, rows, image_rows, image_cost, node]
+        chunks.append(_Chunk([sample], key, *numbers))
     if work.nodes is not None:
         # The node that has most of its tokens.
         most = [int(np.bincount(nodes[chunk.ids], work.answers[chunk.ids]).argmax()) for chunk in chunks]
@@ -281,7 +290,7 @@ class _Bin:
         """Add the chunk if there is room. A sample that alone is over the budget gets a bin of its own."""
         has_prompt, has_images = chunk.key in self._prompts, chunk.key in self._images
         tokens = chunk.tokens - has_prompt * chunk.prompt_tokens
-        rows = 0 if has_images else chunk.rows
+        rows = chunk.rows - has_images * chunk.image_rows
         crowded = budget.max_samples is not None and len(self.ids) + len(chunk.ids) > budget.max_samples
         heavy = budget.max_tokens is not None and self._tokens + tokens > budget.max_tokens
         heavy = heavy or (budget.max_rows is not None and self._rows + rows > budget.max_rows)
@@ -294,7 +303,7 @@ class _Bin:
         self.cost += chunk.cost - has_prompt * chunk.prompt_cost - has_images * chunk.image_cost
         if chunk.prompt_tokens:
             self._prompts.add(chunk.key)
-        if chunk.rows:
+        if chunk.image_rows:
             self._images.add(chunk.key)
         return True
 
@@ -372,7 +381,8 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
     costs = np.array([[work.cost(micro) for micro in micros] for micros in ranks])
     computed = sum(work.tokens(micro) for micros in ranks for micro in micros)
     total = sum(int((work.prompts + work.answers)[ids].sum()) for ids in layout.ids)
-    of_samples = 0 if work.image_rows is None else sum(int(work.image_rows[ids].sum()) for ids in layout.ids)
+    rows = [values for values in (work.image_rows, work.own_rows) if values is not None]
+    of_samples = sum(int(values[ids].sum()) for values in rows for ids in layout.ids)
     encoded = sum(work.rows(micro) for micros in ranks for micro in micros) if of_samples else 0
     alone = work.prompt_cost + work.answer_cost + (0 if work.image_cost is None else work.image_cost)
     # All samples may be silent, so that nothing is computed at all.

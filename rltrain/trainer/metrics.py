@@ -328,8 +328,9 @@ def turn_metrics(samples: Samples, most_turns: int | None) -> Metrics:
     """What tools were asked and answered; nothing without tools.
 
     num_turns counts as verl does: turns of the policy, what answers them, and the prompt. Of agent/… sums over answers
-    (failed: trajectories that could not go on); context_share: of the answers' tokens those that the policy did not
-    write; tool_s: seconds of an answer's calls; stop: shares of the answers by why they ended, of which each has one.
+    (failed: trajectories that could not go on; images: what tools and environments have shown); context_share: of the
+    answers' tokens those that the policy did not write; tool_s: seconds of an answer's calls; stop: shares of the
+    answers by why they ended, of which each has one.
 
     most_turns: that an answer may have; None: any number.
     """
@@ -339,6 +340,7 @@ def turn_metrics(samples: Samples, most_turns: int | None) -> Metrics:
     return _spread("num_turns", 2 * samples[c.NUM_TURNS]) | {
         **{f"agent/{name}": total for name, total in totals.items()},
         "agent/failed": float(samples[c.AGENT_FAILED].sum()),
+        "agent/images": float(samples[c.ANSWER_IMAGES].sum()),
         "agent/context_share": 1 - float(samples[c.POLICY_TOKENS].sum() / max(1, samples[c.RESPONSE_LENGTH].sum())),
         "agent/tool_s/mean": float(samples[c.TOOL_S].mean()),
         "agent/tool_s/max": float(samples[c.TOOL_S].max()),

@@ -289,13 +289,22 @@ class PPOTrainer:
         pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
         work = Workload.of_groups(samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH], groups, pair_cost)
         work = replace(work, nodes=samples.nodes(c.RESPONSE))
-        if self._prompts is None or not self._prompts.has_images:
+        if not self.plan.passes.images_in_training:
             return work
-        rows, number = (values[samples[c.ROW]] for values in (self._prompts.image_rows, self._prompts.num_images))
-        # Exact where the images of a prompt are of one size, and otherwise a little less than they cost.
-        flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(number, 1)
-        share = sizes["backward_share"] if updates else 1.0
-        return work.with_images(groups, rows, share * flops / (2 * sizes["matmul_parameters"]))
+
+        def cost(rows: Ids, number: Ids) -> NDArray[np.float64]:
+            # Exact where the images of a text are of one size, and otherwise a little less than they cost.
+            flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(number, 1)
+            share = sizes["backward_share"] if updates else 1.0
+            return share * flops / (2 * sizes["matmul_parameters"])
+
+        if self._prompts is not None and self._prompts.has_images:
+            rows, number = (values[samples[c.ROW]] for values in (self._prompts.image_rows, self._prompts.num_images))
+            work = work.with_images(groups, rows, cost(rows, number))
+        if self.plan.passes.images_between_turns and c.ANSWER_IMAGE_ROWS in samples.numbers:
+            own = samples[c.ANSWER_IMAGE_ROWS]
+            work = replace(work, own_rows=own, own_cost=cost(own, samples[c.ANSWER_IMAGES]))
+        return work
 
     def _denominators(self, samples: Samples, ids: Ids) -> Denominators:
         horizon = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length

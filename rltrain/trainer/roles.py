@@ -202,7 +202,7 @@ class Policy(_Remote):
         samples.put(ids, numbers | flags | {c.ENGINE: np.full(len(ids), rank)})
 
     def _answers(self, rank: int, payload: Any, texts: Any, ids: Ids, *, pictures: bool) -> list[StoredRows]:
-        columns = (*c.GENERATED, c.IMAGES) if self._passes.images and pictures else c.GENERATED
+        columns = (*c.GENERATED, c.IMAGES, c.OWN_IMAGES) if self._passes.images and pictures else c.GENERATED
         node = self._group.nodes[rank]
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 

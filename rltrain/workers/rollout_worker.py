@@ -30,8 +30,8 @@ from rltrain.config.budgets import longest_sequence
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.step_passes import StepPasses
-from rltrain.data.chat import chat_encoder
-from rltrain.data.images import EncodedPrompt
+from rltrain.data.chat import ChatEncoder, chat_encoder
+from rltrain.data.images import SLOT, EncodedPrompt, blank_image
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.data.turns.detect import format_of
@@ -90,7 +90,7 @@ class RolloutWorker(Rollout):
         self._rollout, self._max_response_length = cfg.actor_rollout_ref.rollout, cfg.data.max_response_length
         # Asking for it costs a little with every token.
         self._can_be_given_up = cfg.trainer.stop_notice_s is not None
-        self._images = passes.images
+        self._images, self._images_between_turns = passes.images, passes.images_between_turns
         self.residency = residency
         self._device = residency.device
         self._prompts = prompts
@@ -119,7 +119,7 @@ class RolloutWorker(Rollout):
             dtype,
             bucket_bytes=self._rollout.update_weights_bucket_megabytes << 20,
             gap_limit=log_prob_gap_limit(cfg, self._device),
-            canary=_canary(prompts, passes.images),
+            canary=_canary(prompts, self.encoder if passes.images else None),
             log_probs=text_log_probs,
         )
         residency.add_engine(self._release)
@@ -146,7 +146,8 @@ class RolloutWorker(Rollout):
         turns = self._rollout.multi_turn
         limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb, turns.allow_code_execution)
         number = turns.num_tool_processes
-        hosts = Hosts(Places.of(turns), Terms.of(turns), limits, number) if self._replica.leads else None
+        terms = Terms.of(turns, images=self._images_between_turns)
+        hosts = Hosts(Places.of(turns), terms, limits, number) if self._replica.leads else None
         call_format = format_of(turns.format, self.encoder)
         return Answering(turns, self.encoder, call_format, self._serving, hosts, self._max_model_len)
 
@@ -205,8 +206,9 @@ class RolloutWorker(Rollout):
         if pictures and task.is_learnt_from:
             index = payload.dictionary(c.PROMPT).index
             images = [pictures.of(place) for place in dict.fromkeys(answer.place for answer in answers)]
-            payload.update({c.IMAGES: DictionaryColumn(images, index)})
-            numbers = replace(numbers, image_bytes=sum(image.nbytes for image in images if image))
+            own = [answer.images for answer in answers]
+            payload.update({c.IMAGES: DictionaryColumn(images, index), c.OWN_IMAGES: own})
+            numbers = replace(numbers, image_bytes=sum(each.nbytes for each in (*images, *own) if each))
         texts = self._texts(answers)
         per_sample = answer_numbers(answers, task.num_samples)
         if self._answering:
@@ -347,13 +349,17 @@ def log_prob_gap_limit(cfg: Config, device: Device) -> float:
     return 1e-3 if exact else 0.1
 
 
-def _canary(prompts: dict[str, PromptStore], images: bool) -> EncodedPrompt:
-    """The start of the first prompt; at least two tokens. With ``images`` a prompt with one, to a little behind it."""
-    if images:
-        store = next(store for store in prompts.values() if store.has_images)
-        # The smallest image, because no budget counts the tokens of this forward.
-        tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
-        prompt = store.encoded(int(tokens.argmin()))
+def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> EncodedPrompt:
+    """The start of the first prompt; at least two tokens. Of a model that sees images a prompt with one, to a little
+    behind it."""
+    if seeing:
+        store = next((store for store in prompts.values() if store.has_images), None)
+        if store:
+            # The smallest image, because no budget counts the tokens of this forward.
+            tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
+            prompt = store.encoded(int(tokens.argmin()))
+        else:  # tools alone show some
+            prompt = seeing.encode_prompt([{"role": "user", "content": SLOT}], [blank_image()])
         if len(prompt.tokens) > prompt.image_end:
             return prompt.until(prompt.image_end + _CANARY_TOKENS)
     first = next((store.prompt(0) for store in prompts.values() if len(store)), np.zeros(1, dtype=np.int32))

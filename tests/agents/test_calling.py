@@ -1,13 +1,17 @@
 """Calls of a user's code, whatever it does, and what is made of what its tools return."""
 
 import asyncio
+import base64
 import threading
+from io import BytesIO
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from rltrain.agents.calling import called, result
 from rltrain.agents.stand_ins import ToolResponse
+from tests.pictures import RED
 
 
 def run(function, /, *arguments, **named):
@@ -74,7 +78,39 @@ def test_what_would_end_the_event_loop_is_an_error_of_the_call(error, words):
     ],
 )
 def test_what_a_tool_returns_is_a_text_a_reward_and_metrics(returned, text, reward, metrics):
-    assert result(returned) == {"text": text, "reward": reward, "metrics": metrics}
+    assert result(returned) == {"content": text, "reward": reward, "metrics": metrics}
+
+
+ADDRESS = f"data:image;base64,{base64.b64encode(RED).decode()}"
+SHOWN = {"type": "image", "image": ADDRESS}
+
+
+@pytest.mark.parametrize(
+    ("returned", "content"),
+    [
+        (RED, [SHOWN]),
+        ((RED, 0.5), [SHOWN]),
+        ([RED, "a red one", RED], [SHOWN, {"type": "text", "text": "a red one"}, SHOWN]),
+        ([{"type": "image", "image": {"bytes": RED}}], [SHOWN]),
+        ([{"type": "image", "bytes": RED}, {"type": "text", "text": "x"}], [SHOWN, {"type": "text", "text": "x"}]),
+        ([{"type": "image_url", "image_url": {"url": ADDRESS}}], [SHOWN]),
+        (ToolResponse(text="y", image=[RED, ADDRESS]), [SHOWN, SHOWN, {"type": "text", "text": "y"}]),
+        (ToolResponse(image=[{"bytes": RED}]), [SHOWN]),
+    ],
+)
+def test_an_image_is_a_part_of_what_a_tool_says(returned, content):
+    assert result(returned)["content"] == content
+
+
+def test_an_image_may_be_a_file_or_one_of_pillow(tmp_path):
+    (tmp_path / "red.png").write_bytes(RED)
+    of_file = result(ToolResponse(image=[str(tmp_path / "red.png")]))["content"]
+    image = Image.open(tmp_path / "red.png")
+    assert of_file == [SHOWN]
+    for returned in (image, ToolResponse(image=image), [{"type": "image", "image": image}]):
+        (part,) = result(returned)["content"]
+        again = Image.open(BytesIO(base64.b64decode(part["image"].partition(",")[2])))
+        assert np.array_equal(np.array(again), np.array(image))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +120,13 @@ def test_what_a_tool_returns_is_a_text_a_reward_and_metrics(returned, text, rewa
         (("a", 1, {}, 4), TypeError, "a tuple of 4: it must be"),
         (("a", "much"), ValueError, "could not convert"),
         (("a", float("nan")), ValueError, "must be a finite number"),
-        (ToolResponse(text="seen", image=[b"png"]), TypeError, "returned images, which are not in this version"),
+        (
+            ToolResponse(text="seen", image=[b"png"]),
+            ValueError,
+            "image 1 of 1: it does not begin as a file of an image",
+        ),
+        (ToolResponse(image=["no/such.png"]), ValueError, "image 1 of 1: it cannot be read"),
+        ([RED, 7], ValueError, "7 stands beside an image"),
         ((ToolResponse(video=[b"mp4"]), 1.0), TypeError, "returned videos, which are not in this version"),
     ],
 )

@@ -212,9 +212,9 @@ def test_each_trajectory_has_an_instance_that_is_reset_and_closed(places):
     names: list[str] = []
     box = Toolbox(places(None, None, SHOP, money=3, names=names))
     said = conversation(box, ("buy", {"item": "ox", "price": 6}), ("balance", {}))
-    assert said[0] == {"text": '{"bought": ["ox"]}', "reward": 0.5, "metrics": {"price": 6}}
-    assert said[1]["text"] == "2"
-    assert conversation(box, ("buy", {"item": "ass", "price": 1}), seed=8)[0]["text"] == '{"bought": ["ass"]}'
+    assert said[0] == {"content": '{"bought": ["ox"]}', "reward": 0.5, "metrics": {"price": 6}}
+    assert said[1]["content"] == "2"
+    assert conversation(box, ("buy", {"item": "ass", "price": 1}), seed=8)[0]["content"] == '{"bought": ["ass"]}'
     assert names == [], "arguments are copied for each"
 
     async def instances():
@@ -271,7 +271,7 @@ def test_marked_static_and_inherited_methods_are_tools(places):
     assert conversation(box, ("purchase", {"item": "ox", "price": 1}))[0]["reward"] == 0.5
     box = Toolbox(places(None, None, KINDS))
     assert box.names == ["one", "two"]
-    assert [said["text"] for said in conversation(box, ("one", {"x": 1}), ("two", {}))] == ["1", "Kinds"]
+    assert [said["content"] for said in conversation(box, ("one", {"x": 1}), ("two", {}))] == ["1", "Kinds"]
 
 
 def test_what_goes_wrong_is_raised_and_the_instance_is_closed(places, caplog):
@@ -291,18 +291,18 @@ def test_what_goes_wrong_is_raised_and_the_instance_is_closed(places, caplog):
 
 def test_close_never_raises(places, caplog):
     text = SHOP.replace("Shop.closed.append(self.seed)", "raise SystemExit(4)")
-    assert conversation(Toolbox(places(None, None, text)), ("balance", {}))[0]["text"] == "15"
+    assert conversation(Toolbox(places(None, None, text)), ("balance", {}))[0]["content"] == "15"
     assert "SystemExit: 4" in caplog.text
 
 
 def test_a_row_may_have_some_of_the_tools_alone(places):
     box = Toolbox(places(ADD, CONFIG))
     row = ROW | {"extra_info": {"tool_selection": ["note"]}}
-    assert conversation(box, ("note", {"text": "x"}), row=row)[0]["text"] == "-+x"
+    assert conversation(box, ("note", {"text": "x"}), row=row)[0]["content"] == "-+x"
     with pytest.raises(LookupError, match="there is no tool 'add'; there are note"):
         conversation(box, ("add", {"a": 1}), row=row)
     for none in (None, []):
-        assert conversation(box, ("add", {"a": 1}), row={"extra_info": {"tool_selection": none}})[0]["text"] == "1"
+        assert conversation(box, ("add", {"a": 1}), row={"extra_info": {"tool_selection": none}})[0]["content"] == "1"
 
 
 def test_a_tool_of_verls_is_created_once_a_trajectory_and_released_at_its_end(places):
@@ -312,9 +312,9 @@ def test_a_tool_of_verls_is_created_once_a_trajectory_and_released_at_its_end(pl
     kwargs = {"create_kwargs": {"first": "1"}, "execute_kwargs": {"mark": "!"}}
     row = {"extra_info": {"tools_kwargs": {"note": kwargs, "named": {"create_kwargs": {"ground_truth": "4"}}}}}
     said = conversation(box, ("note", {"text": "a"}), ("note", {"text": "b"}), ("named", {}), row=row)
-    assert said[1] == {"text": "1+a!+b!", "reward": 0.25, "metrics": {"calls": 2}}
-    assert said[2]["text"] == "the only one 4"
-    assert conversation(box, ("note", {"text": "c"}))[0] == {"text": "-+c", "reward": 0.25, "metrics": {"calls": 1}}
+    assert said[1] == {"content": "1+a!+b!", "reward": 0.25, "metrics": {"calls": 2}}
+    assert said[2]["content"] == "the only one 4"
+    assert conversation(box, ("note", {"text": "c"}))[0] == {"content": "-+c", "reward": 0.25, "metrics": {"calls": 1}}
     conversation(box)
     assert kind.objects == 1
     assert len(kind.created) == 2
@@ -328,7 +328,7 @@ def test_calls_of_one_turn_share_what_the_tool_keeps(places):
         session = await box.open(ROW, 1)
         said = await asyncio.gather(*(session.call("note", {"text": text}) for text in "ab"))
         await session.close()
-        return sorted(result["text"] for result in said)
+        return sorted(result["content"] for result in said)
 
     assert asyncio.run(run()) == ["-+a", "-+a+b"]
     assert len(box.configured["note"].kind.created) == 1
@@ -435,5 +435,5 @@ async def run():
 print(asyncio.run(run()))
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "'text': '2'" in told
+    assert "'content': '2'" in told
     assert told.endswith("['add', 'note', 'named', 'balance', 'buy'], set())\n")

@@ -14,6 +14,7 @@ from PIL import Image
 from rltrain.base.errors import DataError
 from rltrain.data.images import (
     SLOT,
+    EncodedPrompt,
     answer_position,
     bounded,
     family_of,
@@ -307,3 +308,21 @@ def test_a_model_of_texts_reads_a_slot_for_an_image():
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "1+1=?"}]
     messages = [{"role": "system", "content": "<image>s"}, {"role": "user", "content": parts}]
     assert [each["content"] for each in without_parts(messages)] == ["<image>s", "<image>1+1=?"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_text_behind_another_has_the_images_and_positions_of_both(folders, family):
+    encoder = ChatEncoder(folders[family])
+    images = [picture(60, 90, 1), picture(120, 60, 2), picture(60, 60, 3)]
+    ask = [{"role": "user", "content": "1<image>2<image>3"}]
+    prompt, other = encoder.encode_prompt(ask, images[:2]), encoder.encode_prompt(ask[:1], images[1:])
+    sampled = EncodedPrompt(np.arange(6, 11, dtype=np.int32))
+    whole = prompt.followed_by(sampled).followed_by(other)
+    assert whole.tokens.tolist() == [*prompt.tokens, *sampled.tokens, *other.tokens]
+    expected = encoder.with_pictures(whole.tokens, encoder.open_images([*images[:2], *images[1:]]))
+    for name, part in vars(expected.images).items():
+        assert np.array_equal(getattr(whole.images, name), part), name
+    assert whole.position_shift == expected.position_shift
+    assert sampled.followed_by(sampled).images is None
+    # A text of its own that is continued begins at 0, wherever it will stand.
+    assert sampled.followed_by(other).images.places.tolist() == (other.images.places + 5).tolist()

@@ -77,17 +77,19 @@ def images_of(rows: int) -> PromptImages | None:
     st.integers(9, 20),
 )
 def test_the_tower_takes_what_the_driver_counts(groups, prompt, num_ranks, max_tokens, max_rows):
-    """Also where some answers are too long to share their prompt's tokens, and share its images all the same."""
+    """Also where some answers are too long to share their prompt's tokens, and share its images all the same, and where
+    some have images of their own."""
     rows, answers = [each for each, _ in groups], [each for _, each in groups]
     work = groups_of(prompt, answers, 0.01)
     owners = np.repeat(np.arange(len(groups)), [len(answer) for answer in answers])
-    work = with_images(work, owners, rows)
+    own_rows = np.where(work.answers > 1, np.arange(len(owners)) % 3 * 2, 0)
+    work = replace(with_images(work, owners, rows), own_rows=own_rows, own_cost=10.0 * own_rows)
     ranks = spread(np.arange(len(owners)), work, num_ranks, PassBudget(max_tokens, None, None, max_rows))
     flat = [micro for rank in ranks for micro in rank]
     assert sorted(np.concatenate(flat).tolist()) == list(range(len(owners)))
     for micro in (micro for micro in flat if len(micro)):
-        assert work.rows(micro) <= max_rows
         # A sample that alone is over the budget is computed alone.
+        assert work.rows(micro) <= max_rows or len(micro) == 1
         assert work.tokens(micro) <= max_tokens or len(micro) == 1
         index = torch.from_numpy(owners[micro])
         prompts = Ragged.from_rows([torch.zeros(prompt, dtype=torch.int32) for _ in groups])
@@ -95,6 +97,7 @@ def test_the_tower_takes_what_the_driver_counts(groups, prompt, num_ranks, max_t
         batch = Batch({
             "prompt": DictionaryColumn(prompts, index),
             "images": DictionaryColumn([images_of(row) for row in rows], index),
+            "own_images": [images_of(int(own_rows[i])) for i in micro],
             "response": response,
             "response_mask": response.like(torch.ones(len(response.values), dtype=torch.bool)),
         })  # fmt: skip

@@ -73,6 +73,7 @@ def test_answers_without_a_token_are_told_apart():
 def test_every_answer_of_several_turns_has_ended_for_one_reason():
     columns = {name: np.zeros(5) for name in c.OF_TURNS} | {c.NUM_TURNS: np.array([1, 3, 3, 2, 3])}
     columns |= {c.TOOL_S: np.zeros(5), c.POLICY_TOKENS: np.ones(5), c.RESPONSE_LENGTH: np.ones(5)}
+    columns |= {c.ANSWER_IMAGES: np.zeros(5)}
     # By itself; with the third turn of three; cut off in it; for want of room; failed, whatever else it was.
     columns |= {c.TRUNCATED: np.array([0, 0, 1, 1, 1]) > 0, c.AGENT_FAILED: np.array([0, 0, 0, 0, 1]) > 0}
     samples = samples_of(5, **columns)

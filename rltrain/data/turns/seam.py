@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rltrain.agents.chat import shown
+from rltrain.agents.content import texts_in, with_texts
 from rltrain.base.errors import DataError
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.turns.calls import Call, CallFormat
@@ -67,8 +68,9 @@ class Seam:
     def context(self, end_token: int | None, calls: Sequence[Call], messages: Sequence[Message]) -> list[int]:
         """Token ids between a turn that ended with a token and the next turn.
 
-        end_token: None where the turn was ended otherwise. messages: all new ones, in order, of tools and users.
-        Raises DataError where the template refuses them.
+        end_token: None where the turn was ended otherwise. messages: all new ones, in order, of tools and users. For
+        an image (`content.without_files`) stands what the template writes for one. Raises DataError where the template
+        refuses them.
         """
         hidden, texts = self._hidden(shown(messages))
         context = self._rendered(calls, hidden)
@@ -80,10 +82,10 @@ class Seam:
 
     def _hidden(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """Messages in whose contents placeholders stand for the texts of special tokens; those, by placeholder."""
-        contents = [message.get("content") for message in messages]
-        if not all(isinstance(content, str) for content in contents):
-            raise DataError("what a tool or a user says between two turns is text.")
-        joined = "\n".join([*map(str, contents), *(str(message.get("name")) for message in messages)])
+        if not all(isinstance(message.get("content"), str | list) for message in messages):
+            raise DataError("what a tool or a user says between two turns is text, or parts of texts and images.")
+        said = [text for message in messages for text in texts_in(message["content"])]
+        joined = "\n".join([*said, *(str(message.get("name")) for message in messages)])
         if not self._ids or not self._mark.search(joined):
             return list(messages), {}
         # Characters that no font and no template knows.
@@ -97,7 +99,7 @@ class Seam:
 
         names = [{"name": self._bare(message["name"])} if message.get("name") else {} for message in messages]
         hidden = [
-            message | {"content": self._mark.sub(hide, message["content"])} | name
+            message | {"content": with_texts(message["content"], lambda text: self._mark.sub(hide, text))} | name
             for message, name in zip(messages, names, strict=True)
         ]
         return hidden, texts
@@ -184,14 +186,15 @@ class Seam:
             ids = [token for character in mark for token in self._plain_ids(character)]
         return ids
 
-    def problem(self, roles: Sequence[str] = ("tool", "user")) -> str:
+    def problem(self, roles: Sequence[str] = ("tool", "user"), *, images: bool = False) -> str:
         """Why the template cannot be continued token by token, with both texts around the difference.
 
         Empty where that is shown, for the messages of these roles: after one and two results, a user's message, and
-        twice in a row, the trajectory is what the template writes for the whole conversation.
+        twice in a row, the trajectory is what the template writes for the whole conversation. images: for messages
+        with an image alone, for which it writes one placeholder.
         """
         self.notes = []
-        for name, exchanges in self._trials(roles):
+        for name, exchanges in self._trials_with_image(roles) if images else self._trials(roles):
             try:
                 if words := self._difference(exchanges):
                     return f"after {name}, {words}"
@@ -218,6 +221,17 @@ class Seam:
             yield "users' messages twice in a row", [([], [ask]), ([], [ask])]
         if "tool" in roles and "user" in roles and self._schemas:
             yield "a result and a user's message", [([call], [result]), ([], [ask]), ([other], [second])]
+
+    def _trials_with_image(self, roles: Sequence[str]) -> Iterator[tuple[str, list[tuple[list[Call], list[Message]]]]]:
+        parts = [{"type": "image"}, {"type": "text", "text": "It is red."}]
+        for role in roles:
+            name, calls = ({"name": self._a_tool()}, [Call(self._a_tool(), {})]) if role == "tool" else ({}, [])
+            messages: list[Message] = [{"role": role, "content": parts, **name}]
+            what = f"an image in a message of role {role}"
+            number = self.context(None, calls, messages).count(self._encoder.processor.image_token_id)
+            if number != 1:
+                raise DataError(f"for {what} it writes {number} placeholders.")
+            yield what, [(calls, messages), (calls, messages)]
 
     def _difference(self, exchanges: Sequence[tuple[list[Call], list[Message]]]) -> str:
         """How a trajectory differs from the render of the whole conversation; "" where it does not."""
@@ -253,7 +267,9 @@ class Seam:
 
     def _other_tokens(self, history: Sequence[Message], whole: str, context: _Context) -> str:
         ids = self._tokens(context, {})
-        expected = self._encoder.encode(history, tools=self._schemas)
+        # The encoder wants the file of every image.
+        seen = any(not isinstance(message["content"], str) for message in history)
+        expected = self._plain_ids(whole) if seen else self._encoder.encode(history, tools=self._schemas)
         found = self._plain_ids(whole[: len(whole) - len(context.text)]) + ids
         if found == expected:
             return ""

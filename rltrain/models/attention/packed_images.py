@@ -34,8 +34,11 @@ class PackedImages:
     """[n]: the number of the feature that goes there, counted over all images."""
 
     @classmethod
-    def of(cls, laid: Sequence[tuple[PromptImages, int]]) -> PackedImages | None:
-        """laid: the images of a prompt, and where its tokens begin in the row, in the order of the row."""
+    def of(cls, laid: Sequence[tuple[PromptImages, int]], spans: Sequence[range] | None = None) -> PackedImages | None:
+        """laid: the images of a text, and where its tokens begin in the row, in the order of the row.
+
+        spans: the places of the row that each text has, where not all of its tokens are there; None: all are.
+        """
         if not laid:
             return None
         distinct = {id(images): images for images, _ in laid}
@@ -46,6 +49,10 @@ class PackedImages:
         # `tensor` copies: arrays that come out of the object store must not be written to, of which torch warns.
         places = [torch.tensor(images.places) + start for images, start in laid]
         features = [torch.arange(len(images.places)) + first[id(images)] for images, _ in laid]
+        if spans is not None:
+            there = [(at >= span.start) & (at < span.stop) for at, span in zip(places, spans, strict=True)]
+            places = [at[is_there] for at, is_there in zip(places, there, strict=True)]
+            features = [number[is_there] for number, is_there in zip(features, there, strict=True)]
         grids = [images.grids for images in distinct_images if images.grids is not None]
         return cls(
             torch.from_numpy(np.concatenate([images.pixel_values for images in distinct_images])),

@@ -165,7 +165,7 @@ class PackedInputs:
     host_predictors: Tensor
     """The same places on the host, where Ulysses decides by them."""
     images: PackedImages | None = None
-    """Those of the prompts, if any, on the host; the positions may then be [3, total], in time, height and width."""
+    """Those of prompts and answers, on the host; the positions may then be [3, total], in time, height and width."""
 
 
 # An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.
@@ -183,7 +183,8 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     With ``share``, samples of one prompt share its tokens: the prompt once, then the answers that see it, positions
     going on from its end; the prompt's last state predicts the first token of each. The last token of an answer
     predicts nothing and is left out. Only tokens of the policy (``response_mask``) have predictors and labels. Where
-    the batch has ``images``, those of a prompt are packed once, however often its tokens stand in the row.
+    the batch has ``images``, those of a prompt are packed once, however often its tokens stand in the row. An answer's
+    own (``own_images``) lie at their places behind it.
     """
     if not len(batch):
         # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
@@ -204,23 +205,25 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     sharing = Counter(
         prompt for prompt, _, length in samples if share and pays_to_share(prompt_lengths[prompt], length)
     )
-    images = _images_by_prompt(batch)
-    laid = _Laid(images)
+    images, own_images = _images_by_prompt(batch), batch[c.OWN_IMAGES] if c.OWN_IMAGES in batch else [None] * len(batch)
+    assert isinstance(own_images, list)
+    laid = _Laid(images, own_images)
     shared: dict[int, tuple[int, int]] = {}
     predictors = []
-    for prompt, answer_start, length in samples:
+    for (prompt, answer_start, length), own in zip(samples, own_images, strict=True):
         question, answer = (prompt_starts[prompt], prompt_lengths[prompt]), (answer_start, max(length - 1, 0))
         # Where nobody shares it, prompt and answer are one segment, and no keys have to be gathered for a prefix.
         if sharing[prompt] < 2 or not pays_to_share(question[1], length):
             # The prompt's last place, as the segment ends behind the answer's last token but one.
-            first = laid.add(prompt, question, answer) - answer[1] - 1
+            first = laid.add(prompt, question, answer, own) - answer[1] - 1
             predictors.append(torch.arange(first, first + length))
         else:
             if prompt not in shared:
                 end = laid.add(prompt, question)
                 shared[prompt] = (end - question[1], end)
             prefix = shared[prompt]
-            end = laid.add(prompt, own=answer, prompt_length=question[1], prefix=prefix) if answer[1] else 0
+            behind = {"prompt_length": question[1], "prefix": prefix}
+            end = laid.add(prompt, answer=answer, own_images=own, **behind) if answer[1] else 0
             predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - answer[1], end)]
     # As one tensor, so that a single gather lays out the whole row.
     source, is_policy = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
@@ -232,7 +235,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
         predictors=send(places, device),
         labels=send(answers.values[is_policy], device).long(),
         host_predictors=places,
-        images=PackedImages.of([(images[prompt], start) for prompt, start in laid.with_images]),
+        images=PackedImages.of(laid.with_images),
     )
 
 
@@ -246,22 +249,24 @@ def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
 
 
 class _Laid:
-    """Collects segments one behind the other. images: by the number of their prompt."""
+    """Collects segments one behind the other. images: by the number of their prompt; own_images: of answers."""
 
-    def __init__(self, images: Mapping[int, PromptImages]) -> None:
+    def __init__(self, images: Mapping[int, PromptImages], own_images: Sequence[PromptImages | None]) -> None:
         self.rows: list[Tensor] = []
         self.positions: list[Tensor] = []
         self.segments: list[Segment] = []
-        # (prompt, where its tokens begin) for each time that a prompt with images is laid.
-        self.with_images: list[tuple[int, int]] = []
+        # (images, where the tokens of their text begin) for each time that a text with some is laid.
+        self.with_images: list[tuple[PromptImages, int]] = []
         self._images = images
-        self._three_rows = any(prompt_images.positions is not None for prompt_images in images.values())
+        every = (*images.values(), *filter(None, own_images))
+        self._three_rows = any(of_text.positions is not None for of_text in every)
 
     def add(
         self,
         prompt: int,
         question: tuple[int, int] | None = None,
-        own: tuple[int, int] = (0, 0),
+        answer: tuple[int, int] = (0, 0),
+        own_images: PromptImages | None = None,
         *,
         prompt_length: int = 0,
         prefix: tuple[int, int] = (0, 0),
@@ -270,18 +275,23 @@ class _Laid:
         ends. prompt_length: of the prompt in ``prefix``, where this is an answer alone.
         """
         start, images = self.segments[-1].stop if self.segments else 0, self._images.get(prompt)
-        ranges = [span for span in (question, own) if span and span[1]]
+        ranges = [span for span in (question, answer) if span and span[1]]
         stop = start + sum(length for _, length in ranges)
         self.segments.append(Segment(start, stop, prefix))
         self.rows += [torch.arange(first, first + length) for first, length in ranges]
         if question:
             prompt_length = question[1]
-            of_prompt = None if images is None else images.positions
-            self._place(torch.arange(prompt_length) if of_prompt is None else torch.tensor(of_prompt))
-            self.with_images += [(prompt, start)] if images is not None else []
-        if own[1]:
-            self._place(torch.arange(own[1]) + answer_position(images, prompt_length))
+            self._lay(images, start, prompt_length)
+        if answer[1]:
+            self._lay(own_images, stop - answer[1], answer[1], answer_position(images, prompt_length))
         return stop
+
+    def _lay(self, images: PromptImages | None, start: int, length: int, first_position: int = 0) -> None:
+        """The images of a text that begins at ``start`` in the row, and the positions of its first tokens."""
+        of_images = None if images is None else images.positions
+        positions = torch.arange(length) if of_images is None else torch.tensor(of_images[:, :length])
+        self._place(positions + first_position)
+        self.with_images += [(images, start)] if images is not None else []
 
     def _place(self, positions: Tensor) -> None:
         """Positions [n] or [3, n] of the next tokens."""

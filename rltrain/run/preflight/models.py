@@ -37,6 +37,7 @@ from rltrain.workers.reward_model import check_reward_model
 from rltrain.workers.rollout.vllm.weights import refuse_on_npu
 
 _R = "actor_rollout_ref.rollout."
+_SHOWN = f"{_R}multi_turn.images"
 _HELLO = [{"role": "user", "content": "?"}]
 
 
@@ -79,9 +80,14 @@ def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
 
 
 def look_at_images(cfg: Config, found: Findings) -> None:
-    """What follows from ``found.images``."""
-    if found.images:
-        found.problems += _image_problems(cfg)
+    """What follows from ``found.images``, and from images that tools may show."""
+    passes = make_step_passes(cfg, found.images is not None, bool(found.images and found.images.most_images))
+    if passes.images:
+        found.problems += _image_problems(cfg, "prompts have images" if found.images else f"{_SHOWN}=True")
+        if passes.images_between_turns and (problem := _problem_between_turns(cfg)):
+            # Where nobody has asked for images of tools, there may be none.
+            asked = cfg.actor_rollout_ref.rollout.multi_turn.images
+            (found.problems if asked else found.notes).append(problem)
         if cfg.reward_model.enable:
             found.notes.append("the reward model reads texts alone; where a prompt has an image it reads <image>")
     elif cfg.actor_rollout_ref.actor.freeze_vision_tower:
@@ -89,18 +95,33 @@ def look_at_images(cfg: Config, found: Findings) -> None:
         found.notes.append(f"{key}: no effect: no prompt has images, so a vision tower rests anyway")
 
 
-def _image_problems(cfg: Config) -> Iterator[str]:
-    """An engine or another model that does not take the images of the policy."""
+def _image_problems(cfg: Config, why: str) -> Iterator[str]:
+    """An engine or another model that does not take the images of the policy. why: there are some."""
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
-        yield f"{_R}name={engine} takes text alone, and prompts have images. Use {engines_with('images')}."
+        yield f"{_R}name={engine} takes text alone, and {why}. Use {engines_with('images')}."
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:
             yield (
-                f"{other.section}.path={other.path} is a {kinds[1]}, and prompts have images, which are made for the "
+                f"{other.section}.path={other.path} is a {kinds[1]}, and {why}, which are made for the "
                 f"policy's family, {kinds[0]}. Use a model of it, or leave the key out to start from the policy."
             )
+
+
+def _problem_between_turns(cfg: Config) -> str:
+    """Why images cannot be shown behind a turn; "" where they can."""
+    encoder, turns = chat_encoder(cfg), cfg.actor_rollout_ref.rollout.multi_turn
+    try:
+        encoder.can_see()
+        seam = Seam(encoder, encoder.tools, format_of(turns.format, encoder))
+        problem = seam.problem(_roles_that_answer(cfg, encoder), images=True)
+    except (ConfigError, DataError) as error:
+        problem = str(error)
+    return problem and (
+        f"{_SHOWN}: images of tools and environments cannot be shown to the model: {problem} With {_SHOWN}=False each "
+        "of them is an error text; another template is given by actor_rollout_ref.model.custom_chat_template."
+    )
 
 
 def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings: Findings) -> None:
@@ -165,9 +186,7 @@ def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> Non
     rollout = cfg.actor_rollout_ref.rollout
     if not several_turns(rollout):
         return
-    default = rollout.agent.default_agent_loop
-    users_speak = encoder.row_tools.has_step or not rollout.multi_turn.place or (default and is_plugin(default))
-    roles = (("tool",) if encoder.tools else ()) + (("user",) if users_speak else ())
+    default, roles = rollout.agent.default_agent_loop, _roles_that_answer(cfg, encoder)
     seam = Seam(encoder, encoder.tools, format_of(rollout.multi_turn.format, encoder))
     if problem := seam.problem(roles):
         findings.problems.append(
@@ -177,6 +196,14 @@ def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> Non
     if default and is_plugin(default):
         load_plugin(AGENT_KEY, default)
     findings.notes += [f"{encoder.path}: {note}" for note in seam.notes]
+
+
+def _roles_that_answer(cfg: Config, encoder: ChatEncoder) -> tuple[str, ...]:
+    """Whose messages may stand between two turns."""
+    rollout = cfg.actor_rollout_ref.rollout
+    default = rollout.agent.default_agent_loop
+    users_speak = encoder.row_tools.has_step or not rollout.multi_turn.place or (default and is_plugin(default))
+    return (("tool",) if encoder.tools else ()) + (("user",) if users_speak else ())
 
 
 def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:

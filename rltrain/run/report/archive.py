@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _NUMBERS = (
     c.SCORE, c.REWARD, c.ADVANTAGE, c.RULE_SCORE, c.MODEL_SCORE, c.OVERLONG, c.REWARD_FAILED, c.REWARD_TIMEOUT,
     c.REWARD_ERROR, c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.TRUNCATED, c.COMPLETE, *c.OF_TURNS, c.TOOL_S,
+    c.ANSWER_IMAGES,
 )  # fmt: skip
 _TABLE = ("step", "data_source", "question", "answer", "ground_truth", "score", "finish_reason")
 _EXAMPLE_EVERY = 10

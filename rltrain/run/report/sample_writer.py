@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from rltrain.agents.content import with_texts
 from rltrain.base.columns import names as c
 from rltrain.base.columns.answer import AnswerText
 from rltrain.base.errors import first_line, storable
@@ -197,7 +198,10 @@ def _bounded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose long texts have lost their middle."""
     most = max(_LEAST_CHARS, _MOST_CHARS // max(1, len(messages)))
     return [
-        {name: without_middle(value, most) if isinstance(value, str) else value for name, value in message.items()}
+        {
+            name: with_texts(value, lambda text: without_middle(text, most)) if isinstance(value, str | list) else value
+            for name, value in message.items()
+        }
         for message in messages
     ]
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rltrain.agents.content import as_text
 from rltrain.base.errors import DataError, command, host_error, plain
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def _parts(sample: Mapping[str, Any]) -> list[str]:
     for message, following in zip(messages, [*messages[1:], {}], strict=False):
         if message["role"] != "assistant":
             call = " ".join(filter(None, [message.get("name"), _values(message.get("arguments", ""))]))
-            parts.append(f"[{call} = {message['content']}]" if call else f"[{message['content']}]")
+            said = as_text(message["content"])
+            parts.append(f"[{call} = {said}]" if call else f"[{said}]")
         elif following.get("role") != "tool":  # else the call is shown with its result
             parts.append(message["content"])
     return parts or [sample["answer"]]
@@ -223,7 +225,7 @@ def _labelled(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
             call = [str(message[key]) for key in ("name", "arguments") if key in message]
             seconds = [f"({message['seconds']:.3g} s)"] if "seconds" in message else []
             label = shorten(" ".join([message["role"], *call, *seconds]), _LABEL_CHARS)
-        labelled.append((label, message["content"]))
+        labelled.append((label, as_text(message["content"])))
     return labelled
 
 

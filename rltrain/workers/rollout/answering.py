@@ -19,14 +19,17 @@ from numpy.typing import NDArray
 
 from rltrain.agents.chat import Message, Start, ToolCall
 from rltrain.agents.chat import Turn as Said
+from rltrain.agents.content import images_in, without_files
 from rltrain.agents.host import News
 from rltrain.agents.hosts import Hosts
 from rltrain.base.columns import names as c
 from rltrain.base.errors import DataError
+from rltrain.base.image_files import file_of
 from rltrain.base.plugin import is_plugin
 from rltrain.config.agents import SINGLE_TURN
 from rltrain.config.schema.rollout import MultiTurnConfig
 from rltrain.data.chat import ChatEncoder
+from rltrain.data.images import PromptImages
 from rltrain.data.rows import PromptRow
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
 from rltrain.data.turns.formats.none import NO_CALLS
@@ -45,7 +48,10 @@ class Reply:
 
     tokens: NDArray[np.int32] | None
     """What stands between it and the next turn; None: there is none, the trajectory has ended."""
+    images: PromptImages | None = None
+    """Those among the tokens."""
     messages: list[Message] = field(default_factory=list)
+    """Without the files of images."""
     counts: Counter[str] = field(default_factory=Counter)
     """`columns.OF_TURNS`, and ``tool_ms``: of the slowest call."""
     rewards: list[float] = field(default_factory=list)
@@ -208,14 +214,37 @@ class Answering:
             return Reply(None, failed=str(line["failed"]))
         counts, rewards = Counter(line["counts"]), [float(reward) for reward in line["rewards"]]
         if "end" in line:
-            return Reply(None, line["said"], counts, rewards, line["end"], line["extra"])
-        messages = line["ask"]
+            return Reply(None, None, _without_files(line["said"]), counts, rewards, line["end"], line["extra"])
         try:
-            tokens = np.array(self._seam.context(opened.end_token, self._calls(opened.said, messages), messages))
+            messages, pictures = self._opened(line["ask"], counts)
+            shown = _without_files(messages)
+            context = self._seam.context(opened.end_token, self._calls(opened.said, shown), shown)
+            text = self._encoder.with_images(context, pictures)
         except DataError as error:
             self._hosts.close(news.number)  # type: ignore[union-attr]
             return Reply(None, failed=str(error))
-        return Reply(tokens.astype(np.int32), messages, counts, rewards)
+        return Reply(text.tokens, text.images, shown, counts, rewards)
+
+    def _opened(self, messages: Sequence[Message], counts: Counter[str]) -> tuple[list[Message], list[Any]]:
+        """The messages, and their images as the processor takes them.
+
+        A tool's image that cannot be used becomes a text that says so. Raises DataError for a user's.
+        """
+        kept: list[Message] = []
+        pictures: list[Any] = []
+        for message in messages:
+            try:
+                opened = self._encoder.open_images([file_of(image) for image in images_in(message["content"])])
+                for picture in opened:
+                    self._encoder.num_rows(picture.size)
+                pictures += opened
+            except DataError as error:
+                if message["role"] != "tool":
+                    raise
+                counts[c.TOOL_ERRORS] += 1
+                message = message | {"content": f"Error: {error}"}
+            kept.append(message)
+        return kept, pictures
 
     def _calls(self, said: Parsed, messages: Sequence[Message]) -> list[Call]:
         """The calls that results among the messages answer."""
@@ -223,3 +252,7 @@ class Answering:
             return []
         # In the place of a call that could not be read stands one of the template's own kind, as results need one.
         return [*said.calls, *(Call("unreadable", {}) for _ in said.problems)]
+
+
+def _without_files(messages: Sequence[Message]) -> list[Message]:
+    return [message | {"content": without_files(message["content"])} for message in messages]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -50,12 +51,19 @@ class Job:
     """Per sample the tokens that it already has (None: no sample has any). They follow the prompt and count towards
     ``max_tokens``, and the random numbers go on after theirs."""
     images: PromptImages | None = None
-    """As the trainer sees them, so that no engine scales or cuts an image in its own way."""
+    """Of the prompt, as the trainer sees them, so that no engine scales or cuts an image in its own way."""
+    given_images: PromptImages | None = None
+    """Of the given tokens, likewise; only a job of one sample has some."""
 
     @property
     def asked(self) -> EncodedPrompt:
         """The prompt with its images."""
         return EncodedPrompt(self.prompt, self.images)
+
+    @cached_property
+    def begun(self) -> list[EncodedPrompt]:
+        """Of each sample the prompt and the given tokens, with the images of both; nothing where none has any."""
+        return [self.asked.followed_by(EncodedPrompt(tokens, self.given_images)) for tokens in self.given or ()]
 
 
 @dataclass

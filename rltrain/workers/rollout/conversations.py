@@ -26,7 +26,7 @@ from rltrain.agents.chat import Message
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
-from rltrain.data.images import PromptImages
+from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.workers.rollout.answering import Answering, Reply
 from rltrain.workers.rollout.contract import Job, Key, Turn
 from rltrain.workers.rollout.queue import JobQueue
@@ -51,6 +51,8 @@ class Conversation:
     """[t]: the policy sampled it."""
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """[mask.sum()]: of the sampled tokens (`Turn.log_probs`)."""
+    images: PromptImages | None = None
+    """Those among ``tokens``, which have come from tools, an environment or an agent."""
     truncated: bool = False
     """Its last turn ended for want of room, not by an end token."""
     aborted: bool = True
@@ -82,11 +84,15 @@ class Conversation:
         self.turn_rewards[self.num_turns] = self.turn_rewards.get(self.num_turns, 0.0) + sum(reply.rewards)
         self.numbers, self.extra, self.failed = reply.numbers, reply.extra, reply.failed
 
-    def add_context(self, tokens: NDArray[np.int32], messages: list[Message]) -> None:
+    def add_context(self, context: EncodedPrompt, messages: list[Message]) -> None:
         """Append what the policy did not sample."""
         self.said.append(messages)
-        self.tokens = np.concatenate([self.tokens, tokens])
-        self.mask = np.concatenate([self.mask, np.zeros(len(tokens), dtype=np.bool_)])
+        self._append(context)
+        self.mask = np.concatenate([self.mask, np.zeros(len(context.tokens), dtype=np.bool_)])
+
+    def _append(self, text: EncodedPrompt) -> None:
+        whole = EncodedPrompt(self.tokens, self.images).followed_by(text)
+        self.tokens, self.images = whole.tokens, whole.images
 
     def is_in_first_turn(self, waiting: Container[Key]) -> bool:
         """Whether nobody has been asked yet. waiting: those of which somebody is."""
@@ -95,7 +101,7 @@ class Conversation:
     def forget(self) -> None:
         """Be as before the first token."""
         empty = Conversation(self.place, self.sample, self.prompt)
-        self.tokens, self.mask, self.log_probs = empty.tokens, empty.mask, empty.log_probs
+        self.tokens, self.images, self.mask, self.log_probs = empty.tokens, None, empty.mask, empty.log_probs
 
     @property
     def last_turn(self) -> NDArray[np.int32]:
@@ -105,7 +111,7 @@ class Conversation:
 
     def add_sampled(self, tokens: NDArray[np.int32], log_probs: NDArray[np.float32]) -> None:
         """Append what the policy sampled."""
-        self.tokens = np.concatenate([self.tokens, tokens])
+        self._append(EncodedPrompt(tokens))
         self.mask = np.concatenate([self.mask, np.ones(len(tokens), dtype=np.bool_)])
         self.log_probs = np.concatenate([self.log_probs, log_probs])
 
@@ -219,7 +225,7 @@ class Conversations:
             started, conversation = self._waiting[key]
             conversation.hear(reply)
             if reply.tokens is not None and len(reply.tokens) < self._room(conversation):
-                conversation.add_context(reply.tokens, reply.messages)
+                conversation.add_context(EncodedPrompt(reply.tokens, reply.images), reply.messages)
                 self._ready.append(key)
                 continue
             # An answer ends with a token of the policy.
@@ -245,8 +251,8 @@ class Conversations:
         started, conversation = self._running[key] = self._waiting.pop(key)
         seeds = started.job.seeds[started.job.samples == conversation.sample]
         samples = np.array([conversation.sample])
-        images = self._images(conversation.place)
-        return Job(conversation.place, samples, conversation.prompt, seeds, (conversation.tokens,), images)
+        images, given = self._images(conversation.place), (conversation.tokens,)
+        return Job(conversation.place, samples, conversation.prompt, seeds, given, images, conversation.images)
 
     def _over(self, started: _Started) -> None:
         started.num_running -= 1
@@ -327,10 +333,13 @@ def answer_numbers(conversations: Sequence[Conversation], num_samples: int) -> d
 
 
 def turn_numbers(conversations: Sequence[Conversation]) -> dict[str, NDArray[Any]]:
-    """`columns.OF_TURNS`, `columns.AGENT_FAILED` and `columns.TOOL_S`, a value per conversation."""
+    """`columns.OF_SEVERAL_TURNS`, a value per conversation."""
     counts = [answer.counts for answer in conversations]
     numbers: dict[str, NDArray[Any]] = {name: np.array([each[name] for each in counts]) for name in c.OF_TURNS}
     seconds = np.array([each["tool_ms"] / 1e3 for each in counts], dtype=np.float32)
+    numbers[c.ANSWER_IMAGES] = np.array([len(answer.images or ()) for answer in conversations])
+    of_images = [answer.images.num_rows.sum() if answer.images else 0 for answer in conversations]
+    numbers[c.ANSWER_IMAGE_ROWS] = np.array(of_images, dtype=np.int64)
     numbers[c.AGENT_FAILED] = np.array([bool(answer.failed) for answer in conversations])
     return numbers | {c.NUM_TURNS: np.array([answer.num_turns for answer in conversations]), c.TOOL_S: seconds}
 

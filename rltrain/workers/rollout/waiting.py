@@ -48,5 +48,6 @@ def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch,
     payload.update({name: Ragged(tensors[name], tensors[length].long()) for name, length in _LENGTHS.items()})
     if images:
         pixels = [store.encoded(row).images for row in rows.tolist()]
-        payload.update({c.IMAGES: DictionaryColumn(pixels, torch.from_numpy(index))})
+        # What waits is in its first turn, or is done and of one turn: of several turns no file is written.
+        payload.update({c.IMAGES: DictionaryColumn(pixels, torch.from_numpy(index)), c.OWN_IMAGES: [None] * len(index)})
     return payload, numbers

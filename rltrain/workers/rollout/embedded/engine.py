@@ -196,15 +196,15 @@ class HFRollout:
 
         Last hidden state per answer's prompt [rows, h].
         """
-        prompts, counts, owners, begun = [], [], [], []
+        texts: list[EncodedPrompt] = []
+        counts, begun = [], []
         for job in jobs:
             # Answers that go on from given tokens share no text.
-            asked = job.asked
-            texts = [np.concatenate([asked.tokens, part]) for part in job.given] if job.given else [asked.tokens]
-            prompts += [torch.from_numpy(text.astype(np.int64)) for text in texts]
-            counts += [1] * len(texts) if job.given else [len(job.samples)]
-            owners += [asked] * len(texts)
-            begun += [(kept or {}).get((job.place, sample)) for sample in job.samples.tolist()[: len(texts)]]
+            parts = job.begun or [job.asked]
+            texts += parts
+            counts += [1] * len(parts) if job.given else [len(job.samples)]
+            begun += [(kept or {}).get((job.place, sample)) for sample in job.samples.tolist()[: len(parts)]]
+        prompts = [torch.from_numpy(text.tokens.astype(np.int64)) for text in texts]
         lengths = [len(prompt) for prompt in prompts]
         places = kv.add(lengths, counts, begun)
         last = []
@@ -213,7 +213,7 @@ class HFRollout:
             tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
             num_tokens = [stop - start for _, start, stop in pack]
             arguments = {_CACHE: kv, PLAN: AttentionPlan.of_lengths(num_tokens)}
-            hidden = self._read(tokens, [(owners[number], start, stop) for number, start, stop in pack], arguments)
+            hidden = self._read(tokens, [(texts[number], start, stop) for number, start, stop in pack], arguments)
             ends = np.cumsum(num_tokens) - 1
             # Chunks keep the order of the prompts, so their last states come in that order as well.
             last += [hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == lengths[number]]
@@ -223,24 +223,23 @@ class HFRollout:
     def _read(
         self, tokens: Tensor, parts: Sequence[tuple[EncodedPrompt, int, int]], arguments: dict[str, Any]
     ) -> Tensor:
-        """Last hidden states [total, h] of ``tokens`` [total]: parts (start, stop) of texts that begin with prompts."""
-        laid, positions, end = [], [], 0
-        for asked, start, stop in parts:
+        """Last hidden states [total, h] of ``tokens`` [total]: parts (start, stop) of texts."""
+        laid, spans, positions, end = [], [], [], 0
+        for text, start, stop in parts:
             places = torch.arange(start, stop)
-            images = asked.images
+            images = text.images
             if images is not None:
-                # Behind the prompt there are none, and their places would be those of other parts.
-                laid += [(images, end - start)] if start < len(asked.tokens) else []
-                of_prompt = images.positions
-                if of_prompt is not None:
-                    answer_places = places[max(len(asked.tokens) - start, 0) :] + asked.position_shift
-                    places = torch.cat([torch.from_numpy(of_prompt[:, start:stop]), answer_places.expand(3, -1)], 1)
+                laid.append((images, end - start))
+                # Of a text that was begun earlier the other places would be those of other parts.
+                spans.append(range(end, end + stop - start))
+                if images.positions is not None:
+                    places = torch.tensor(images.positions[:, start:stop])
             positions.append(places)
             end += stop - start
         device = self._device.torch_device
         if any(part.dim() > 1 for part in positions):
             positions = [part.expand(3, -1) for part in positions]
-        rows, packed = torch.cat(positions, -1).to(device), PackedImages.of(laid)
+        rows, packed = torch.cat(positions, -1).to(device), PackedImages.of(laid, spans)
         # A part of a long prompt has some of its images, or none.
         if packed is None or (packed := packed.within(0, end)) is None:
             return self._forward(tokens[None], rows[None] if rows.dim() == 1 else rows[:, None], **arguments)[0]

@@ -29,8 +29,8 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 class RunningTurns:
     """All turns of a call, numbered in the order in which their jobs were taken.
 
-    Per turn: seeds, prompt_lengths (given tokens included), shifts (of its positions, `Job.position_shift`), given
-    (tokens it began with), lengths (new tokens), ended. max_model_len: most tokens of prompt and answer together.
+    Per turn: seeds, prompt_lengths (given tokens included), shifts (of its positions: `EncodedPrompt.position_shift`),
+    given (tokens it began with), lengths (new tokens), ended. max_model_len: most tokens of prompt and answer together.
     source: is told of every turn that has ended.
     """
 
@@ -67,7 +67,8 @@ class RunningTurns:
             )
         self.seeds = np.concatenate([self.seeds, *(job.seeds for job in jobs)])
         self.prompt_lengths = np.concatenate([self.prompt_lengths, prompt_lengths + given])
-        self.shifts = np.concatenate([self.shifts, np.repeat([job.asked.position_shift for job in jobs], counts)])
+        shifts = [text.position_shift for job in jobs for text in job.begun or [job.asked] * len(job.samples)]
+        self.shifts = np.concatenate([self.shifts, np.array(shifts, dtype=np.int64)])
         self.given = np.concatenate([self.given, given])
         self.lengths = np.concatenate([self.lengths, np.zeros(total, dtype=np.int64)])
         self._limits = np.concatenate([self._limits, limits])

@@ -136,7 +136,11 @@ class VLLMRollout:
         # vLLM generates one token at least; only the log-probs of the text are read.
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self._num_calls += 1
-        self._add(text.tokens.tolist(), params, self._images_of(text, f"{self._num_calls}"))
+        self._add(
+            text.tokens.tolist(),
+            params,
+            self._images_of(text, [f"{self._num_calls}/{number}" for number in range(len(text.images or ()))]),
+        )
         outputs: list[Any] = []
         while not outputs:
             outputs = self._llm.llm_engine.step()
@@ -152,8 +156,13 @@ class VLLMRollout:
         while True:
             for job in source.take(self._max_num_seqs - len(running)):
                 # A place means another prompt in the next call.
-                images = self._images_of(job.asked, f"{self._num_calls}/{job.place}")
+                prompt = f"{self._num_calls}/{job.place}"
+                names = [f"{prompt}/{number}" for number in range(len(job.images or ()))]
+                images = self._images_of(job.asked, names)
                 for number, turn in enumerate(turns_of(job)):
+                    if job.given_images:
+                        own = [f"{prompt}/{turn.sample}/{image}" for image in range(len(job.given_images))]
+                        images = self._images_of(job.begun[number], [*names, *own])
                     running[self._ask(job, number, images, sampling, deltas=source.may_stop)] = turn
             if not running:
                 if source.wait():
@@ -177,12 +186,12 @@ class VLLMRollout:
                     source.ended(turn)
                 return
 
-    def _images_of(self, prompt: EncodedPrompt, name: str) -> dict[str, Any]:
-        if prompt.images is None:
+    def _images_of(self, text: EncodedPrompt, names: Sequence[str]) -> dict[str, Any]:
+        if text.images is None:
             return {}
         if self._image_input is None:
-            raise ConfigError("prompts have images, and the model of actor_rollout_ref.model.path has no vision_config")
-        return self._image_input.of(prompt.tokens, prompt.images, name)
+            raise ConfigError("a text has images, and the model of actor_rollout_ref.model.path has no vision_config")
+        return self._image_input.of(text.tokens, text.images, names)
 
     def _ask(self, job: Job, number: int, images: dict[str, Any], sampling: Sampling, *, deltas: bool) -> str:
         """Start one answer of a job, or go on with it."""

@@ -7,11 +7,13 @@ that has been through its processor (`EngineInput`, since vllm 0.17).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from rltrain.config.agents import several_turns
 from rltrain.data.images import PromptImages, family_of, runs
 from rltrain.workers.rollout.settings import EngineSettings
 
@@ -22,7 +24,10 @@ def image_arguments(settings: EngineSettings) -> dict[str, Any]:
 
     # No memory is reserved for what never comes: videos, a cache of processed images, larger or more images; and
     # without any, vLLM leaves the tower out.
-    most = settings.rollout.limit_images if settings.images else 0
+    rollout = settings.rollout
+    most = rollout.limit_images if settings.images else 0
+    if settings.images and several_turns(rollout) and rollout.multi_turn.images is not False:
+        most = None  # what is counted is a prompt's, and tools may show more
     limits = {"video": 0} | ({} if most is None else {"image": most})
     arguments: dict[str, Any] = {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     if settings.images and settings.max_pixels and family_of(settings.model.load_config().model_type).takes_max_pixels:
@@ -42,10 +47,10 @@ class ImageInput:
         self._fields_of = MULTIMODAL_REGISTRY.create_processor(model_config)._get_mm_fields_config
         self._dtype = dtype
 
-    def of(self, tokens: np.ndarray, images: PromptImages, name: str) -> dict[str, Any]:
-        """What a request has beside its token ids. tokens [n] of the prompt, with all placeholders.
+    def of(self, tokens: np.ndarray, images: PromptImages, names: Sequence[str]) -> dict[str, Any]:
+        """What a request has beside its token ids. tokens [n] of the text, with all placeholders.
 
-        name: of these images alone. Under one name vLLM encodes an image once, and shares what it computes behind it.
+        names: of each image, and of no other. Under one name vLLM encodes it once, and shares what it computes behind.
         """
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -60,6 +65,6 @@ class ImageInput:
         return {
             "type": "multimodal",
             "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(inputs, self._fields_of(inputs, {})),
-            "mm_hashes": {"image": [f"{name}/{number}" for number in range(len(images))]},
+            "mm_hashes": {"image": list(names)},
             "mm_placeholders": {"image": [PlaceholderRange(*place) for place in zip(starts, lengths, strict=True)]},
         }

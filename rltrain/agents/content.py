@@ -1,0 +1,116 @@
+"""What is said to the policy between its turns: a text, or parts of which some are images, as chat templates take them.
+
+Tools and environments give an image in any form that a row may have it in, or as Pillow's. It travels as the file that
+it is, in base64, so that the same bytes reach the run's processor whichever process answers, and whenever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rltrain.base.errors import DataError
+from rltrain.base.image_files import begins_as_image, data_address
+
+Part = dict[str, str]
+Content = str | list[Part]
+# In base64, of all images between two turns.
+MOST_IMAGE_BYTES = 16 << 20
+TAKES_NONE = (
+    "an image, and this run takes none between turns. Where the model sees images, set "
+    "actor_rollout_ref.rollout.multi_turn.images=True."
+)
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value can be nothing but an image: one of Pillow, the bytes of a file, or a part of that type."""
+    if isinstance(value, Mapping):
+        return value.get("type") in ("image", "image_url")
+    return begins_as_image(value) if isinstance(value, bytes) else callable(getattr(value, "getbands", None))
+
+
+def content_of(said: Any) -> Content | None:
+    """Parts, where an image or a list with one was said; a text, and a list of parts without images, as text. None for
+    anything else.
+
+    Raises ValueError for an image that cannot be read, and for what stands among parts and is none.
+    """
+    if isinstance(said, str):
+        return said
+    parts = list(said) if isinstance(said, list | tuple) else [said]
+    if any(map(is_image, parts)):
+        return _parts(parts)
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    return "".join(map(str, texts)) if texts and len(texts) == len(parts) else None
+
+
+def with_images(images: Any, text: str) -> Content:
+    """Parts of images, in any form that a row may have them in, in front of a text. images: a list, or one."""
+    listed = list(images) if isinstance(images, list | tuple) else [images]
+    parts = [image if is_image(image) else {"type": "image", "image": image} for image in listed]
+    return _parts([*parts, *([text] if text else [])])
+
+
+def _parts(entries: Sequence[Any]) -> list[Part]:
+    parts: list[Part] = []
+    num_images = sum(map(is_image, entries))
+    for entry in entries:
+        if is_image(entry):
+            number = 1 + sum(part["type"] == "image" for part in parts)
+            try:
+                parts.append({"type": "image", "image": data_address(_given(entry))})
+            except DataError as error:
+                raise ValueError(f"image {number} of {num_images}: {error}") from error
+        elif isinstance(entry, str):
+            parts.append({"type": "text", "text": entry})
+        elif isinstance(entry, Mapping) and entry.get("type") == "text":
+            parts.append({"type": "text", "text": str(entry.get("text") or "")})
+        else:
+            raise ValueError(f"{entry!r:.80} stands beside an image and is neither a text nor an image.")
+    return parts
+
+
+def _given(image: Any) -> Any:
+    """An image without what makes it a part."""
+    if not isinstance(image, Mapping):
+        return image
+    inner = image.get("image")
+    return (
+        inner
+        if isinstance(inner, Mapping) or is_image(inner)
+        else {name: value for name, value in image.items() if name != "type"}
+    )
+
+
+def images_in(content: Content) -> list[str]:
+    """The images, as ``data:`` addresses."""
+    return [] if isinstance(content, str) else [part["image"] for part in content if part["type"] == "image"]
+
+
+def texts_in(content: Content) -> list[str]:
+    """The texts."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def image_bytes(contents: Iterable[Content]) -> int:
+    """Bytes of the images of several, in base64."""
+    return sum(len(image) for content in contents for image in images_in(content))
+
+
+def with_texts(content: Content, change: Callable[[str], str]) -> Content:
+    """The content, each of its texts changed."""
+    if isinstance(content, str):
+        return change(content)
+    return [part | {"text": change(part["text"])} if part["type"] == "text" else part for part in content]
+
+
+def as_text(content: Content) -> str:
+    """One text for people, with ``<image>`` where an image stands."""
+    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+
+
+def without_files(content: Content) -> Content:
+    """The content with images that are marked and not there: as chat templates take it, and as people read it."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "image"} if part["type"] == "image" else part for part in content]

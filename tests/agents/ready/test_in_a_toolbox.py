@@ -56,7 +56,7 @@ def test_each_trajectory_searches_the_corpus_of_the_run(tmp_path):
         told = await asyncio.gather(*(each.call("search", {"query": "capital of Norway?"}) for each in sessions))
         for each in sessions:
             await each.close()
-        return {said["text"] for said in told}
+        return {said["content"] for said in told}
 
     found = asyncio.run(asked(corpus=str(tmp_path / "corpus.jsonl"), topk=2))
     assert found == {"Doc 1(Title: Oslo) Oslo is the capital of Norway."}

@@ -74,8 +74,8 @@ def test_tools_are_all_public_methods_whatever_they_are_called(place):
 def test_a_trajectory_calls_them_and_earns_its_reward(place):
     async def trajectory():
         session = await Toolbox(Places(environment=place + "Env")).open(ROW, 5)
-        told = [(await session.call("step", {"by": by}))["text"] for by in (1, 2)]
-        told.append((await session.call("close", {}))["text"])
+        told = [(await session.call("step", {"by": by}))["content"] for by in (1, 2)]
+        told.append((await session.call("close", {}))["content"])
         return told, await session.environment.score(), session.environment._theirs.row
 
     told, score, row = asyncio.run(trajectory())
@@ -87,7 +87,7 @@ def test_a_trajectory_calls_them_and_earns_its_reward(place):
 def test_reset_gets_what_it_takes_and_no_reward_is_made_up(place):
     async def looked():
         session = await Toolbox(Places(environment=place + "Plain")).open(ROW, 5)
-        return (await session.call("look", {}))["text"]
+        return (await session.call("look", {}))["content"]
 
     assert asyncio.run(looked()) == '{"seen": [3, "7"]}'
     assert not hasattr(class_of(place + "Plain"), "score")

@@ -13,11 +13,14 @@ from transformers import AutoModelForImageTextToText
 
 from rltrain.base.columns import names as c
 from rltrain.config.load import load_config
+from rltrain.data.images import PromptImages
 from rltrain.models.vision import tower
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.report.sample_writer import _bounded
 from rltrain.run.report.view import one_line
 from rltrain.trainer.plan import ImageSizes
+from rltrain.workers.rollout.conversations import Conversation
+from rltrain.workers.rollout.told import per_turn
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.seeing_tools import CHAT, OWN, TURNS, seeing_run
@@ -198,3 +201,13 @@ def test_a_model_that_sees_nothing_is_refused(tiny_model, files, tmp_path):
     cfg = load_config(small_run(tiny_model, files, tmp_path, **run)).config
     look_at_images(cfg, found := Findings())
     assert ["it is a model of texts alone" in problem for problem in found.problems] == [True]
+
+
+def test_images_of_one_size_are_different_states():
+    def state(colour):
+        one_patch = np.ones(1, dtype=np.int64)
+        images = PromptImages(np.full((1, 4), colour), None, one_patch, one_patch, np.array([1]), None)
+        tokens, mask = np.arange(4, dtype=np.int32), np.array([True, False, False, True])
+        return per_turn([Conversation(0, 0, tokens, tokens, mask, images=images)])[c.TURN_STATES][0][1]
+
+    assert state(0.5) == state(0.5) != state(0.25)

@@ -37,12 +37,22 @@ def per_turn(answers: Sequence[Conversation]) -> dict[str, NDArray[np.object_]]:
         edges = _edges(answer) or [0, 0]
         turns = list(pairwise(edges))[::2]
         # In front of the first stands the prompt, which all answers of a group share.
-        told = [b"", *(answer.tokens[start:end].tobytes() for start, end in list(pairwise(edges))[1::2])]
+        told = [b"", *(_shown(answer, start, end) for start, end in list(pairwise(edges))[1::2])]
         numbers[c.TURN_TOKENS][place] = np.array([end - start for start, end in turns])
         numbers[c.TURN_STATES][place] = np.array([_hash(context) for context in told])
         paid = [answer.turn_rewards.get(turn, 0.0) for turn in range(1, len(turns) + 1)]
         numbers[c.TURN_REWARDS][place] = np.array(paid)
     return numbers
+
+
+def _shown(answer: Conversation, start: int, end: int) -> bytes:
+    """Tokens of a context, and what its images show: two images of one size have the same tokens."""
+    tokens, images = answer.tokens[start:end].tobytes(), answer.images
+    if images is None:
+        return tokens
+    numbers = np.arange(len(images.num_tokens))
+    here = numbers.repeat(images.num_tokens)[(images.places >= start) & (images.places < end)]
+    return tokens + images.pixel_values[np.isin(numbers.repeat(images.num_rows), here)].tobytes()
 
 
 def _hash(context: bytes) -> int:

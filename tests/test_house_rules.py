@@ -22,6 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Folders, and files beside them, from the roof to the ground: an import goes down.
 LAYERS = [
     {"tools"},
+    {"tools/resolution"},
     {"tools/evaluate", "tools/serve"},
     {"main_ppo"},
     {"api"},

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 TYPED = [
     "rltrain.view", "rltrain.report", "rltrain.port", "rltrain.doctor", "rltrain.sync", "rltrain.supervise",
     "rltrain.replay", "rltrain.collect", "rltrain.env_report", "rltrain.rewards.try", "rltrain.agents.try",
-    "rltrain.evaluate",
+    "rltrain.evaluate", "rltrain.resolution",
     "rltrain.controller.launch", "rltrain.cli", "rltrain.main_ppo", "rltrain.average",
     "rltrain.checkpoint", "rltrain.compare", "rltrain.sweep", "rltrain.serve",
 ]  # fmt: skip

@@ -14,7 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 _PACKAGES = {
-    "compare": "tools.compare", "port": "tools.port", "serve": "tools.serve", "plugins": "base.plugins",
+    "compare": "tools.compare", "port": "tools.port", "resolution": "tools.resolution", "serve": "tools.serve",
+    "plugins": "base.plugins",
 }  # fmt: skip
 _HOMES = {
     "base": "chips device env errors imports logs plugin seeds stacks stop storage versions",

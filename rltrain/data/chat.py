@@ -150,6 +150,16 @@ class ChatEncoder:
         _ = self._family
         _ = self.processor
 
+    @property
+    def heeds_bounds(self) -> bool:
+        """Whether bounds of pixels change how many tokens an image takes."""
+        return self._family.takes_max_pixels
+
+    @property
+    def pixels_per_token(self) -> int:
+        """Of an image."""
+        return self._unit**2
+
     def open_images(self, images: Sequence[Any]) -> list[Any]:
         """PIL images in RGB, within the bounds. Raises DataError, which counts the image from 1."""
         if images:

@@ -16,6 +16,10 @@ COMMANDS = {
     "doctor": ("rltrain.tools.doctor", "would this cluster train? (the keys of training)"),
     "port": ("rltrain.tools.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
     "evaluate": ("rltrain.tools.evaluate.__main__", "what a model is worth on data, with intervals: model=… data=…"),
+    "resolution": (
+        "rltrain.tools.resolution.__main__",
+        "the bounds of pixels at which a model answers best: model=… dev=… test=…",
+    ),
     "report": ("rltrain.run.report.table", "the phase table of a run"),
     "compare": ("rltrain.tools.compare.__main__", "runs beside each other: curves, differences, settings, weights"),
     "sweep": ("rltrain.tools.sweep", "a run for every combination of settings, one after the other: key=a,b ..."),

@@ -113,10 +113,7 @@ def _columns(
     """Every statistic as a number per prompt, and what is measured; notes gets what is left out, and why."""
     by_prompt = {name: rows[name].to_numpy().reshape(-1, num_answers) for name in rows}
     failed = _failed(by_prompt)
-    # As a validation has it: what the scorer calls right, else the reward.
-    has_acc = "acc" in rows and pd.api.types.is_numeric_dtype(rows["acc"]) and rows["acc"].notna().any()
-    measure = "acc" if has_acc else "reward"
-    values = np.where(failed, np.nan, by_prompt[measure].astype(np.float64))
+    values, measure = values_of(rows, num_answers)
     is_binary = bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
     columns = {f"avg@{num_answers}": statistics.mean_of(values)}
     if num_answers > 1:
@@ -142,6 +139,18 @@ def _columns(
             f"for each the mean were {as_zero:.4g}"
         )
     return columns, {"prompts": len(values), "measure": measure, "binary": is_binary}
+
+
+def values_of(rows: pd.DataFrame, num_answers: int) -> tuple[Floats, str]:
+    """What every answer is worth [p, n], NaN where it could not be scored, and the column that says so.
+
+    rows: the answers of one source, by prompt.
+    """
+    by_prompt = {name: rows[name].to_numpy().reshape(-1, num_answers) for name in rows}
+    # As a validation has it: what the scorer calls right, else the reward.
+    has_acc = "acc" in rows and pd.api.types.is_numeric_dtype(rows["acc"]) and rows["acc"].notna().any()
+    measure = "acc" if has_acc else "reward"
+    return np.where(_failed(by_prompt), np.nan, by_prompt[measure].astype(np.float64)), measure
 
 
 def _failed(by_prompt: Mapping[str, Any]) -> np.ndarray:

@@ -37,7 +37,7 @@ class Kept:
 
     def check(self) -> None:
         """Raise ConfigError where the folder has an evaluation that was asked for otherwise."""
-        then = _read(self.folder / _ASKED)
+        then = read_json(self.folder / _ASKED)
         if then is None:
             return
         keys = sorted(key for key in then.keys() | self._identity.keys() if then.get(key) != self._identity.get(key))
@@ -54,7 +54,7 @@ class Kept:
 
     def result(self) -> dict[str, Any] | None:
         """What was found, once all is finished."""
-        return _read(self.folder / RESULT)
+        return read_json(self.folder / RESULT)
 
     def begin(self) -> None:
         """Write down what is asked for."""
@@ -76,6 +76,17 @@ class Kept:
     def join(self, step: int) -> Path:
         """All answers in one file, in the order of the prompts: ``samples/val_STEP.parquet``, as `view` reads it."""
         file = self.folder / "samples" / f"val_{step:06d}.parquet"
+        table = self.answers()
+        if table is not None:  # else an earlier start has come so far
+            with disk_errors(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                temporary = file.with_suffix(".tmp")
+                pq.write_table(table, temporary, compression="zstd")
+                os.replace(temporary, file)
+        return file
+
+    def answers(self) -> pa.Table | None:
+        """The answers so far, before `finish`; None without any. Raises DataError for a file that cannot be read."""
         try:
             parts = [patiently(part, lambda part=part: pq.read_table(part)) for _, _, part in self._parts()]  # type: ignore[misc]
         except pa.ArrowException as error:
@@ -83,15 +94,8 @@ class Kept:
                 f"{self.folder / _PARTS} has a file that cannot be read ({error}). Remove it, and run the same command "
                 "again: its answers are made again."
             ) from error
-        if parts:  # else an earlier start has come so far
-            # A number that the scorer gave for some prompts alone is lacking in the parts of the others.
-            table = pa.concat_tables(parts, promote_options="permissive")
-            with disk_errors(file):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                temporary = file.with_suffix(".tmp")
-                pq.write_table(table, temporary, compression="zstd")
-                os.replace(temporary, file)
-        return file
+        # A number that the scorer gave for some prompts alone is lacking in the parts of the others.
+        return pa.concat_tables(parts, promote_options="permissive") if parts else None
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write down what was found; the parts are no longer needed."""
@@ -118,7 +122,8 @@ def write_json(file: Path, value: Any) -> None:
         os.replace(temporary, file)
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def read_json(file: Path) -> dict[str, Any] | None:
+    """What `write_json` has written; None where there is no file. Raises DataError."""
     try:
         value = json.loads(patiently(file, file.read_bytes))
     except FileNotFoundError:

@@ -22,12 +22,12 @@ _AVERAGE = "Avg."
 def show(results: Sequence[Mapping[str, Any]]) -> None:
     """Print one table per model, and one over all of them where there are several, or where the data are benchmarks
     whose numbers are published by model."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
+    console = console_of()
     try:
         if len(results) == 1:
-            _print(console, _of_model(results[0]))
+            write_table(console, _of_model(results[0]))
         if len(results) > 1 or any(_BENCHMARKS.search(source) for source in results[0]["sources"]):
-            _print(console, _of_all(results))
+            write_table(console, _of_all(results))
         for result in results:
             for name, value in result.get("whole_sets", {}).items():
                 console.print(Text(plain(f"{result['model']['name']}: {name} {100 * value:.1f} %")))
@@ -38,7 +38,13 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         sys.stderr.close()
 
 
-def _print(console: Console, rows: tuple[Sequence[str], Iterable[Sequence[str]]]) -> None:
+def console_of() -> Console:
+    """A terminal as wide as it is; anything else is wide."""
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
+
+
+def write_table(console: Console, rows: tuple[Sequence[str], Iterable[Sequence[str]]]) -> None:
+    """Print a head and rows."""
     head, body = rows
     table = Table()
     for cell in head:

@@ -1,0 +1,67 @@
+"""``python -m rltrain.resolution model=PATH dev=FILES test=FILES [key=value ...]``: at which resolution does a
+model with images answer best?
+
+  model=PATH          as for rltrain evaluate: a Hugging Face folder or hub name, a run, or RUN/global_step_N
+  dev=FILES           what is searched on; several as A,B
+  test=FILES          other rows, on which the chosen and the default bounds are scored
+  min_pixels=A,B      bounds to try, none for no bound: all combinations of both; without either, a quarter, half,
+  max_pixels=A,B      twice and four times the pixels that images have by default
+  n=N temperature=T   answers per prompt (1), and how they are drawn (0: greedy)
+  out=FOLDER          where results go; without it resolution/NAME beside the model
+  --config FILE       settings of a file, such as RUN/config.yaml
+  --dry-run           the settings, their image tokens, and what would stop the search
+  key=value           any key of training; data.min_pixels and data.max_pixels are the default bounds
+Exit code 0: done; 2: something is wrong with what was given; 130 or 75: stopped, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+
+from rltrain.base import logs
+from rltrain.base.errors import ConfigError
+from rltrain.base.stop import Stop
+from rltrain.main_ppo import main as guarded
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return guarded(argv, _search)
+
+
+def _search(arguments: argparse.Namespace, stop: Stop) -> int:
+    if arguments.help is not None:
+        sys.stdout.write(str(__doc__))
+        return 0
+    for flag in ("print_config", "version"):
+        if getattr(arguments, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
+    # Imported here, so that --help need not wait for it.
+    from rltrain.run.build import begin_ray
+    from rltrain.tools.resolution.report import draw, show_search, show_settings
+    from rltrain.tools.resolution.request import read_search
+    from rltrain.tools.resolution.search import PICTURE, RESULT, search
+    from rltrain.tools.resolution.settings import find_settings
+
+    stop.says("nothing is answered yet: the same command begins anew")
+    request = read_search(arguments.overrides, arguments.config, arguments.problems)
+    with logs.session():
+        settings = find_settings(request)
+    show_settings(settings)
+    if arguments.dry_run:
+        return 0
+    with ExitStack() as closing:
+        with logs.session():
+            begin_ray(request.on("dev").settings(request.model).config, stop, closing)
+        result = search(request, settings, stop)
+    with logs.session():
+        draw(request.root / PICTURE, result)
+    show_search(result)
+    sys.stdout.write(f"{request.root / RESULT}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

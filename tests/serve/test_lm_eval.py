@@ -1,0 +1,122 @@
+"""lm-evaluation-harness against the server: its numbers are those of ``rltrain evaluate`` and of transformers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.serve.served import serving
+from tests.serve.test_server import log_probs_of
+from tests.tiny import save_tiny_model
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: lm-eval)")
+OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "-"}
+QUESTIONS = [f"{left}+{right}=?" for left in range(5) for right in range(4)]
+CHOICES = ["3", "5", "?"]
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+"""
+GENERATED = """
+output_type: generate_until
+doc_to_target: "{{truth}}"
+generation_kwargs: {until: ["\\n\\n"], do_sample: false, max_gen_toks: 8}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+CHOSEN = f"""
+output_type: multiple_choice
+doc_to_choice: {json.dumps(CHOICES)}
+doc_to_target: choice
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("evaluated"))
+
+
+@pytest.fixture(scope="module")
+def rows(model, tmp_path_factory):
+    """The folder of tasks and data. Truths of all but every third row are what the model says."""
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    records = []
+    for number, question in enumerate(QUESTIONS):
+        conversation = [{"role": "user", "content": question}]
+        prompt = torch.tensor(
+            [tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)]
+        )
+        whole = plain.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8)
+        answer = tokenizer.decode(whole[0, prompt.shape[1] :], skip_special_tokens=True)
+        records.append({"question": question, "truth": answer if number % 3 else "-", "choice": number % len(CHOICES)})
+    folder = tmp_path_factory.mktemp("tasks")
+    file = folder / "rows.json"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for name, more in (("generated", GENERATED), ("chosen", CHOSEN)):
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=file) + more)
+    (folder / "reward.py").write_text(REWARD)
+    pd.DataFrame(
+        {
+            "data_source": "exact",
+            "prompt": [[{"role": "user", "content": record["question"]}] for record in records],
+            "reward_model": [{"style": "rule", "ground_truth": record["truth"]} for record in records],
+        }
+    ).to_parquet(folder / "rows.parquet")
+    return folder, records
+
+
+def run(*words):
+    done = subprocess.run([sys.executable, "-m", *map(str, words)], env=OFFLINE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def harness(folder, out, task, kind, address, *more):
+    """The numbers of a task. kind: of model."""
+    given = ",".join(["model=m", f"base_url={address}", "num_concurrent=4", *more])
+    words = ["--tasks", task, "--include_path", folder, "--model_args", given, "--output_path", out]
+    run("lm_eval", "run", "--model", kind, *words, *(["--apply_chat_template"] if "chat" in kind else []))
+    (file,) = out.rglob("results_*.json")
+    return json.loads(file.read_text())["results"][task]
+
+
+def test_generated_answers_score_as_they_do_in_an_evaluation(model, rows, tmp_path):
+    folder, records = rows
+    with serving(model) as (address, _):
+        found = harness(folder, tmp_path / "a", "generated", "local-chat-completions", f"{address}/chat/completions")
+    words = [f"model={model}", f"data={folder / 'rows.parquet'}", f"out={tmp_path / 'b'}", "trainer.device=cpu"]
+    lengths = ["data.max_prompt_length=16", "data.max_response_length=8", "trainer.n_gpus_per_node=1"]
+    run("rltrain.evaluate", *words, *lengths, f"custom_reward_function.path={folder / 'reward.py'}")
+    own = json.loads((tmp_path / "b/evaluation.json").read_text())["average"]["avg@1"]["value"]
+    assert found["exact_match,none"] == own == sum(record["truth"] != "-" for record in records) / len(records)
+
+
+def test_the_likeliest_choice_is_that_of_transformers(model, rows, tmp_path):
+    folder, records = rows
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+
+    def likelihood(question, choice):
+        tokens, behind = (tokenizer(text)["input_ids"] for text in (f"{question} {choice}", f" {choice}"))
+        rows = log_probs_of(plain, tokens)[-len(behind) :]
+        return float(rows.gather(-1, torch.tensor(behind)[:, None]).sum())
+
+    likeliest = [
+        max(range(len(CHOICES)), key=lambda place: likelihood(question, CHOICES[place])) for question in QUESTIONS
+    ]
+    expected = sum(a == record["choice"] for a, record in zip(likeliest, records, strict=True)) / len(records)
+    assert 0 < expected < 1
+    tokenizing = [f"tokenizer={model}", "tokenizer_backend=huggingface"]
+    with serving(model) as (address, _):
+        found = harness(folder, tmp_path, "chosen", "local-completions", f"{address}/completions", *tokenizing)
+    assert found["acc,none"] == pytest.approx(expected)

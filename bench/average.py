@@ -1,0 +1,115 @@
+"""What does averaging checkpoints bring? Three learning runs of the quickstart's task; averages of their checkpoints.
+
+    python -m bench.average [--out outputs/average] [--steps 100] [--seeds 3]
+
+The runs share their first weights and differ in the order of the data and in the answers that are drawn. Each saves a
+checkpoint every ten steps. Averaged are the last three of each run, and the last ones of all runs, by
+`rltrain.average`; all are scored by `rltrain.evaluate`. What is finished is not made again. Writes
+bench/results/average_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from bench.learning import ALGORITHMS, COMMON, EVERY, ROOT, call
+
+NUM_TEST = 352
+AVERAGED = 3
+ANSWERS = 8
+SOURCE = "rltrain/arithmetic"
+EVALUATED = [
+    f"n={ANSWERS}", "temperature=1.0", "data.max_prompt_length=32", "data.max_response_length=8", "trainer.device=cpu",
+    "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=hf",
+]  # fmt: skip
+
+
+def prepare(out: Path) -> list[str]:
+    """Data and model; returns the keys that name them."""
+    data, model = out / "data", out / "model"
+    if not (model / "config.json").exists():
+        sizes = ["--num-train", 2048, "--num-test", NUM_TEST, "--max-operand", 49, "--seed", 0]
+        call("-m", "rltrain.data_preprocess.arithmetic", "--output", data, *sizes)
+        call("scripts/make_small_model.py", "--output", model, "--train", data / "train.parquet", "--seed", 1)
+    files = [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
+    return [*files, f"actor_rollout_ref.model.path={model}"]
+
+
+def train(out: Path, keys: list[str], seed: int, steps: int) -> Path:
+    """The folder of a run that has made its steps."""
+    run = out / f"run_{seed}"
+    if not (run / f"global_step_{steps}").is_dir():
+        own = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
+        saved = [f"trainer.save_freq={EVERY}", f"trainer.max_actor_ckpt_to_keep={AVERAGED}", "trainer.test_freq=-1"]
+        call("-m", "rltrain.main_ppo", *COMMON, *keys, *ALGORITHMS["grpo"], *own, *saved)
+    return run
+
+
+def averaged(folder: Path, models: list[Path]) -> Path:
+    if not folder.is_dir():
+        call("-m", "rltrain.average", folder, *models)
+    return folder
+
+
+def scores(out: Path, models: dict[str, Path]) -> list[str]:
+    """A row for each model: the mean over answers, and the chance that one of them is right, with intervals."""
+    folder = out / "scores"
+    named = ",".join(map(str, models.values()))
+    call("-m", "rltrain.evaluate", f"model={named}", f"data={out}/data/test.parquet", f"out={folder}", *EVALUATED)
+    results = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["evaluations"]
+    return [
+        f"| {name} | {cell(result, f'avg@{ANSWERS}')} | {cell(result, f'pass@{ANSWERS}')} |"
+        for name, result in zip(models, results, strict=True)
+    ]
+
+
+def cell(result: dict[str, Any], figure: str) -> str:
+    found = result["sources"][SOURCE]["figures"][figure]
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * found[part] for part in ("value", "low", "high")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("outputs/average"))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    out = options.out.resolve()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    keys = prepare(out)
+    seeds = range(1, options.seeds + 1)
+    runs = {seed: train(out, keys, seed, options.steps) for seed in seeds}
+    last = range(options.steps - EVERY * (AVERAGED - 1), options.steps + 1, EVERY)
+    models = {"before training": out / "model"}
+    for seed, run in runs.items():
+        models[f"run {seed}, last"] = run / f"global_step_{options.steps}"
+        checkpoints = [run / f"global_step_{step}" for step in last]
+        models[f"run {seed}, mean of its last {AVERAGED}"] = averaged(out / f"mean_{seed}", checkpoints)
+    ends = [run / f"global_step_{options.steps}" for run in runs.values()]
+    models[f"mean of the last of {options.seeds} runs"] = averaged(out / "mean_of_runs", ends)
+    rows = scores(out, models)
+    lines = [
+        "# Averaging checkpoints, CPU",
+        "",
+        f"`OMP_NUM_THREADS=1 python -m bench.average --steps {options.steps} --seeds {options.seeds}`, "
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores.",
+        f"GRPO on sums of two numbers up to 49, the quickstart's model; a checkpoint every {EVERY} steps, the last "
+        f"{AVERAGED} are of steps {', '.join(map(str, last))}.",
+        f"In percent, on {NUM_TEST} held-out problems, {ANSWERS} answers each at temperature 1; [ ]: 95 % of bootstrap "
+        "draws over problems.",
+        "",
+        f"| model | avg@{ANSWERS} | pass@{ANSWERS} |",
+        "|---|---|---|",
+        *rows,
+    ]
+    (ROOT / "bench/results/average_cpu.md").write_text("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

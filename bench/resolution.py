@@ -1,0 +1,144 @@
+"""What does a search of the resolution find? A small model that learnt on rectangles of 84 x 84 pixels, and a mean.
+
+    python -m bench.resolution [--out outputs/resolution] [--steps 150] [--sizes 84x84,168x168] [--models last,mean]
+
+The run is that of examples/vlm_cpu.sh with a checkpoint every ten steps. `rltrain.resolution` searches for its last
+checkpoint, and for the mean of its last three (`rltrain.average`), on images of the size of training and on the same
+ones drawn twice as wide and high. What is finished is not made again. Writes bench/results/resolution_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bench.learning import ROOT, A, R, call
+from rltrain.data.images import open_image
+from rltrain.data_preprocess.rectangles import png
+
+SEED, EVERY, AVERAGED = 3, 10, 3
+NUM_DEV, NUM_TEST = 1024, 512
+TRAINED = [
+    "algorithm.adv_estimator=grpo", "data.image_key=images", "data.train_batch_size=32", "data.max_prompt_length=32",
+    "data.max_response_length=2", f"data.seed={SEED}", "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    f"{A}optim.lr=5e-4", f"{A}optim.lr_warmup_steps=5", f"{A}optim.lr_scheduler_type=cosine",
+    f"{A}optim.weight_decay=0.0", f"{A}ppo_mini_batch_size=16", f"{A}entropy_coeff=0.03", f"{R}name=hf", f"{R}n=8",
+    f"{R}temperature=1.0", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.test_freq=-1",
+    f"trainer.save_freq={EVERY}", f"trainer.max_actor_ckpt_to_keep={AVERAGED}", "trainer.logger=[]",
+]  # fmt: skip
+SEARCHED = [
+    "data.image_key=images", "data.max_prompt_length=128", "data.max_response_length=2", "trainer.device=cpu",
+    "trainer.n_gpus_per_node=1", f"{R}name=hf",
+]  # fmt: skip
+# Of images, and the folder of their rows.
+SIZES = {"84x84": "held", "168x168": "held_twice"}
+
+
+def prepare(out: Path) -> None:
+    """Rows to train on, rows to search and test on in two sizes, and a model."""
+    rectangles = ("-m", "rltrain.data_preprocess.rectangles", "--output")
+    if not (out / "model" / "config.json").exists():
+        call(*rectangles, out / "data", "--num-train", 2048, "--num-test", 128, "--seed", 0)
+        call(*rectangles, out / "held", "--num-train", NUM_DEV, "--num-test", NUM_TEST, "--seed", 7)
+        call("scripts/make_small_vlm.py", "--family", "qwen2_5_vl", "--output", out / "model", "--seed", SEED)
+    (out / "held_twice").mkdir(exist_ok=True)
+    for name in ("train.parquet", "test.parquet"):
+        pq.write_table(enlarged(pq.read_table(out / "held" / name)), out / "held_twice" / name)
+
+
+def enlarged(table: pa.Table) -> pa.Table:
+    """The same rows, every pixel of their images four."""
+    rows = table.to_pylist()
+    for row in rows:
+        pixels = [np.asarray(open_image(image)) for image in row["images"]]
+        row["images"] = [{"bytes": png(image.repeat(2, 0).repeat(2, 1)), "path": None} for image in pixels]
+    return pa.Table.from_pylist(rows, schema=table.schema)
+
+
+def train(out: Path, steps: int) -> dict[str, Path]:
+    """The last checkpoint and the mean of the last ones."""
+    run, mean = out / "run", out / "mean"
+    if not (run / f"global_step_{steps}").is_dir():
+        files = [f"data.train_files={out}/data/train.parquet", f"actor_rollout_ref.model.path={out}/model"]
+        own = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
+        call("-m", "rltrain.main_ppo", *TRAINED, *files, *own)
+    if not mean.is_dir():
+        last = range(steps - EVERY * (AVERAGED - 1), steps + 1, EVERY)
+        call("-m", "rltrain.average", mean, *(run / f"global_step_{step}" for step in last))
+    return {"last": run / f"global_step_{steps}", "mean": mean}
+
+
+def search(out: Path, name: str, model: Path, size: str) -> Iterator[str]:
+    """Rows of a search: one for each setting."""
+    folder, data = out / "search" / f"{name} {size}".replace(" ", "_"), out / SIZES[size]
+    words = [f"model={model}", f"dev={data}/train.parquet", f"test={data}/test.parquet", f"out={folder}"]
+    call("-m", "rltrain.resolution", *words, *SEARCHED)
+    result = json.loads((folder / "resolution.json").read_text(encoding="utf-8"))
+    chosen, difference = result["chosen"]["name"], result["difference"]
+    for part in result["settings"]:
+        tests = [kind for kind, holds in (("default", part["default"]), ("chosen", part["name"] == chosen)) if holds]
+        tested = next((result["tests"][kind] for kind in tests if kind in result["tests"]), None)
+        on_test = interval(tested["average"]["avg@1"]) if tested else ""
+        gain = interval(difference) if difference and "chosen" in tests else ""
+        marks = ", ".join([*tests, *(["stopped"] if part["stopped"] else [])])
+        seconds = 1000 * part["seconds_per_prompt"]
+        yield (
+            f"| {name} | {size} | {part['name']} | {part['image_tokens']:.0f} | {seconds:.1f} | {part['prompts']} | "
+            f"{interval(part)} | {on_test} | {gain} | {marks} |"
+        )
+
+
+def interval(figure: dict[str, Any]) -> str:
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * figure[part] for part in ("value", "low", "high")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("outputs/resolution"))
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--models", default="last,mean")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    out.mkdir(parents=True, exist_ok=True)
+    prepare(out)
+    models = train(out, options.steps)
+    rows = [
+        row
+        for size in options.sizes.split(",")
+        for name in options.models.split(",")
+        for row in search(out, name, models[name], size)
+    ]
+    lines = [
+        "# The resolution of images, CPU",
+        "",
+        f"`OMP_NUM_THREADS=1 python -m bench.resolution --steps {options.steps} "
+        f"--sizes {options.sizes} --models {options.models}`, "
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
+        "with other jobs on them: milliseconds are upper bounds.",
+        f"A Qwen2.5-VL of 0.3 million weights that learnt for {options.steps} steps the area of rectangles of 84 x 84 "
+        "pixels (examples/vlm_cpu.sh). `last`: its last checkpoint; `mean`: that of its last three.",
+        f"Searched on {NUM_DEV} rectangles, tested on {NUM_TEST} others, one greedy answer each, in percent; [ ]: 95 % "
+        "of bootstrap draws over rectangles. `gain`: chosen minus default on test, same rectangles. `168x168`: the "
+        "same rectangles, drawn twice as wide and high.",
+        "",
+        "| model | images | bounds | image tokens | ms/prompt | prompts | dev | test | gain | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *rows,
+    ]
+    (ROOT / "bench/results/resolution_cpu.md").write_text("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

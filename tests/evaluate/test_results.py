@@ -44,7 +44,7 @@ def test_figures_of_a_source_are_those_of_its_prompts():
     assert values(found["sources"]["a"]) == pytest.approx(
         {"avg@2": 0.5, "pass@1": 0.5, "pass@2": 2 / 3, "length": 3.5, "truncated": 1 / 6, "failed": 0}
     )
-    assert found["notes"] == ["a: no maj@k, as its scorer returns no extracted answer (pred)"]
+    assert found["notes"] == ["a: no maj@k, as its scorer returns no pred, or found an answer in no text"]
     figure = found["sources"]["a"]["figures"]["avg@2"]
     assert figure["low"] < figure["value"] < figure["high"]
 

@@ -121,9 +121,9 @@ def test_counts_are_read_as_in_the_recipe_but_for_marked_ones():
 
 def test_the_weights_of_answer_and_form():
     score = find_scorer("hiyouga/geometry3k")
-    assert score("<think>a</think>\\boxed{5}", "5", {}) == {"score": 1.0, "acc": 1.0, "format": 1.0}
-    assert score("<think>a</think>\\boxed{6}", "5", {}) == {"score": 0.1, "acc": 0.0, "format": 1.0}
-    assert score("\\boxed{5}", "5", {}) == {"score": 0.9, "acc": 1.0, "format": 0.0}
+    assert score("<think>a</think>\\boxed{5}", "5", {}) == {"score": 1.0, "acc": 1.0, "format": 1.0, "pred": "5"}
+    assert score("<think>a</think>\\boxed{6}", "5", {}) == {"score": 0.1, "acc": 0.0, "format": 1.0, "pred": "6"}
+    assert score("\\boxed{5}", "5", {}) == {"score": 0.9, "acc": 1.0, "format": 0.0, "pred": "5"}
 
 
 def test_a_category_has_an_accuracy_of_its_own():
@@ -131,6 +131,26 @@ def test_a_category_has_an_accuracy_of_its_own():
     given = score("<think>a</think>\\boxed{B}", "B", {"category": "(GradeSchool) Non-Geo Math"})
     assert given["acc_gradeschool_non_geo_math"] == given["acc"] == 1.0
     assert "acc_" not in score("\\boxed{B}", "B", {})
+
+
+@pytest.mark.parametrize(
+    "source", ["HuggingFaceH4/MATH-500", "hiyouga/geometry3k", "retool/aime25", "boba", "aime2024"]
+)
+def test_answers_of_mathematics_that_agree_vote_together(source):
+    def votes(*answers):
+        return {find_scorer(source)(f"Answer: \\boxed{{{answer}}}", "7", {})["pred"] for answer in answers}
+
+    assert votes("0.5", "1/2", "\\frac12", "\\dfrac{2}{4}", ".50") == {"1/2"}
+    assert votes("1,000", "1000", "1000.0") == {"1000"}
+    assert votes("(1, 000)", "( 1,000 )") == {"(1,000)"}
+    assert votes("x + 1", "x+1") == {"x+1"}
+    assert find_scorer(source)("nothing", "7", {})["pred"] == ""
+
+
+def test_answers_of_gsm8k_vote_as_they_are_compared():
+    texts = ["#### 1,072", "#### 1072.0", "so 1072"]
+    assert [find_scorer("openai/gsm8k")(text, "1072", {})["pred"] for text in texts] == ["1072", "1072.0", ""]
+    assert [find_scorer("rltrain/gsm8k")(text, "1072", {})["pred"] for text in texts] == ["1072", "1072", ""]
 
 
 def test_dapo_scores_plus_or_minus_one():

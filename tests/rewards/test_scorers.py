@@ -58,7 +58,7 @@ GSM8K = [
 
 @pytest.mark.parametrize(("answer", "truth", "score"), GSM8K)
 def test_gsm8k_agrees_with_hand_made_decisions(answer, truth, score):
-    assert gsm8k.gsm8k(answer, truth, {}) == score
+    assert gsm8k.gsm8k(answer, truth, {})["score"] == score
 
 
 def test_gsm8k_flexible_takes_the_last_number():
@@ -136,7 +136,7 @@ def test_arithmetic_wants_the_exact_integer(answer, truth, score):
     ],
 )
 def test_math_compares_the_last_box_up_to_typesetting(answer, truth, score):
-    assert math_boxed.math_boxed(answer, truth, {}) == score
+    assert math_boxed.math_boxed(answer, truth, {})["score"] == score
 
 
 SIZE = 100_000

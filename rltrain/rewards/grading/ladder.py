@@ -56,7 +56,7 @@ def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: 
     if len(answer) > MAX_CHARS:
         return False
     ours, theirs = tidy(answer), tidy(truth[:MAX_CHARS])
-    grouped = [text if text[:1] in ("(", "[", "\\") else _THOUSANDS.sub(_ungrouped, text) for text in (ours, theirs)]
+    grouped = [ungrouped(text) for text in (ours, theirs)]
     if _equal(grouped[0], grouped[1], tolerance, symbolic, 0):
         return True
     return grouped != [ours, theirs] and _equal(ours, theirs, tolerance, symbolic, 0)
@@ -76,8 +76,9 @@ def number(text: str) -> Fraction | None:
     return Fraction(scientific[1]) * Fraction(10) ** int(scientific[2]) if scientific else None
 
 
-def _ungrouped(digits: re.Match[str]) -> str:
-    return digits[1].replace(",", "")
+def ungrouped(text: str) -> str:
+    """A tidy text with 1000 for 1,000; a tuple, an interval or a set keeps its commas."""
+    return text if text[:1] in ("(", "[", "\\") else _THOUSANDS.sub(lambda digits: digits[1].replace(",", ""), text)
 
 
 def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: int) -> bool:

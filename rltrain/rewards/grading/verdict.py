@@ -1,7 +1,10 @@
-"""What the scorers of benchmarks return: right or wrong, what was read, and an accuracy for each category."""
+"""What scorers return beside right or wrong: what an answer votes with, and an accuracy for each category."""
 
 import re
 from typing import Any
+
+from rltrain.rewards.grading.ladder import MAX_CHARS, number, ungrouped
+from rltrain.rewards.grading.latex import normalise, tidy
 
 # A category becomes part of a metric's name.
 _MAX_NAME_CHARS = 40
@@ -11,11 +14,20 @@ _OTHER = re.compile(r"[^a-z0-9]+")
 Verdict = dict[str, float | str]
 
 
+def vote(read: str | None) -> str:
+    """The answer that was read, in one spelling, so that answers which agree are counted together: ``0.50``, ``1/2``
+    and ``\\frac12`` are ``1/2``. Empty where none was read. Formulas keep their form: ``x+1`` and ``1+x`` are two.
+    """
+    text = tidy((read or "")[:MAX_CHARS])
+    exact = number(normalise(ungrouped(text)))
+    return (normalise(text) if exact is None else str(exact))[:_MAX_PRED_CHARS]
+
+
 def verdict(is_right: bool, read: str | None, extra_info: dict[str, Any]) -> Verdict:
     """``score`` and ``acc``, 1 or 0; ``pred``, which votes; ``extracted``, 0 where no answer was found in the text;
     ``acc_<category>``."""
     acc = float(is_right)
-    found: Verdict = {"extracted": float(read is not None), "pred": (read or "")[:_MAX_PRED_CHARS]}
+    found: Verdict = {"extracted": float(read is not None), "pred": vote(read)}
     return {"score": acc, "acc": acc, **found, **by_category(acc, extra_info)}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
 from rltrain.rewards.grading.truths import solutions
+from rltrain.rewards.grading.verdict import Verdict, vote
 from rltrain.rewards.scorers.registry import scorer
 
 _TOLERANCE = Fraction(1, 10_000)
@@ -29,11 +30,11 @@ def extract_answer(solution: str) -> str | None:
 
 
 @scorer("boba", "areal_boba", "inclusionAI/AReaL-boba-*")
-def boba(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+def boba(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
     """1 if the answer is one of the solutions, else 0; numbers to one part in ten thousand, per cents either way."""
     answer = extract_answer(solution_str)
     right = answer is not None and any(equal(answer, truth, _TOLERANCE) for truth in solutions(ground_truth))
-    return {"score": float(right), "acc": float(right)}
+    return {"score": float(right), "acc": float(right), "pred": vote(answer)}
 
 
 def _phrase(text: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 from rltrain.rewards.grading.ladder import equal, number
 from rltrain.rewards.grading.latex import last_boxed, normalise, tidy
 from rltrain.rewards.grading.truths import solutions
+from rltrain.rewards.grading.verdict import Verdict, vote
 from rltrain.rewards.scorers.registry import scorer
 
 # As in verl, so that scores compare.
@@ -48,11 +49,11 @@ def _first_line(text: str) -> str:
 
 
 @scorer("math", "math_dapo*", "aime*")
-def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float | str]:
+def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
     """+1 if the answer is the ground truth (typesetting and units aside), else -1; ``acc`` is 1 or 0."""
     answer = extract_answer(solution_str)
     # A truth that is a plain number wants one: a sum that has it as its value is no answer.
     right = answer is not None and any(
         equal(answer, truth, symbolic=number(normalise(tidy(truth))) is None) for truth in solutions(ground_truth)
     )
-    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer or ""}
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": vote(answer)}

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from rltrain.rewards.scorers.math_boxed import is_right
+from rltrain.rewards.grading.verdict import Verdict
+from rltrain.rewards.scorers import math_boxed
 from rltrain.rewards.scorers.registry import scorer
 
 # verl's weights.
@@ -19,13 +20,14 @@ def has_format(solution: str) -> bool:
     return box >= 0 and solution.find("}", box) >= 0
 
 
-def graded(solution: str, truth: Any) -> dict[str, float]:
-    """``score`` and its two parts: ``acc`` and ``format``, each 0 or 1."""
-    acc, form = float(is_right(solution, truth)), float(has_format(solution))
-    return {"score": _ANSWER_WEIGHT * acc + _FORMAT_WEIGHT * form, "acc": acc, "format": form}
+def graded(solution: str, truth: Any) -> Verdict:
+    """``score`` and its two parts, ``acc`` and ``format``, each 0 or 1; ``pred``, which votes."""
+    acc, pred = math_boxed.graded(solution, truth)
+    form = float(has_format(solution))
+    return {"score": _ANSWER_WEIGHT * acc + _FORMAT_WEIGHT * form, "acc": acc, "format": form, "pred": pred}
 
 
 @scorer("hiyouga/geometry3k")
-def geometry3k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+def geometry3k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
     """0.9 for the right answer, 0.1 for the form."""
     return graded(solution_str, ground_truth)

@@ -5,6 +5,7 @@ from typing import Any
 
 from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.truths import solutions
+from rltrain.rewards.grading.verdict import Verdict, vote
 from rltrain.rewards.scorers.registry import scorer
 
 # As in verl, so that scores compare.
@@ -34,17 +35,20 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 
 @scorer("openai/gsm8k")
-def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
     """1 if the strict answer is the ground truth, character by character after commas and ``$`` are removed; else 0."""
     answer = extract_answer(solution_str)
-    return float(answer is not None and any(answer in _spellings(truth) for truth in solutions(ground_truth)))
+    right = answer is not None and any(answer in _spellings(truth) for truth in solutions(ground_truth))
+    # Answers vote as they are compared: 72.0 and 72 are two.
+    return {"score": float(right), "pred": answer or ""}
 
 
 @scorer("rltrain/gsm8k")
-def gsm8k_number(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def gsm8k_number(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
     """1 if the strict answer and the ground truth are one number, else 0: ``72.0`` is 72, as mathematics has it."""
     answer = extract_answer(solution_str)
-    return float(answer is not None and any(equal(answer, _marked(truth)) for truth in solutions(ground_truth)))
+    right = answer is not None and any(equal(answer, _marked(truth)) for truth in solutions(ground_truth))
+    return {"score": float(right), "pred": vote(answer)}
 
 
 def _spellings(truth: str) -> tuple[str, str]:

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from rltrain.rewards.grading.verdict import by_category
+from rltrain.rewards.grading.verdict import Verdict, by_category
 from rltrain.rewards.scorers.geometry3k import graded
 from rltrain.rewards.scorers.registry import scorer
 
 
 @scorer("TIGER-Lab/ViRL39K", "virl39k")
-def virl39k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+def virl39k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
     """0.9 for the right answer, 0.1 for the form; ``acc_<category>`` beside them."""
     graded_parts = graded(solution_str, ground_truth)
-    return graded_parts | by_category(graded_parts["acc"], extra_info)
+    return graded_parts | by_category(float(graded_parts["acc"]), extra_info)

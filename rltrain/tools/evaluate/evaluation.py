@@ -122,13 +122,13 @@ def _columns(
             columns |= {f"pass@{k}": statistics.pass_of(values, k) for k in ks}
         else:
             notes.append(f"{source}: no pass@k, as {measure} is not only 0 or 1")
-        # Of a source whose scorer returns none, beside others whose scorers do, all are empty.
+        # All are empty where nothing was found, and of a source whose scorer returns none beside others that do.
         votes = rows[_VOTES].fillna("").astype(str).to_numpy() if _VOTES in rows else np.array([""])
         if (votes != "").any():
             majority = statistics.majority_of(values, votes.reshape(-1, num_answers), ks[1:])
             columns |= {f"maj@{k}": shares for k, shares in majority.items()}
         else:
-            notes.append(f"{source}: no maj@k, as its scorer returns no extracted answer ({_VOTES})")
+            notes.append(f"{source}: no maj@k, as its scorer returns no {_VOTES}, or found an answer in no text")
     columns["length"] = by_prompt["response_length"].mean(1)
     columns["truncated"] = (by_prompt["finish_reason"] == "length").mean(1)
     columns["failed"] = failed.mean(1)

@@ -139,6 +139,8 @@ def test_results_go_beside_the_model_and_below_out_where_there_are_several(tiny_
         (["trainer.default_local_dir=x"], "out=FOLDER says where results go"),
         (["out=a,b"], "results go into one folder"),
         (["model="], "model= is not given"),
+        (["modl=x"], "unknown word 'modl'. Did you mean model=?"),
+        (["temperatur=1"], "unknown word 'temperatur'. Did you mean temperature=?"),
     ],
 )
 def test_words_that_cannot_be_meant_are_refused(tiny_model, arithmetic_files, words, told):
@@ -147,7 +149,7 @@ def test_words_that_cannot_be_meant_are_refused(tiny_model, arithmetic_files, wo
 
 
 def test_several_greedy_answers_and_unknown_keys_are_refused(tiny_model, arithmetic_files):
-    for words, told in ((["n=4"], "all 4 to a prompt would be one and the same"), (["temprature=1"], "unknown key")):
+    for words, told in ((["n=4"], "all 4 to a prompt would be one and the same"), (["flavour=1"], "unknown key")):
         request = read(f"model={tiny_model}", f"data={arithmetic_files[1]}", *words)
         with pytest.raises(ConfigError, match=told):
             request.settings(request.models[0])

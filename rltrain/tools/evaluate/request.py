@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rltrain.tools.evaluate.models import Model, digest_of_files, flat, models_o
 
 _ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
 _SHORT = {name: f"{_ANSWERS}{name}" for name in ("n", "temperature", "top_p", "top_k")}
+_OWN = ("model", "data", "out")
 _OTHER_WORDS = {
     "trainer.val_only": "an evaluation never trains",
     "trainer.default_local_dir": "out=FOLDER says where results go",
@@ -84,10 +86,12 @@ def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[
     wrong, own, rest = list(problems), dict[str, list[str]](), list[str]()
     for word in words:
         key, equals, text = word.partition("=")
-        if equals and key in ("model", "data", "out"):
+        if equals and key in _OWN:
             own[key] = _values(text)
         elif key in _OTHER_WORDS:
             wrong.append(f"{word}: {_OTHER_WORDS[key]}. Leave the key out.")
+        elif equals and "." not in key and key not in _SHORT and (near := get_close_matches(key, (*_OWN, *_SHORT), 1)):
+            wrong.append(f"unknown word {key!r}. Did you mean {near[0]}=?")
         else:
             rest.append(f"{_SHORT.get(key, key)}={text}" if equals else word)
         if key == "n" and not (text.isdigit() and int(text) > 0):

@@ -1,5 +1,6 @@
 """What verl's names and values become: taken, noted, or refused with the key as it was written."""
 
+import math
 import re
 
 import pytest
@@ -84,7 +85,7 @@ OFF = ("null", "False", "0", "[]", "{}", "disabled", "")
 
 @pytest.mark.parametrize("off", OFF)
 def test_what_is_turned_off_is_not_refused(off):
-    rows = [row for row in REFUSED if "=" not in row.replace("!=", "")]
+    rows = [row for row in REFUSED if not re.search("[=<>]", row.replace("!=", ""))]
     keys = {row.partition("!=")[0].replace("*@*", "a@b").replace("*", "x") for row in [*rows, *SECTIONS]}
     assert load_config([f"{key}={off}" for key in sorted(keys)]).warnings == ()
     # A key of nobody's gets a note, and one that is near a key of ours is a mistake all the same.
@@ -162,7 +163,9 @@ def test_every_row_of_the_tables_is_reached():
     for table in (REFUSED, SECTIONS, NO_EFFECT):
         for row in table:
             condition = parse(row)
-            key, wanted = concrete(condition.key), "something" if condition.operator != "=" else condition.values[0]
+            numbers = {">": math.inf, "<": -math.inf}
+            wanted = condition.values[0] if condition.operator == "=" else numbers.get(condition.operator, "something")
+            key = concrete(condition.key)
             if switch := table is SECTIONS and SECTIONS[row][0]:
                 key = key.removesuffix("x") + switch
             ruling = verdict(key, wanted)

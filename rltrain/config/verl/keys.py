@@ -87,7 +87,7 @@ def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: Non
     """
     for row, condition, why in rows_of(key, REFUSED):
         holds = applies(condition, value, lookup)
-        if holds or condition.operator != "=":  # of other values another row may speak
+        if holds or condition.operator in ("", "!="):  # of other values another row may speak
             return Verdict(row, why.format(**places_of(key)), holds, forbids=True)
     for pattern, (switch, why) in SECTIONS.items():
         if fnmatchcase(f"{key}.", pattern):

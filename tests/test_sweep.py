@@ -84,8 +84,11 @@ def test_a_run_that_fails_is_told_and_the_others_are_made_and_the_same_command_g
     code, text, begun = made("data.seed=1,2,3")
     assert (code, begun) == (0, ["seed=2"])
     assert "seed=1: finished before" in text
-    # With other settings a finished run is none.
+    # With more steps a finished run goes on; with other settings it would count as what it is not.
     assert made("data.seed=1,2,3", "trainer.total_training_steps=7")[2] == ["seed=1", "seed=2", "seed=3"]
+    code, text, begun = made("data.seed=1,2,3", "actor_rollout_ref.actor.optim.lr=0.5")
+    assert (code, begun) == (2, [])
+    assert "seed=1 is a finished run of this sweep with other settings" in text
 
 
 def test_the_exit_code_is_that_of_the_failures_where_they_agree(made):
@@ -100,6 +103,8 @@ def test_a_signal_ends_the_sweep(made):
     assert "1 of 3 runs are finished" in text
     assert "  seed=3: not begun" in text
     assert made("data.seed=1,2,3")[2] == ["seed=2", "seed=3"]
+    # Whoever starts it again looks at the code, also where another run has failed.
+    assert made("data.seed=4,5,6", ends={"seed=4": ZeroDivisionError("oh"), "seed=5": 75})[0] == 75
 
 
 def test_a_wrong_key_ends_before_the_first_run(made):

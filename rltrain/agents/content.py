@@ -14,6 +14,7 @@ from rltrain.base.image_files import begins_as_image, data_address
 
 Part = dict[str, str]
 Content = str | list[Part]
+_HOLDERS = ("image", "image_url", "bytes", "path")
 # In base64, of all images between two turns.
 MOST_IMAGE_BYTES = 16 << 20
 TAKES_NONE = (
@@ -25,7 +26,8 @@ TAKES_NONE = (
 def is_image(value: Any) -> bool:
     """Whether a value can be nothing but an image: one of Pillow, the bytes of a file, or a part of that type."""
     if isinstance(value, Mapping):
-        return value.get("type") in ("image", "image_url")
+        # A dictionary of that type which only tells of an image is one like any other.
+        return value.get("type") in ("image", "image_url") and any(value.get(name) is not None for name in _HOLDERS)
     return begins_as_image(value) if isinstance(value, bytes) else callable(getattr(value, "getbands", None))
 
 

@@ -84,7 +84,7 @@ def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
                 said = "damaged: left as it is"
             elif is_thinned(folder):
                 said = "has no optimizer any more"
-            elif step in whole[len(whole) - keep :]:
+            elif step in whole[max(0, len(whole) - keep) :]:
                 said = "stays (--keep)"
             elif step == best:
                 said = "stays (best by trainer.keep_best; --best thins it too)"

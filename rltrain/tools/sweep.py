@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rltrain.base.stop import Stop
 from rltrain.base.storage import disk_errors, patiently
 from rltrain.config.load import load_config, to_yaml
 from rltrain.config.loaded import LoadedConfig
+from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, start_ray
 from rltrain.controller.lifeline import ended_after_us, lost, stop_ray, unless_lost
 from rltrain.main_ppo import main as guarded
@@ -68,7 +69,17 @@ class SweepRun:
     @property
     def digest(self) -> str:
         """Of the settings: a run that has finished with others is not skipped."""
-        return hashlib.sha256(to_yaml(self.loaded.config).encode()).hexdigest()
+        return _digest(self.loaded.config)
+
+    @property
+    def kind(self) -> str:
+        """A digest of the settings but for those of its length: a run that has finished may go on to more steps."""
+        trainer = replace(self.loaded.config.trainer, total_training_steps=None, total_epochs=1)
+        return _digest(replace(self.loaded.config, trainer=trainer))
+
+
+def _digest(config: Config) -> str:
+    return hashlib.sha256(to_yaml(config).encode()).hexdigest()
 
 
 def values_of(text: str) -> list[str]:
@@ -170,9 +181,15 @@ class Record:
         entry = self.runs.get(run.name, {})
         return entry.get("state") == _FINISHED and entry.get("settings") == run.digest and run.folder.is_dir()
 
+    def is_of_others(self, run: SweepRun) -> bool:
+        """Whether the run of this name was finished with settings of another kind, and its folder is still there."""
+        entry = self.runs.get(run.name, {})
+        return entry.get("state") == _FINISHED and entry.get("kind") != run.kind and run.folder.is_dir()
+
     def set(self, run: SweepRun, state: str, message: str = "") -> None:
         """Keep what became of a run. Raises DiskError."""
-        self.runs[run.name] = {"state": state, "settings": run.digest, "folder": str(run.folder), "message": message}
+        digests = {"settings": run.digest, "kind": run.kind}
+        self.runs[run.name] = {"state": state, **digests, "folder": str(run.folder), "message": message}
         with disk_errors(self._file):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._file.with_suffix(".tmp")
@@ -183,6 +200,12 @@ class Record:
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
     """Make all runs that are not finished. Returns the exit code."""
     record, codes = Record(out), dict[str, int]()
+    for run in runs:
+        if record.is_of_others(run):
+            raise ConfigError(
+                f"{run.folder} is a finished run of this sweep with other settings, which would count as this one's. "
+                "Use another --out, or the settings of before."
+            )
     left = [run for run in runs if not record.is_finished(run)]
     for run in runs:
         if run not in left:
@@ -242,7 +265,8 @@ def _end(runs: Sequence[SweepRun], out: Path, record: Record, codes: dict[str, i
     if not failures:
         return 0
     # A signal decides: it is why the others were not made.
-    return next((code for code in (130,) if code in failures), failures.pop() if len(failures) == 1 else 1)
+    stopped = [code for name, code in codes.items() if record.runs[name]["state"] == _STOPPED]
+    return stopped[0] if stopped else failures.pop() if len(failures) == 1 else 1
 
 
 def _dry_run(runs: Sequence[SweepRun]) -> int:

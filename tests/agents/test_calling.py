@@ -56,6 +56,7 @@ def test_what_would_end_the_event_loop_is_an_error_of_the_call(error, words):
         ({"a": "é", "b": [1]}, '{"a": "é", "b": [1]}', 0.0, {}),
         ({"at": np.float64(1.5)}, '{"at": 1.5}', 0.0, {}),
         (["a", 1], '["a", 1]', 0.0, {}),
+        ({"type": "image", "url": "https://a/b.png"}, '{"type": "image", "url": "https://a/b.png"}', 0.0, {}),
         (7, "7", 0.0, {}),
         (None, "None", 0.0, {}),
         (ToolResponse(text="x"), "x", 0.0, {}),

@@ -14,9 +14,13 @@ def status(code, body="no", **headers):
     return code, body, {name.replace("_", "-"): value for name, value in headers.items()}
 
 
+class Cut(str):
+    """A text that has ended at a limit of tokens."""
+
+
 class JudgeDouble:
-    """Answers every request with what ``reply(message, number of the request)`` returns: a text, `status`, `HANG` or
-    `CLOSE`. ``tokens`` of each request are told; None: not."""
+    """Answers every request with what ``reply(message, number of the request)`` returns: a text, `Cut`, `status`,
+    `HANG` or `CLOSE`. ``tokens`` of each request are told; None: not."""
 
     def __init__(self, reply, tokens=10, models=("grader",)):
         self.requests, self.headers, self.starts, self.paths = [], [], [], []
@@ -52,6 +56,8 @@ class JudgeDouble:
                 else:
                     usage = {} if tokens is None else {"usage": {"total_tokens": tokens}}
                     choice = {"message": {"role": "assistant", "content": told}, "finish_reason": "stop"}
+                    if isinstance(told, Cut):
+                        choice["finish_reason"] = "length"
                     self.send(200, json.dumps({"choices": [choice]} | usage))
 
             def send(self, code, body, headers=None):

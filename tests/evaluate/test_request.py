@@ -67,6 +67,11 @@ def test_models_of_equal_names_are_told_apart(tiny_model, run, tmp_path):
     save_checkpoint(tmp_path / "other", tiny_model, 10)
     models = models_of([str(run), str(tmp_path / "other")])
     assert [model.name for model in models] == ["run_global_step_10", "other_global_step_10"]
+    exports = [save_checkpoint(tmp_path / name / "x", tiny_model, 10) / "huggingface" for name in ("one", "two")]
+    told_apart = models_of([str(export) for export in exports])
+    assert [model.name for model in told_apart] == [f"{name}_x_global_step_10_huggingface" for name in ("one", "two")]
+    # Inside of the checkpoint its results would go with it.
+    assert told_apart[0].beside == tmp_path / "one" / "x" / "evaluation"
     with pytest.raises(ConfigError, match=r"names .*global_step_10 twice"):
         models_of([str(run), str(run / "global_step_10")])
 

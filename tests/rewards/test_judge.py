@@ -20,7 +20,7 @@ from rltrain.rewards.judge import server
 from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Unreadable, last_verdict
 from rltrain.rewards.processes.judged import JudgedScorer, Questions
-from tests.doubles.judge import CLOSE, HANG, JudgeDouble, status
+from tests.doubles.judge import CLOSE, HANG, Cut, JudgeDouble, status
 
 MATH = "lighteval/MATH"
 YES, NO = "It is.\n\\boxed{yes}", "It is not.\n\\boxed{no}"
@@ -97,6 +97,10 @@ def test_with_rule_beside_the_scorers_number_stays_and_the_judges_goes_along(dou
     judge = double(lambda *_: YES)
     (wrong,) = score(judged(judge.url, rule="beside"), "\\boxed{41}")
     assert (wrong.value, wrong.extras["judge"]) == (0.0, 1.0)
+    # A number that both have is the scorer's.
+    found = double(lambda *_: "\\boxed{42}")
+    (wrong,) = score(judged(found.url, rule="beside", parse="rule"), call("\\boxed{41}", source="math_dapo"))
+    assert (wrong.extras["acc"], wrong.extras["judge"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_a_function_reads_the_reply_with_the_answer_at_hand(double, judged, tmp_
     ("reply", "value"),
     [
         ("\\boxed{yes}", 1), ("No 3 of 7.\n**Verdict: NO.**", 0), ("\\boxed{no} and then \\boxed{\\text{Yes}}", 1),
-        ("0.25", 0.25), ("Score: 1", 1), ("So \\boxed{0.5}, I think.", 0.5), ("Correct", 1),
+        ("It says \\boxed{1}.\nno", 0), ("0.25", 0.25), ("Score: 1", 1), ("So \\boxed{0.5}, I think.", 0.5), ("Correct", 1),
     ],
 )  # fmt: skip
 def test_the_last_box_or_line_is_the_verdict(reply, value):
@@ -216,6 +220,7 @@ def test_a_time_that_the_server_names_holds_for_all_requests(double, judged):
         (CLOSE, "crashed", "RemoteProtocolError"),
         (HANG, "crashed", "reward.judge.timeout_s"),
         ("42 is nice", "rejected", "(asked 3 times)"),
+        (Cut("It says \\boxed{1} and"), "rejected", "cut at a limit of tokens"),
         (None, "rejected", "no text"),
     ],
 )
@@ -322,6 +327,17 @@ def test_the_key_goes_to_the_server_and_nowhere_else(double, judged, monkeypatch
     text = to_yaml(loaded.config)
     assert "api_key_env: MY_JUDGE" in text  # its name is no secret, and another start needs it
     assert "Secret123" not in text
+    monkeypatch.setenv("MY_JUDGE", " sk-Secret123\r\n")  # as files of secrets end
+    score(judged(judge.url, api_key_env="MY_JUDGE"), "good")
+    assert judge.headers[-1]["Authorization"] == "Bearer sk-Secret123"
+    monkeypatch.setenv("MY_JUDGE", "sk-Sec\nret123")
+    with pytest.raises(ConfigError, match="MY_JUDGE: its value has characters") as refused:
+        judged(judge.url, api_key_env="MY_JUDGE")
+    assert "ret123" not in str(refused.value)
+    # What servers without keys are given may be a part of a verdict.
+    monkeypatch.setenv("MY_JUDGE", "es")
+    (plain,) = score(judged(double(lambda *_: YES).url, api_key_env="MY_JUDGE"), "good")
+    assert plain.value == 1.0
     monkeypatch.delenv("MY_JUDGE")
     with pytest.raises(ConfigError, match="MY_JUDGE: this environment variable is not set"):
         judged(judge.url, api_key_env="MY_JUDGE")

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from rltrain.data.chat import ChatEncoder
+from rltrain.tools.serve import answers
 from tests.serve.served import serving
 from tests.tiny import save_tiny_model
 from tests.tiny_vision import picture, png_of, save_tiny_vision_model
@@ -105,6 +106,21 @@ def test_nothing_need_be_generated_for_the_log_probs_of_a_prompt(client):
 
 def test_an_echo_repeats_the_text_as_it_was_written(client):
     assert complete(client, echo=True).choices[0].text.startswith("1+2=")
+    only = complete(client, echo=True, max_tokens=0)
+    assert (only.choices[0].text, only.usage.completion_tokens) == ("1+2=", 0)
+
+
+def test_bytes_that_are_no_text_end_no_answer(client, monkeypatch):
+    class Lost:
+        def __init__(self, **options): ...
+
+        def step(self, backend, token):
+            raise Exception("Invalid prefix encountered while decoding stream")  # as tokenizers does
+
+    text = complete(client).choices[0].text
+    monkeypatch.setattr(answers, "DecodeStream", Lost)
+    assert complete(client, stop=["never said"]).choices[0].text == text
+    assert "".join(piece.choices[0].text for piece in complete(client, stream=True)) == text
 
 
 def test_texts_and_token_ids_are_one_prompt(client, plain):

@@ -88,6 +88,8 @@ def test_a_dry_run_changes_nothing_and_says_the_bytes(run, saved, capsys):
 def test_the_newest_and_the_best_stay_until_they_are_named(run, capsys):
     (run / "config.yaml").write_text("trainer:\n  keep_best: val-core/x/acc/mean@1\n")
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "val-core/x/acc/mean@1": 1.0}) + "\n")
+    assert main(["thin", str(run), "--keep", "4"]) == 0
+    assert not any(thinning.is_thinned(run / f"global_step_{step}") for step in (1, 2, 3))
     assert main(["thin", str(run)]) == 0
     assert [thinning.is_thinned(run / f"global_step_{step}") for step in (1, 2, 3)] == [False, True, False]
     assert main(["thin", str(run), "--keep", "0", "--best"]) == 0
@@ -104,7 +106,7 @@ def test_a_checkpoint_stays_where_thinning_is_cut_short(run, saved, monkeypatch,
     if moment == "between":
         (run / "global_step_1").rename(run / "replaced_global_step_1")
     else:
-        name = "_write_without_optimizer" if moment == "copying" else "RunFolder.commit"
+        name = "_write_without_optimizer" if moment == "copying" else "RunFolder.name_it"
         monkeypatch.setattr(f"rltrain.run.checkpoints.thin.{name}", fail)
         assert main(["thin", str(run)]) == 74
     again = RunFolder(str(run))

@@ -41,14 +41,15 @@ class PackedImages:
         """
         if not laid:
             return None
-        distinct = {id(images): images for images, _ in laid}
+        # Texts that begin alike share their pixels and have places of their own.
+        distinct = {id(images.pixel_values): images for images, _ in laid}
         first, total = {}, 0
         for key, images in distinct.items():
             first[key], total = total, total + len(images.places)
         distinct_images = list(distinct.values())
         # `tensor` copies: arrays that come out of the object store must not be written to, of which torch warns.
         places = [torch.tensor(images.places) + start for images, start in laid]
-        features = [torch.arange(len(images.places)) + first[id(images)] for images, _ in laid]
+        features = [torch.arange(len(images.places)) + first[id(images.pixel_values)] for images, _ in laid]
         if spans is not None:
             there = [(at >= span.start) & (at < span.stop) for at, span in zip(places, spans, strict=True)]
             places = [at[is_there] for at, is_there in zip(places, there, strict=True)]

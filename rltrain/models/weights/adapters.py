@@ -84,6 +84,8 @@ def write_mean(adapters: Sequence[Adapter], shares: Sequence[float], folder: Pat
     rank = sum(adapter.config["r"] for adapter in adapters)
     modules = sorted({module for adapter in adapters for module in _modules(adapter)})
     config = {**first.config, "r": rank, "lora_alpha": rank, "use_rslora": False, "target_modules": modules}
+    # What else chooses layers would leave some of these names out.
+    config |= dict.fromkeys(("layers_to_transform", "layers_pattern", "exclude_modules"))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_weights(weights, folder / WEIGHTS, digests)
 

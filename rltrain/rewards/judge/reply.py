@@ -41,13 +41,15 @@ def reader(judge: JudgeConfig) -> Callable[[str], float] | None:
 
 
 def last_verdict(reply: str) -> float:
-    """1 for yes, 0 for no, or a number from 0 to 1: of the last box, else of the last line. Raises `Unreadable`.
+    """1 for yes, 0 for no, or a number from 0 to 1. Raises `Unreadable`.
 
-    Nothing else of the reply counts: a number in its reasons is no score.
+    It is the last line where that is yes or no, else the last box, else the last line. Nothing else counts: a number in
+    the reasons is no score, and a box in front of a verdict may be quoted from the answer.
     """
     box, lines = last_boxed(reply), reply.strip().splitlines() or [""]
     line = _LABEL.sub("", lines[-1].replace("*", "").strip())
-    score = _value(line if box is None else _TEXT_IN_BOX.sub(r"\1", box))
+    is_verdict = _word(line) in _WORDS
+    score = _value(line if box is None or is_verdict else _TEXT_IN_BOX.sub(r"\1", box))
     if score is None or not 0 <= score <= 1:
         raise Unreadable(f"neither yes, no nor a number from 0 to 1 in the last box or line: {_end(reply)}")
     return score
@@ -64,11 +66,20 @@ def _matched(pattern: re.Pattern[str], reply: str) -> float:
 
 
 def _value(text: str) -> float | None:
-    word = text.strip().strip("*$`\"' .").casefold()
+    word = _word(text)
     if word in _WORDS:
         return _WORDS[word]
     number = float(word) if _NUMBER.fullmatch(word) else math.nan
     return number if math.isfinite(number) else None
+
+
+def _word(text: str) -> str:
+    return text.strip().strip("*$`\"' .").casefold()
+
+
+def is_whole_verdict(reply: str) -> bool:
+    """Whether a reply is a verdict and nothing else."""
+    return _value(reply) is not None
 
 
 def _end(reply: str) -> str:

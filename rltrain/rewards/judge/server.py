@@ -26,6 +26,8 @@ from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retr
 TRIES = 6
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 _SHOWN_BYTES = 500
+# Shorter keys are no secrets.
+_SECRET_CHARS = 8
 # What is counted, here and where replies are read.
 JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "seconds")
 
@@ -38,6 +40,8 @@ class Reply:
     """"" where the server has sent none, such as a refusal."""
     about: str
     """What stands beside the text, for a message about a reply without any."""
+    is_cut: bool = False
+    """It has ended at a limit of tokens, so its last word need not be the verdict."""
 
 
 class Unanswered(Exception):
@@ -50,13 +54,16 @@ class Unanswered(Exception):
 
 
 def api_key(judge: JudgeConfig) -> str:
-    """The server's key. Raises ConfigError where its variable is not set; "" where there is none."""
-    key = first_set(judge.api_key_env) if judge.api_key_env else ""
+    """The server's key; "" where there is none. Raises ConfigError where its variable is not set or cannot be one."""
+    # Files of secrets end with a line break, which a header may not have.
+    key = first_set(judge.api_key_env).strip() if judge.api_key_env else ""
     if judge.api_key_env and not key:
         raise ConfigError(
             f"reward.judge.api_key_env={judge.api_key_env}: this environment variable is not set. Set it where the "
             "run is started."
         )
+    if not (key.isascii() and key.isprintable()):  # errors of the connection would quote it
+        raise ConfigError(f"reward.judge.api_key_env={judge.api_key_env}: its value has characters that no key has.")
     return key
 
 
@@ -100,12 +107,12 @@ class JudgeServer:
     async def models(self) -> list[str]:
         """Names of the models that the server offers. Raises `Unanswered`."""
         try:
-            response, body = await asyncio.wait_for(fetch(self._client, self._address("models")), self._judge.timeout_s)
+            response, body = await self._fetch("models")
             if response.status_code != httpx.codes.OK:
                 raise Unanswered(self.plain(f"HTTP {response.status_code} {_shown(body)}"), is_refused=True)
             return [str(model["id"]) for model in json.loads(body)["data"]]
         except (httpx.TransportError, asyncio.TimeoutError) as error:
-            raise Unanswered(f"{type(error).__name__} {error}".strip(), is_refused=False) from None
+            raise Unanswered(self.plain(f"{type(error).__name__} {error}".strip()), is_refused=False) from None
         except (ValueError, KeyError, TypeError, RecursionError):
             raise Unanswered("its reply is no list of models", is_refused=True) from None
 
@@ -125,8 +132,7 @@ class JudgeServer:
             started = loop.time()
             counts["calls"] += 1
             try:
-                asked = fetch(self._client, self._address("chat/completions"), body)
-                response, content = await asyncio.wait_for(asked, self._judge.timeout_s)
+                response, content = await self._fetch("chat/completions", body)
             except asyncio.TimeoutError:
                 return 0, 0.0, f"no reply after {self._judge.timeout_s:g} s (reward.judge.timeout_s)", None
             except httpx.TransportError as error:  # refused, reset, cut short
@@ -141,7 +147,15 @@ class JudgeServer:
                 return status, max(after_s, 0.0), self.plain(f"HTTP {status} {_shown(content)}"), None
             reply, num_tokens = _read(content)
             counts["tokens"] += num_tokens or len(body) + len(content)
-            return status, 0.0, "", Reply(self.plain(reply.text), self.plain(reply.about))
+            return status, 0.0, "", reply
+
+    async def _fetch(self, path: str, body: bytes | None = None) -> tuple[httpx.Response, bytes]:
+        """A response and its content, in which a server may repeat the key. Raises TimeoutError, TransportError."""
+        asked = fetch(self._client, f"{str(self._judge.url).rstrip('/')}/{path}", body)
+        response, content = await asyncio.wait_for(asked, self._judge.timeout_s)
+        # A word such as "none", which servers without keys are given, may be a part of a verdict.
+        is_secret = len(self._key) >= _SECRET_CHARS
+        return response, content.replace(self._key.encode(), b"***") if is_secret else content
 
     async def _turn(self) -> None:
         """Wait until one more request may begin."""
@@ -149,9 +163,6 @@ class JudgeServer:
         begin, self._next = max(loop.time(), self._next), max(loop.time(), self._next) + self._gap_s
         while (wait_s := max(begin, self._open) - loop.time()) > 0:
             await asyncio.sleep(wait_s)
-
-    def _address(self, path: str) -> str:
-        return f"{str(self._judge.url).rstrip('/')}/{path}"
 
 
 def _read(content: bytes) -> tuple[Reply, int]:
@@ -168,7 +179,8 @@ def _read(content: bytes) -> tuple[Reply, int]:
     tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
     about = f"no text, and finish_reason={choice.get('finish_reason')!r}"
     num_tokens = tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0 else 0
-    return Reply(storable(text).strip() if isinstance(text, str) else "", about), num_tokens
+    is_cut = choice.get("finish_reason") == "length"
+    return Reply(storable(text).strip() if isinstance(text, str) else "", about, is_cut), num_tokens
 
 
 def _shown(content: bytes) -> str:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from rltrain.base.errors import JudgeError, RewardError, RltrainError
 from rltrain.config.schema import Config
+from rltrain.config.schema.judge import BY_RULE
 from rltrain.data.images import without_parts
 from rltrain.data.pictures import Pictures
 from rltrain.data.rows import Rows
@@ -25,7 +26,7 @@ from rltrain.rewards.custom import CustomReward, custom_reward
 from rltrain.rewards.grading.latex import last_boxed
 from rltrain.rewards.judge.cache import ReplyCache
 from rltrain.rewards.judge.message import Question, Template, messages_of
-from rltrain.rewards.judge.reply import Unreadable, reader
+from rltrain.rewards.judge.reply import Unreadable, is_whole_verdict, reader
 from rltrain.rewards.judge.server import JudgeServer, Unanswered, api_key
 from rltrain.rewards.processes.score import JUDGE, Score, ScorerCall
 from rltrain.rewards.processes.slot import ScoringSlot
@@ -143,7 +144,9 @@ class JudgedScorer:
         if rule is None or verdict.status != "ok":
             return verdict
         if self._judge.rule == "beside":
-            return replace(rule, extras=rule.extras | verdict.extras)
+            # Numbers of one name are the rule's, of which reward.weights speaks.
+            of_judge = {name: value for name, value in verdict.extras.items() if name.startswith("judge")}
+            return replace(rule, extras=verdict.extras | rule.extras | of_judge)
         extras = rule.extras | verdict.extras
         # `acc` is what a validation counts, and what is wrong by the rule may be right by the judge.
         if "acc" in rule.extras and "acc" not in verdict.extras:
@@ -187,6 +190,9 @@ class JudgedScorer:
             counts["retries"] += reading > 0
             reply = await self._server.reply(request, counts)
             score = await self._score_of(reply.text, call) if reply.text else _unread(f"it sends {reply.about}")
+            # Up to where it was cut it may only have quoted the answer.
+            if reply.is_cut and self._judge.parse in (None, BY_RULE) and not is_whole_verdict(reply.text):
+                score = _unread("it was cut at a limit of tokens (reward.judge.request.max_tokens, or the server's)")
             if score.status == "ok":
                 await asyncio.to_thread(self._keep, request, reply.text)
                 return score

@@ -212,7 +212,12 @@ class RunFolder(Checkpoints):
         return folder
 
     def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
-        """Manifest, fsync, one rename: from here on the checkpoint exists.
+        """Manifest, fsync, one rename: from here on the checkpoint exists. See `seal`."""
+        self.seal(folder, step, digests)
+        return self.name_it(folder, step)
+
+    def seal(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> None:
+        """Write the manifest of a checkpoint's files, and bring all to the disk.
 
         digests: by path, of what was hashed while it was written; other files are small and read here. Raises
         DiskError where a file that has a digest is not there.
@@ -229,6 +234,9 @@ class RunFolder(Checkpoints):
         (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
         for entry in [folder / _MANIFEST, folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
             _sync(entry)
+
+    def name_it(self, folder: Path, step: int) -> Path:
+        """Give a sealed checkpoint its name."""
         final = self.step_folder(step)
         os.rename(folder, final)
         # The rename is an entry of the parent folder, which must reach the disk as well.

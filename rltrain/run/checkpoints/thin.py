@@ -70,10 +70,12 @@ def thin(run: RunFolder, step: int) -> int:
         new.mkdir()
         digests = _copy(folder, new)
         (new / "progress.json").write_text(json.dumps({**record, THINNED: True}, indent=1), encoding="utf-8")
+        run.seal(new, step, digests)
         old = folder.with_name(f"{_REPLACED}{folder.name}")
+        # Nothing stands between the two renames.
         os.rename(folder, old)
         try:
-            run.commit(new, step, digests)
+            run.name_it(new, step)
         except BaseException:
             os.rename(old, folder)
             raise

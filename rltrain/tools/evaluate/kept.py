@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,7 @@ class Kept:
                 f"{self.folder / _PARTS} has a file that cannot be read ({error}). Remove it, and run the same command "
                 "again: its answers are made again."
             ) from error
-        # A number that the scorer gave for some prompts alone is lacking in the parts of the others.
-        return pa.concat_tables(parts, promote_options="permissive") if parts else None
+        return _joined(parts) if parts else None
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write down what was found; the parts are no longer needed."""
@@ -131,3 +130,22 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise DataError(f"{file} cannot be read ({error}). Remove it, or give another out=FOLDER.") from error
     return value
+
+
+def _joined(parts: Sequence[pa.Table]) -> pa.Table:
+    """The parts as one. What a scorer gave for some prompts alone is lacking in the parts of the others, and what is a
+    text in one part is a text in all.
+    """
+    texts = {field.name for part in parts for field in part.schema if pa.types.is_string(field.type)}
+    cast = [
+        part.cast(
+            pa.schema(
+                field.with_type(pa.string())
+                if field.name in texts and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type))
+                else field
+                for field in part.schema
+            )
+        )
+        for part in parts
+    ]
+    return pa.concat_tables(cast, promote_options="permissive")

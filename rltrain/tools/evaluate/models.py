@@ -6,7 +6,7 @@ import glob
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,11 @@ class Model:
     @property
     def beside(self) -> Path:
         """The folder for evaluations next to it."""
-        return (self.folder.parent if self.folder else Path.cwd()) / "evaluation"
+        if not self.folder:
+            return Path.cwd() / "evaluation"
+        # Inside of a checkpoint it would be no file of it, and go with it.
+        is_export = self.folder.name == _EXPORT and (self.folder.parent / _MANIFEST).is_file()
+        return (self.folder.parent if is_export else self.folder).parent / "evaluation"
 
     def identity(self) -> str:
         """A digest of its files but for those that describe it; of a name on the hub the name."""
@@ -77,13 +81,22 @@ def models_of(words: Sequence[str]) -> list[Model]:
     names = [model.name for model in found]
     if len({model.named for model in found}) < len(found):
         raise ConfigError(f"model={','.join(words)} names {_twice([model.named for model in found])} twice.")
-    # Checkpoints of equal steps of two runs: the runs' names tell them apart.
+    # Checkpoints of equal steps of two runs: the shortest ends of their paths tell them apart.
     return [
-        Model(f"{model.folder.parent.name}_{model.name}", model.named, model.folder, model.step, model.settings)
-        if model.folder and names.count(model.name) > 1
-        else model
+        replace(model, name=_told_apart(model, found)) if model.folder and names.count(model.name) > 1 else model
         for model in found
     ]
+
+
+def _told_apart(model: Model, found: Sequence[Model]) -> str:
+    folder = model.folder
+    assert folder
+    others = [other.folder for other in found if other.folder and other is not model]
+    for length in range(1, len(folder.parts)):
+        end = folder.parts[-length:]
+        if all(other.parts[-length:] != end for other in others):
+            return "_".join(end)
+    return "_".join(folder.parts[1:])
 
 
 def _twice(names: list[str]) -> str:

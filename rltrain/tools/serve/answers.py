@@ -6,6 +6,7 @@ The engine's thread writes here token by token; whoever asked waits in the serve
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 from collections import deque
@@ -20,6 +21,8 @@ from rltrain.base.seeds import sample_seeds
 from rltrain.data.images import EncodedPrompt
 from rltrain.tools.serve.requests import Wanted
 from rltrain.workers.rollout.contract import Job, Turn
+
+log = logging.getLogger(__name__)
 
 
 class TokenLogProb(NamedTuple):
@@ -128,10 +131,20 @@ class Answer:
         if backend is None:
             self.text = self._whole(self.tokens, tokenizer)
         else:
-            self.text += self._decoder.step(backend, token) or ""
+            self.text += self._piece(backend, token)
         stops = self.asked.wanted.stop
         places = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in stops]
         return min((place for place in places if place >= 0), default=None)
+
+    def _piece(self, backend: Any, token: int) -> str:
+        """What a token adds; of bytes that are no text the decoder loses its place, and the end sets the text right."""
+        for _ in range(2):
+            try:
+                return self._decoder.step(backend, token) or ""
+            except Exception as error:  # noqa: BLE001 - tokenizers has no class of its own for it
+                log.debug("the text of an answer is decoded anew from here: %s", error)
+                self._decoder = DecodeStream(skip_special_tokens=self.asked.wanted.skip_special_tokens)
+        return ""
 
     def _whole(self, tokens: Sequence[int], tokenizer: Any) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=self.asked.wanted.skip_special_tokens))
@@ -182,6 +195,9 @@ class AnswerQueue:
 
     def put(self, asked: Asked) -> None:
         """Ask the engine. May be called in any thread."""
+        if not (asked.wanted.sampling.max_tokens or asked.wants_prompt_log_probs):
+            self.was_read(asked)  # an echo, for which nothing is computed
+            return
         with self._ready:
             if asked.wants_prompt_log_probs:
                 self._unread.append(asked)

@@ -229,9 +229,11 @@ class HFRollout:
             places = torch.arange(start, stop)
             images = text.images
             if images is not None:
-                laid.append((images, end - start))
-                # Of a text that was begun earlier the other places would be those of other parts.
-                spans.append(range(end, end + stop - start))
+                # Of a text that was begun earlier the other places would be those of other parts, and its pixels in
+                # vain.
+                if ((images.places >= start) & (images.places < stop)).any():
+                    laid.append((images, end - start))
+                    spans.append(range(end, end + stop - start))
                 if images.positions is not None:
                     places = torch.tensor(images.positions[:, start:stop])
             positions.append(places)

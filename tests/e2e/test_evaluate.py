@@ -52,6 +52,7 @@ def test_checkpoints_get_the_numbers_that_their_run_has_found(tiny_model, arithm
     assert found(run / "evaluation")["evaluations"] == both
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("joined")
 def test_an_evaluation_that_was_stopped_goes_on_with_equal_numbers(
     tiny_model, arithmetic_files, tmp_path, monkeypatch, capfd

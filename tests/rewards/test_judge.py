@@ -174,7 +174,8 @@ def test_a_function_reads_the_reply_with_the_answer_at_hand(double, judged, tmp_
     ("reply", "value"),
     [
         ("\\boxed{yes}", 1), ("No 3 of 7.\n**Verdict: NO.**", 0), ("\\boxed{no} and then \\boxed{\\text{Yes}}", 1),
-        ("It says \\boxed{1}.\nno", 0), ("0.25", 0.25), ("Score: 1", 1), ("So \\boxed{0.5}, I think.", 0.5), ("Correct", 1),
+        ("It says \\boxed{1}.\nno", 0),
+        ("0.25", 0.25), ("Score: 1", 1), ("So \\boxed{0.5}, I think.", 0.5), ("Correct", 1),
     ],
 )  # fmt: skip
 def test_the_last_box_or_line_is_the_verdict(reply, value):

@@ -62,7 +62,7 @@ VLLM = Package(
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens target_logits_indices",
         "vllm.sampling_params:SamplingParams": "extra_args",
         "vllm.sampling_params:RequestOutputKind": "DELTA FINAL_ONLY",
-        "vllm.outputs:RequestOutput": "finished outputs prompt_logprobs request_id",
+        "vllm.outputs:RequestOutput": "finished num_cached_tokens outputs prompt_logprobs request_id",
         "vllm.outputs:CompletionOutput": "finish_reason token_ids",
         "vllm.logprobs:FlatLogprobs": "logprobs",
         "vllm.model_executor.models.qwen2:Qwen2ForCausalLM": "load_weights",
@@ -140,7 +140,8 @@ SGLANG = Package(
         "sglang.srt.sampling.sampling_params:SamplingParams":
             "ignore_eos logit_bias max_new_tokens sampling_seed temperature top_k top_p",
         "sglang.srt.constants": "kv_cache weights",
-        "sglang.srt.managers.tokenizer_manager": "finish_reason input_token_logprobs meta_info output_token_logprobs",
+        "sglang.srt.managers.tokenizer_manager": "cached_tokens finish_reason input_token_logprobs meta_info "
+        "output_token_logprobs",
         "sglang.srt.managers.schedule_batch": "type",
         "sglang.srt.arg_groups.choices": "pytorch torch_native",
         "sglang.srt.configs.load_config": "dummy",

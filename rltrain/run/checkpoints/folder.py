@@ -212,18 +212,15 @@ class RunFolder(Checkpoints):
         return folder
 
     def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
-        """Manifest, fsync, one rename: from here on the checkpoint exists. See `seal`."""
+        """`seal` it and `name_it`: from here on the checkpoint exists."""
         self.seal(folder, step, digests)
         return self.name_it(folder, step)
 
     def seal(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> None:
-        """Write the manifest of a checkpoint's files, and bring all to the disk.
-
-        digests: by path, of what was hashed while it was written; other files are small and read here. Raises
-        DiskError where a file that has a digest is not there.
+        """Write the manifest, and bring all to the disk. digests: by path, of what was hashed while it was written;
+        other files are small and read here. Raises DiskError where a file that has a digest is not there.
         """
-        # Listed before the manifest is written, so it does not list itself. Contents reach the disk before the rename:
-        # else a power failure could leave the final name with empty files behind it.
+        # Listed before the manifest, which is not in itself. Without the syncs a power failure could leave empty files.
         files = {
             str(file.relative_to(folder)): {
                 "bytes": _sync(file),
@@ -239,8 +236,7 @@ class RunFolder(Checkpoints):
         """Give a sealed checkpoint its name."""
         final = self.step_folder(step)
         os.rename(folder, final)
-        # The rename is an entry of the parent folder, which must reach the disk as well.
-        _sync(self.path)
+        _sync(self.path)  # of which the rename is an entry
         self._known[final] = ""
         return final
 

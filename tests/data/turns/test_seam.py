@@ -178,7 +178,7 @@ def test_results_without_a_call_and_calls_without_a_result(family):
 
 def test_what_is_no_text_is_refused(family):
     with pytest.raises(DataError, match="is text"):
-        seam_of(family("hermes"), "hermes").context(None, [], [said([{"type": "image"}])])
+        seam_of(family("hermes"), "hermes").context(None, [], [said(7)])
 
 
 def random_words(chance):

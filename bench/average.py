@@ -62,7 +62,7 @@ def scores(out: Path, models: dict[str, Path]) -> list[str]:
     folder = out / "scores"
     named = ",".join(map(str, models.values()))
     call("-m", "rltrain.evaluate", f"model={named}", f"data={out}/data/test.parquet", f"out={folder}", *EVALUATED)
-    results = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["evaluations"]
+    results = json.loads((folder / "evaluations.json").read_text(encoding="utf-8"))["evaluations"]
     return [
         f"| {name} | {cell(result, f'avg@{ANSWERS}')} | {cell(result, f'pass@{ANSWERS}')} |"
         for name, result in zip(models, results, strict=True)

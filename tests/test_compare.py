@@ -176,7 +176,7 @@ def test_bad_input_is_one_sentence(make, compare, tmp_path):
 
 
 def test_without_matplotlib_there_is_no_picture_and_one_sentence(make, compare, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, text, found = compare(make("a", [1.0]), make("b", [1.0]), drawn=True)
     assert (code, found["first"]) == (0, "a")
     assert text.endswith("note: there is no picture, as matplotlib is not installed: pip install 'rltrain[plot]'.\n")

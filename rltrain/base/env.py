@@ -133,12 +133,12 @@ def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs:
     return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
-def driver_environment() -> dict[str, str]:
-    """The variables that workers take over from the driver (`adopt`). They may hold tokens: never log or store them."""
+def driver_environment(*more: str | None) -> dict[str, str]:
+    """What workers take over from the driver (`adopt`), and the variables ``more``. Some are secrets: never log them."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_PASSED_ON) and not name.endswith(_EACH_ITS_OWN)
+        if (name.startswith(_PASSED_ON) and not name.endswith(_EACH_ITS_OWN)) or name in more
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rltrain.base.errors import StorageError, unwritten
+from rltrain.base.errors import DataError, StorageError, unwritten
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")
@@ -83,3 +84,37 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         way_out = "Make room or allow writing there, and run the same command again."
         raise unwritten(f"{path} cannot be written: {error}", error, lambda: way_out) from error
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A path to write to, which takes the name of ``file`` at the end: that is there whole or as it was before.
+
+    Its folder is made. Raises DiskError or StorageError.
+    """
+    temporary = file.with_name(f".{file.name}.tmp")
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            os.replace(temporary, file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a file whole or not at all. Raises DiskError or StorageError."""
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """What `write_json` has written; None where there is no file. Raises DataError and StorageError."""
+    try:
+        value = json.loads(patiently(file, file.read_bytes))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise DataError(f"{file} cannot be read ({error}). Move it away, and run the same command again.") from error
+    return value

@@ -122,6 +122,11 @@ def _judge(config: Config) -> Iterator[str]:
             "reward.judge.rule=beside needs reward.weights, which say what the judge counts beside the scorer, such as "
             "reward.weights.score=0.5 reward.weights.judge=0.5."
         )
+    if judge.rule == "first" and "judge" in reward.weights:
+        yield (
+            "reward.weights.judge weighs a number that answers have not which the scorer calls right: with "
+            "reward.judge.rule=first they are not judged. Set reward.judge.rule=beside, or leave the weight out."
+        )
     taken = sorted({"model", "messages", "stream", "n"} & judge.request.keys())
     if taken:
         yield f"reward.judge.request.{taken[0]} is decided by rltrain. Leave it out."

@@ -38,6 +38,7 @@ _EXPERIMENT = (
     "algorithm.",
     "custom_reward_function.",
     "reward.weights",
+    *(f"reward.judge.{name}" for name in ("model", "prompt", "parse", "rule", "images", "request")),
     "reward_model.",
     *(
         _ACTOR + name

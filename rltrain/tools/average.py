@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,9 +164,11 @@ def _greedy(averager: Averager, folder: Path, data: str, settings: list[str], me
         score = Validation(data, settings, metric, Path(work))
 
         def average(numbers: list[int]) -> Path:
-            candidate = Path(work) / f"of_{'_'.join(map(str, numbers))}"
             if len(numbers) == 1:
                 return Path(averager.models[numbers[0]].path)
+            # One candidate at a time: models are large, and what stays is written anew at the end.
+            candidate = Path(work) / "candidate"
+            shutil.rmtree(candidate, ignore_errors=True)
             candidate.mkdir()
             averager.write(candidate, dict.fromkeys(numbers, 1 / len(numbers)))
             return candidate

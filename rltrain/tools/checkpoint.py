@@ -14,11 +14,12 @@ from rltrain.models.files.folder import new_folder
 from rltrain.models.files.verl import shard_files
 from rltrain.models.weights.average import DTYPES, Average, read_part, read_shards
 from rltrain.run.checkpoints.best import Best
-from rltrain.run.checkpoints.folder import Checkpoints, RunFolder, has_digests, size_of
+from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
+from rltrain.run.checkpoints.manifest import has_digests, size_of
 from rltrain.run.checkpoints.model_folder import find_step, whole_export
 from rltrain.run.checkpoints.room import sized
-from rltrain.run.checkpoints.thin import damage, is_thinned, optimizer_bytes, put_back, thin
+from rltrain.run.checkpoints.thin import damage, is_thinned, optimizer_bytes, thin
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:
@@ -74,7 +75,6 @@ def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
     list(_steps(name))  # a folder without checkpoints gets no lock
     run = RunFolder(name)
     try:
-        put_back(run)
         whole = [step for step in run.steps() if not run.damage(run.step_folder(step))]
         best = None if thins_best else _best(run, whole)
         freed = 0

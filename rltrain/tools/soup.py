@@ -22,8 +22,6 @@ class Soup:
 
     chosen: list[int]
     """Numbers of the models that stay, the best first."""
-    folder: Path
-    """Of their average; of the best model itself where no other stays."""
     score: float
     trials: list[dict[str, object]] = field(default_factory=list)
     """Every look: the models, their score, and whether the last of them stayed."""
@@ -34,19 +32,17 @@ def search(num_models: int, average: Callable[[list[int]], Path], score: Callabl
 
     average(numbers): the folder with the mean of these models. score(folder): the higher, the better.
     """
-    folders = [average([number]) for number in range(num_models)]
-    scores = [score(folder) for folder in folders]
+    scores = [score(average([number])) for number in range(num_models)]
     best, *others = sorted(range(num_models), key=lambda number: -scores[number])
-    soup = Soup([best], folders[best], scores[best])
+    soup = Soup([best], scores[best])
     soup.trials = [{"models": [number], "score": value} for number, value in enumerate(scores)]
     for number in others:
         candidate = [*soup.chosen, number]
-        folder = average(candidate)
-        value = score(folder)
+        value = score(average(candidate))
         stays = value >= soup.score
         soup.trials.append({"models": candidate, "score": value, "stays": stays})
         if stays:
-            soup.chosen, soup.folder, soup.score = candidate, folder, value
+            soup.chosen, soup.score = candidate, value
     return soup
 
 

@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -23,9 +22,10 @@ from typing import Any
 
 from rltrain.api import look_over, train
 from rltrain.base import logs
-from rltrain.base.errors import ConfigError, DataError, Interrupted, RltrainError, first_line, system_error
+from rltrain.base.errors import ConfigError, Interrupted, RltrainError, first_line, system_error
+from rltrain.base.program import explained
 from rltrain.base.stop import Stop
-from rltrain.base.storage import disk_errors, patiently
+from rltrain.base.storage import read_json, write_json
 from rltrain.config.load import load_config, to_yaml
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
@@ -167,14 +167,7 @@ class Record:
 
     def __init__(self, out: Path) -> None:
         self._file = out / "sweep.json"
-        try:
-            self.runs: dict[str, dict[str, Any]] = json.loads(patiently(self._file, self._file.read_text))
-        except (FileNotFoundError, NotADirectoryError):
-            self.runs = {}
-        except ValueError as error:
-            raise DataError(
-                f"{self._file} cannot be read: {error}. Move it away; finished runs end at once."
-            ) from error
+        self.runs: dict[str, dict[str, Any]] = read_json(self._file) or {}
 
     def is_finished(self, run: SweepRun) -> bool:
         """Whether it has, with these settings, and its folder is still there."""
@@ -190,11 +183,7 @@ class Record:
         """Keep what became of a run. Raises DiskError."""
         digests = {"settings": run.digest, "kind": run.kind}
         self.runs[run.name] = {"state": state, **digests, "folder": str(run.folder), "message": message}
-        with disk_errors(self._file):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self.runs, indent=1), encoding="utf-8")
-            os.replace(temporary, self._file)
+        write_json(self._file, self.runs)
 
 
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
@@ -294,13 +283,11 @@ def main(argv: list[str] | None = None) -> int:
     own, words = parser.parse_known_args(argv)
 
     def program(arguments: argparse.Namespace, stop: Stop) -> int:
-        if arguments.help is not None:
-            sys.stdout.write(_USAGE.format(str(__doc__).splitlines()[0].partition(": ")[2]))
-            return 0
         runs, out = load_runs(arguments, own.out)
         return _dry_run(runs) if arguments.dry_run else sweep(runs, out, stop)
 
-    return guarded(words, program)
+    usage = _USAGE.format(str(__doc__).splitlines()[0].partition(": ")[2])
+    return guarded(words, explained(usage, program))
 
 
 if __name__ == "__main__":

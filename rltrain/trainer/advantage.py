@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.algorithms.advantages import OutcomeInputs, TurnInputs, find_estimator
+from rltrain.algorithms.groups import SCORE_ROUNDING
 from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
 from rltrain.algorithms.moments import Moments
 from rltrain.base.columns import names as c
@@ -100,11 +101,9 @@ class Advantages:
         moments: dict[str, Moments] = {}
         if len(there):
             paid, states = (_ragged(samples[name][there]) for name in (c.TURN_REWARDS, c.TURN_STATES))
-            # A reward is what the scorer says, whatever turns were paid: the last one has what is left of it.
-            rewards = paid.values.clone()
-            rewards[paid.offsets[1:] - 1] += torch.from_numpy(samples[c.REWARD][there]) - paid.sum()
+            rewards = with_rest(paid, torch.from_numpy(samples[c.REWARD][there]))
             groups, rounding = torch.from_numpy(samples[c.GROUP][there]), self._rounding(samples, coef)[there]
-            inputs = TurnInputs(paid.like(rewards), states, groups, torch.from_numpy(rounding))
+            inputs = TurnInputs(rewards, states, groups, torch.from_numpy(rounding))
             advantages = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
             moments = policy.spread_over_turns(samples, layout, _of_ranks(samples, layout, advantages, there))
         nothing = {c.SIGNAL: np.zeros(len(samples), dtype=bool), c.ADVANTAGE: np.zeros(len(samples))}
@@ -135,6 +134,18 @@ class Advantages:
             return np.array(samples[c.LEFT_OUT])
         # Exactly 0 and not nearly: a group that scores alike gets 0, and any other advantage has a gradient.
         return ~samples[c.SIGNAL] if self._passes.token_advantages else samples[c.ADVANTAGE] == 0
+
+
+def with_rest(paid: Ragged, rewards: Tensor) -> Ragged:
+    """Rewards of turns: a reward [n] is what the scorer says, whatever turns were paid, and the last turn has what is
+    left of it."""
+    of_turns = paid.sum()
+    rest = rewards - of_turns
+    # What a sum rounds off is no reward: it would tell turns apart that are alike.
+    rest = rest.where(rest.abs() > SCORE_ROUNDING * rewards.abs().maximum(of_turns.abs()), 0.0)
+    values = paid.values.clone()
+    values[paid.offsets[1:] - 1] += rest
+    return paid.like(values)
 
 
 def _of_ranks(samples: Samples, layout: Layout, advantages: Ragged, ids: Ids) -> list[TurnAdvantages]:

@@ -20,8 +20,8 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def found(folder):
-    return json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+def found(folder, name="evaluation.json"):
+    return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
 @pytest.mark.usefixtures("joined")
@@ -44,12 +44,12 @@ def test_checkpoints_get_the_numbers_that_their_run_has_found(tiny_model, arithm
         kept = rltrain.read_samples(run / "evaluation" / f"global_step_{step}", split="val")
         own = rltrain.read_samples(run, step, "val")
         pd.testing.assert_frame_equal(kept[own.columns], own)
-    both = found(run / "evaluation")["evaluations"]
+    both = found(run / "evaluation", "evaluations.json")["evaluations"]
     assert [one["model"]["step"] for one in both] == [1, 2]
     assert (run / "evaluation" / "evaluation.png").is_file()
     assert main(words) == 0
     assert "was evaluated before" in capfd.readouterr().out
-    assert found(run / "evaluation")["evaluations"] == both
+    assert found(run / "evaluation", "evaluations.json")["evaluations"] == both
 
 
 @pytest.mark.long

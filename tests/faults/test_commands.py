@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rltrain import __version__
-from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
 from tests.faults.plug import (
     PATIENCE_S,

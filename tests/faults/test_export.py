@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from rltrain.models.files.source import model_problem
-from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
 from tests.faults.plug import wait_for_step, wait_until
 from tests.tiny import small_run

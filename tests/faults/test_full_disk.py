@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
 from tests.faults.plug import PATIENCE_S, error_of, gone, wait_for_line, wait_for_step, wait_until
 from tests.tiny import small_run

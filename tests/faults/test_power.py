@@ -17,7 +17,8 @@ from random import Random
 
 import pytest
 
-from rltrain.run.checkpoints.folder import Checkpoints, RunFolder, large_files
+from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
+from rltrain.run.checkpoints.manifest import large_files
 from rltrain.workers.node import altered
 from tests.trainer.test_saving import saver_of
 

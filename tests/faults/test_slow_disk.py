@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report import tracking
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.trackers import RunInfo

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.run.checkpoints.folder import find_damage
+from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
 from tests.faults.plug import PATIENCE_S, gone, wait_for_step, wait_until
 from tests.hosts.hosts import forbidden

@@ -25,7 +25,8 @@ from rltrain.models.weights.lora import Lora
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import load_training_state, save_training_state
-from rltrain.run.checkpoints.folder import RunFolder, find_damage
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.checkpoints.resume import files_of, find_start
 from rltrain.trainer.progress import Progress
 from tests.test_house_rules import PACKAGE

@@ -353,6 +353,7 @@ def test_the_key_goes_to_the_server_and_nowhere_else(double, judged, monkeypatch
         (["url=host:80"], r"reward\.judge\.url='host:80' is no address"),
         (["model=null"], r"needs reward\.judge\.model"),
         (["rule=beside"], r"needs reward\.weights"),
+        (["rule=first", "judge_weight=0.5"], r"reward\.weights\.judge weighs a number that answers have not"),
         (["request.messages=1"], r"reward\.judge\.request\.messages is decided by rltrain"),
         (["max_concurrency=2", "num_workers=3"], r"cannot share reward\.judge\.max_concurrency=2"),
         (["api_key_env=sk-Secret123"], r"no name of an environment variable"),
@@ -362,6 +363,7 @@ def test_the_key_goes_to_the_server_and_nowhere_else(double, judged, monkeypatch
 )
 def test_settings_that_cannot_be_are_refused(words, said):
     full = {"num_workers": "reward.num_workers", "custom": "custom_reward_function.path", "scorer": "reward.url"}
+    full["judge_weight"] = "reward.weights.judge"
     keys = ["url=http://host:1/v1", "model=m", *words]
     with pytest.raises(ConfigError, match=said) as refusal:
         check(load_config([f"{full.get(k, f'reward.judge.{k}')}={v}" for k, _, v in (w.partition("=") for w in keys)]))

@@ -42,6 +42,14 @@ def begun(pool, ray, texts):
     return scoring
 
 
+def test_a_key_that_was_set_after_ray_had_started_reaches_the_judge(local_ray, double, pool, rows, monkeypatch):
+    judge = double(lambda *_: YES)
+    monkeypatch.setenv("LATE_KEY", "sk-of-this-run")
+    made = pool(rows, num_workers=1, judge=JudgeConfig(url=judge.url, model="grader", api_key_env="LATE_KEY"))
+    begun(made, local_ray, ["fine"]).collect()
+    assert judge.headers[-1]["Authorization"] == "Bearer sk-of-this-run"
+
+
 def test_a_step_waits_for_the_judge_no_longer_than_it_may(local_ray, double, pool, rows):
     judge = double(lambda message, _: HANG if "slow" in message else YES)
     keys = JudgeConfig(url=judge.url, model="grader", deadline_s=1.5, max_concurrency=4, max_tokens_total=100)

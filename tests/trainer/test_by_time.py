@@ -9,7 +9,8 @@ from rltrain.base.stop import Stop
 from rltrain.config.load import load_config
 from rltrain.run.checkpoints import room
 from rltrain.run.checkpoints import saver as saving
-from rltrain.run.checkpoints.folder import RunFolder, read_record
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.manifest import read_record
 from rltrain.run.checkpoints.room import missing_room, superfluous
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.fit import Trainer

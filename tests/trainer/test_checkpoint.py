@@ -20,9 +20,10 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.changes import tell_changes, tell_finished, write_config
 from rltrain.run.checkpoints import folder as checkpoint
-from rltrain.run.checkpoints import resume
+from rltrain.run.checkpoints import manifest, resume
 from rltrain.run.checkpoints import saver as saving
-from rltrain.run.checkpoints.folder import Checkpoints, RunFolder, read_record
+from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
+from rltrain.run.checkpoints.manifest import read_record
 from rltrain.run.checkpoints.resume import Start, files_of, find_start, verified
 from rltrain.run.checkpoints.room import check_room, checkpoint_bytes, steps_saved, superfluous
 from rltrain.run.checkpoints.saver import Saver
@@ -146,7 +147,7 @@ def half_written(folder: RunFolder, step: int) -> tuple[Path, dict[str, str]]:
 
 
 def test_a_file_that_was_written_must_be_there(folder, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_SEEN_S", 0.2)
+    monkeypatch.setattr(manifest, "_SEEN_S", 0.2)
     temporary, digests = half_written(folder, 1)
     with pytest.raises(DiskError, match=r"__1_0.distcp was written and is not there \(1 of 2 such files"):
         folder.commit(temporary, 1, digests)
@@ -195,8 +196,8 @@ def test_files_in_use_do_not_stop_pruning(folder, monkeypatch, caplog):
 
 
 def test_pruning_reads_no_checkpoint_twice(folder, monkeypatch):
-    read, real = [], checkpoint.altered
-    monkeypatch.setattr(checkpoint, "altered", lambda files: read.append(files) or real(files))
+    read, real = [], manifest.altered
+    monkeypatch.setattr(manifest, "altered", lambda files: read.append(files) or real(files))
     for step in (1, 2):
         save(folder, step)
     folder.prune(newest(2))

@@ -20,9 +20,10 @@ from rltrain.base.errors import DataError, DiskError, NonFiniteError, StorageErr
 from rltrain.base.stop import Stop
 from rltrain.models.files.hashed import hashed, write_weights
 from rltrain.models.weights.export import Export
-from rltrain.run.checkpoints import folder as checkpoint
+from rltrain.run.checkpoints import manifest
 from rltrain.run.checkpoints import saver as saving_of_driver
-from rltrain.run.checkpoints.folder import RunFolder, find_damage
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.checkpoints.room import sized
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.fit import Trainer
@@ -178,8 +179,8 @@ class Rang(Exception):
 @pytest.fixture
 def slow_fsync(monkeypatch):
     """Every fsync of the driver waits until this event is set."""
-    gate, real = threading.Event(), checkpoint._sync
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: real(path) if gate.wait(10) else 0)
+    gate, real = threading.Event(), manifest.sync
+    monkeypatch.setattr(manifest, "sync", lambda path: real(path) if gate.wait(10) else 0)
     monkeypatch.setattr(saving_of_driver, "_LOOK_S", 0.01)
     yield gate
     gate.set()

@@ -4,11 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from rltrain.base.columns import names as c
+from rltrain.base.columns.ragged import Ragged
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.config.notes import other_meanings
+from rltrain.trainer.advantage import with_rest
 from tests.algorithms import references as slow
 from tests.tiny import small_run
 from tests.tiny_tools import save_calling_model, tool_run
@@ -105,6 +108,15 @@ def test_every_token_gets_the_advantage_of_its_turn_and_a_failed_answer_is_in_no
     means = [np.mean(row) if row else 0.0 for row in by_token]
     assert samples[c.ADVANTAGE][ids] == pytest.approx(means, abs=1e-4)
     assert samples[c.ADVANTAGE][[1, 6]].tolist() == [0.0, 0.0]
+
+
+def test_what_is_left_for_the_last_turn_is_no_rounding():
+    paid = Ragged.from_rows([torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)] * 2)
+    rewards = torch.tensor([0.6, 1.0], dtype=torch.float64)
+    assert 0.1 + 0.2 + 0.3 != 0.6
+    exact, more = with_rest(paid, rewards).rows()
+    assert exact.tolist() == [0.1, 0.2, 0.3]
+    assert more.tolist() == pytest.approx([0.1, 0.2, 0.7])
 
 
 def settings(tmp_path, **changes):

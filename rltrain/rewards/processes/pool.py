@@ -97,9 +97,10 @@ class RewardPool:
         # A thread of its own answers for stacks while an answer is scored.
         actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
         placed = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
+        # A Ray that was there before this run has not seen the judge's key.
+        environment = driver_environment(judge.api_key_env)
         self.workers: list[Any] = [
-            place.remote(cfg, f"worker {at}", splits, driver_environment(), num_workers)
-            for at, place in enumerate(placed)
+            place.remote(cfg, f"worker {at}", splits, environment, num_workers) for at, place in enumerate(placed)
         ]
         self._numbers = {worker._actor_id.hex(): number for number, worker in enumerate(self.workers)}
         # Asked at once, since who is gone cannot say who it was.

@@ -9,37 +9,27 @@ the large ones are read by the workers, each its share, before anything is loade
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import math
 import os
 import re
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import xxhash
-
-from rltrain.base.background import heartbeat
 from rltrain.base.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
 from rltrain.base.storage import patiently
-from rltrain.models.files.safe import METADATA, read_metadata
-from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
-from rltrain.workers.node import altered
+from rltrain.run.checkpoints.manifest import find_damage, sync, write_manifest
 
 log = logging.getLogger(__name__)
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
-# A digest has the name of its hash, which finds what chance has changed, and not what people have.
-_MANIFEST, _LOCK, _RECORD, _DIGEST = "manifest.json", "run.lock", "progress.json", "xxh3_128"
-# Above this the workers read a file.
-_LARGE_BYTES = 2**22
-# Network storage may show seconds later what another node has written.
-_SEEN_S, _POLL_S = 10.0, 0.1
+_LOCK = "run.lock"
+_REPLACED = "replaced_"
+_POLL_S = 0.1
 # NFS keeps the lock of a client that died for a lease, which mostly is 90 s.
 _FREED_S = 120.0
 
@@ -129,6 +119,17 @@ class RunFolder(Checkpoints):
                     leftover.unlink()
             except OSError as error:  # it takes room, and no run ever looks into it
                 log.warning("%s cannot be removed: %s", leftover, error)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Give a checkpoint its name again where a kill has come between the two renames of `replace`."""
+        for old in self.path.glob(f"{_REPLACED}global_step_*"):
+            final = self.path / old.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                log.warning("%s gets its name back: a command was interrupted that would have replaced it", final)
+                os.rename(old, final)
 
     def _take_lock(self) -> IO[str]:
         # Not "w", which would wipe out the owner's name before the lock says that there is one.
@@ -212,33 +213,30 @@ class RunFolder(Checkpoints):
         return folder
 
     def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
-        """`seal` it and `name_it`: from here on the checkpoint exists."""
-        self.seal(folder, step, digests)
+        """`write_manifest` and `name_it`: from here on the checkpoint exists."""
+        write_manifest(folder, step, digests)
         return self.name_it(folder, step)
 
-    def seal(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> None:
-        """Write the manifest, and bring all to the disk. digests: by path, of what was hashed while it was written;
-        other files are small and read here. Raises DiskError where a file that has a digest is not there.
-        """
-        # Listed before the manifest, which is not in itself. Without the syncs a power failure could leave empty files.
-        files = {
-            str(file.relative_to(folder)): {
-                "bytes": _sync(file),
-                _DIGEST: (digests or {}).get(str(file)) or xxhash.xxh3_128(file.read_bytes()).hexdigest(),
-            }
-            for file in _written(folder, digests or {})
-        }
-        (folder / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
-        for entry in [folder / _MANIFEST, folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
-            _sync(entry)
-
     def name_it(self, folder: Path, step: int) -> Path:
-        """Give a sealed checkpoint its name."""
+        """Give a checkpoint with a manifest its name."""
         final = self.step_folder(step)
         os.rename(folder, final)
-        _sync(self.path)  # of which the rename is an entry
+        sync(self.path)  # of which the rename is an entry
         self._known[final] = ""
         return final
+
+    def replace(self, folder: Path, step: int) -> None:
+        """Let ``folder``, which has a manifest, be the checkpoint of ``step`` in place of the one that is."""
+        final = self.step_folder(step)
+        old = final.with_name(f"{_REPLACED}{final.name}")
+        # Nothing stands between the two renames; `_put_back` mends a kill that comes there.
+        os.rename(final, old)
+        try:
+            self.name_it(folder, step)
+        except BaseException:
+            os.rename(old, final)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
     def prune(self, goes: Callable[[list[int]], list[int]], *spare: str | Path | None) -> None:
         """Remove the checkpoints that go of the whole ones: ``goes`` of their steps, ascending.
@@ -254,7 +252,7 @@ class RunFolder(Checkpoints):
                 self.pruned_at = time.monotonic()
                 # A kill while it is removed leaves half of it, which must not have the name of a checkpoint.
                 os.rename(folder, self.path / f".tmp_old_{folder.name}_{os.getpid()}")
-        _sync(self.path)
+        sync(self.path)
         for old in self.path.glob(".tmp_old_*"):
             shutil.rmtree(old, ignore_errors=True)
             if old.exists():
@@ -279,122 +277,3 @@ def _unwritable(path: Path, error: OSError) -> DiskError | StorageError:
         "Make room or allow writing there, or choose another trainer.default_local_dir, and run the same command again."
     )
     return unwritten(f"nothing can be written into the run folder {path}: {error}", error, lambda: way_out)
-
-
-def _written(folder: Path, digests: Mapping[str, str]) -> list[Path]:
-    """The files of a save. Raises DiskError where one with a digest does not come."""
-    deadline = time.monotonic() + _SEEN_S
-    while True:
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        missing = sorted(digests.keys() - {str(file) for file in files})
-        if not missing:
-            return files
-        if time.monotonic() > deadline:
-            raise DiskError(
-                f"{missing[0]} was written and is not there ({len(missing)} of {len(digests)} such files are missing): "
-                "the node that wrote it may have lost its mount of the run folder"
-            )
-        time.sleep(_POLL_S)
-
-
-def find_damage(folder: Path, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint folder, or None: the sizes of all files and the contents of the small ones.
-
-    Of large files `large_files` knows the digests, which take time to compare. Raises StorageError where something
-    cannot be read now, which is no damage.
-    """
-    try:
-        files = _manifest(folder)
-    except (OSError, ValueError, RecursionError) as error:
-        return describe_verl_checkpoint(folder) or f"its {_MANIFEST} cannot be read ({error})"
-    for name, expected in files.items():
-        file = folder / name
-        try:
-            status = patiently(file, file.stat)
-        except (OSError, ValueError):  # a name that cannot be one
-            return f"{name} is missing"
-        if not stat.S_ISREG(status.st_mode):
-            return f"{name} is missing"
-        if status.st_size != expected["bytes"]:
-            return f"{name} has {status.st_size} bytes instead of {expected['bytes']}"
-    if not contents:
-        return None
-    if problems := altered(_digests(folder, files, large=False)):
-        return problems[0]
-    try:
-        read_record(folder)
-        for file in patiently(folder, lambda: list(folder.glob(f"*/{METADATA}"))):
-            read_metadata(file.parent)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint -> what is known of each: size and digest. Raises ValueError for anything else."""
-    file = folder / _MANIFEST
-    content = json.loads(patiently(file, file.read_bytes))
-    files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or _RECORD not in files:
-        raise ValueError(f"it does not list {_RECORD}")
-    for name, entry in files.items():
-        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
-            raise ValueError(f"it has no size of {name}")
-    # One of many is lost by a flipped bit; none are there in checkpoints that were made before there were digests.
-    lacking = [name for name, entry in files.items() if not isinstance(entry.get(_DIGEST), str)]
-    if lacking and len(lacking) < len(files):
-        raise ValueError(f"it has no digest of {lacking[0]}")
-    return files
-
-
-def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> list[tuple[Path, str]]:
-    entries = [(folder / name, entry) for name, entry in files.items() if _DIGEST in entry]
-    return [
-        (file, entry[_DIGEST])
-        for file, entry in entries
-        if (entry["bytes"] > _LARGE_BYTES and file.name != METADATA) == large
-    ]
-
-
-def large_files(folder: Path) -> list[tuple[Path, str]]:
-    """The large files of a checkpoint and their digests, in the order of the ranks that have written them."""
-    files = _digests(folder, _manifest(folder), large=True)
-    # Of equal names, those with fewer digits have the smaller number. A rank that reads its own has it in its cache.
-    return sorted(files, key=lambda entry: (entry[0].parent, len(entry[0].name), entry[0].name))
-
-
-def has_digests(folder: Path) -> bool:
-    """Whether the manifest knows more of the files than their sizes."""
-    return any(_DIGEST in entry for entry in _manifest(folder).values())
-
-
-def size_of(folder: Path) -> int:
-    """Bytes that the manifest of a checkpoint lists; 0 where it cannot be read now."""
-    try:
-        return sum(entry["bytes"] for entry in _manifest(folder).values())
-    except (OSError, ValueError, StorageError):
-        return 0
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """``progress.json`` of a checkpoint. Raises CheckpointError where it is not what a save has written."""
-    file = folder / _RECORD
-    try:
-        record = json.loads(patiently(file, file.read_bytes))
-        if not isinstance(record, dict) or type(record.get("global_step")) is not int:
-            raise ValueError("it has no global_step")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error})") from error
-    return record
-
-
-def _sync(path: Path) -> int:
-    """Bring a file or folder to the disk. Returns its size, which network storage is sure of once a file is open."""
-    heartbeat()  # a checkpoint has many files
-    # A folder can be opened for reading only, and that is enough for fsync.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rltrain.base.errors import CheckpointError, ConfigError
 from rltrain.models.files.source import model_problem
-from rltrain.run.checkpoints.folder import Checkpoints, find_damage, large_files
+from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
+from rltrain.run.checkpoints.manifest import find_damage, large_files
 from rltrain.workers.node import altered
 
 EXPORT = "huggingface"

@@ -26,7 +26,8 @@ from rltrain.base.storage import patiently
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.controller.group import WorkerGroup
-from rltrain.run.checkpoints.folder import Checkpoints, has_digests, large_files, read_record, size_of
+from rltrain.run.checkpoints.folder import Checkpoints
+from rltrain.run.checkpoints.manifest import has_digests, large_files, read_record, size_of
 from rltrain.trainer.progress import Progress
 from rltrain.workers.node import altered
 

@@ -28,7 +28,8 @@ from rltrain.config.schema import Config
 from rltrain.controller.lifeline import raise_if_lost
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card
-from rltrain.run.checkpoints.folder import RunFolder, read_record, size_of
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.manifest import read_record, size_of
 from rltrain.run.checkpoints.resume import Start, files_of
 from rltrain.run.checkpoints.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
 from rltrain.run.watchers.watcher import Watcher, Watchers

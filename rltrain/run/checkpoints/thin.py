@@ -1,9 +1,8 @@
 """Checkpoints of old steps without the state of the optimizer: a third of their size, and their weights as they were.
 
 DCP's files hold one tensor behind the other, and ``.metadata`` says where. So what stays is copied byte for byte into
-new files, and nothing is computed or held in memory. The thinned checkpoint is made beside the old one and takes its
-name by a rename; between that and the rename before, a kill leaves the old one as ``replaced_global_step_N``, which the
-next look puts back.
+new files, and nothing is computed or held in memory. The thinned checkpoint is made beside the old one and takes
+its name.
 """
 
 from __future__ import annotations
@@ -20,13 +19,21 @@ from typing import IO, Any
 from rltrain.base.errors import CheckpointError
 from rltrain.models.files.hashed import Digests, hashed
 from rltrain.models.files.safe import METADATA, read_metadata
-from rltrain.run.checkpoints.folder import RunFolder, find_damage, large_files, read_record, size_of
+from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.manifest import (
+    MANIFEST,
+    RECORD,
+    find_damage,
+    large_files,
+    read_record,
+    size_of,
+    write_manifest,
+)
 from rltrain.workers.node import altered
 
 # In progress.json of a checkpoint without the state of its optimizers.
 THINNED = "thinned"
 _OPTIMIZER = "optimizer."
-_REPLACED = "replaced_"
 _BUFFER = 16 << 20
 
 
@@ -46,16 +53,6 @@ def optimizer_bytes(folder: Path) -> int:
     return sum(place.length for _, place in places)
 
 
-def put_back(run: RunFolder) -> None:
-    """Give a checkpoint its name again where a kill has come between two renames."""
-    for old in run.path.glob(f"{_REPLACED}global_step_*"):
-        final = run.path / old.name.removeprefix(_REPLACED)
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.rename(old, final)
-
-
 def thin(run: RunFolder, step: int) -> int:
     """Take the state of the optimizers out of a checkpoint. Returns the bytes that are free now.
 
@@ -69,19 +66,11 @@ def thin(run: RunFolder, step: int) -> int:
     try:
         new.mkdir()
         digests = _copy(folder, new)
-        (new / "progress.json").write_text(json.dumps({**record, THINNED: True}, indent=1), encoding="utf-8")
-        run.seal(new, step, digests)
-        old = folder.with_name(f"{_REPLACED}{folder.name}")
-        # Nothing stands between the two renames.
-        os.rename(folder, old)
-        try:
-            run.name_it(new, step)
-        except BaseException:
-            os.rename(old, folder)
-            raise
+        (new / RECORD).write_text(json.dumps({**record, THINNED: True}, indent=1), encoding="utf-8")
+        write_manifest(new, step, digests)
+        run.replace(new, step)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
     return before - size_of(folder)
 
 
@@ -104,7 +93,7 @@ def _copy(folder: Path, new: Path) -> Digests:
         target = new / file.relative_to(folder)
         if file.is_dir():
             target.mkdir(exist_ok=True)
-        elif file not in shards and file.name not in ("manifest.json", "progress.json"):
+        elif file not in shards and file.name not in (MANIFEST, RECORD):
             _link(file, target)
     return digests
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain.base.errors import DataError, command
-from rltrain.base.storage import disk_errors
+from rltrain.base.picture import NO_PICTURE
+from rltrain.base.storage import replacing
 from rltrain.tools.compare.differences import METRICS, check_steps, chosen_metrics
 from rltrain.tools.compare.picture import draw
 from rltrain.tools.compare.runs import grouped, read_runs
@@ -32,28 +32,15 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
     check_steps(groups)
     metrics = chosen_metrics(runs, patterns)
     comparison = Comparison.of(groups, metrics)
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+    written, note = [out / "compare.json"], ""
+    with replacing(written[0]) as temporary:
         text = json.dumps(comparison.as_json(), indent=1, default=str, allow_nan=False)
-        written = [_write(out / "compare.json", lambda file: file.write_text(text, encoding="utf-8"))]
-        note = ""
-        try:
-            if metrics:
-                written.append(_write(out / "compare.png", lambda file: draw(groups, metrics, file)))
-        except DataError as error:
-            note = f"\nnote: {error}"
+        temporary.write_text(text, encoding="utf-8")
+    if metrics and draw(groups, metrics, out / "compare.png"):
+        written.append(out / "compare.png")
+    elif metrics:
+        note = f"\nnote: {NO_PICTURE}."
     return f"{comparison.text()}\n\nwritten: {', '.join(map(str, written))}{note}\n"
-
-
-def _write(file: Path, write: Callable[[Path], object]) -> Path:
-    """Whole or not at all."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return file
 
 
 @command

@@ -6,42 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import DataError
+from rltrain.base.picture import new_figure, save
 from rltrain.tools.compare.runs import Group
 
 _COLUMNS = 2
 
 
-def draw(groups: Sequence[Group], metrics: Sequence[str], file: Path) -> None:
+def draw(groups: Sequence[Group], metrics: Sequence[str], file: Path) -> bool:
     """Write ``file``, a PNG: a panel for every metric, a line for every group, and around that of several runs their
-    spread. Raises DataError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise DataError("there is no picture, as matplotlib is not installed: pip install 'rltrain[plot]'.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    spread. False, with a sentence in the log, where matplotlib is not installed."""
     num_rows = -(-len(metrics) // _COLUMNS)
-    figure, axes = pyplot.subplots(
-        num_rows, _COLUMNS, figsize=(6 * _COLUMNS, 3 * num_rows), squeeze=False, layout="constrained"
-    )
-    try:
-        for place, metric in zip(axes.flat, metrics, strict=False):
-            for group in groups:
-                _line(place, group, metric)
-            place.set_title(metric, fontsize=9)
-            place.grid(alpha=0.3)
-        for place in axes.flat[len(metrics) :]:
-            place.axis("off")
-        # The first panel may lack a run.
-        named = [pair for place in axes.flat for pair in zip(*place.get_legend_handles_labels(), strict=True)]
-        handles = {label: handle for handle, label in named}
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, fontsize=8)
-        figure.supxlabel("step")
-        figure.savefig(file, dpi=120, format="png")
-    finally:
-        pyplot.close(figure)
+    figure = new_figure(6 * _COLUMNS, 3 * num_rows)
+    if figure is None:
+        return False
+    axes = figure.subplots(num_rows, _COLUMNS, squeeze=False)
+    for place, metric in zip(axes.flat, metrics, strict=False):
+        for group in groups:
+            _line(place, group, metric)
+        place.set_title(metric, fontsize=9)
+        place.grid(alpha=0.3)
+    for place in axes.flat[len(metrics) :]:
+        place.axis("off")
+    # The first panel may lack a run.
+    named = [pair for place in axes.flat for pair in zip(*place.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in named}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, fontsize=8)
+    figure.supxlabel("step")
+    save(figure, file)
+    return True
 
 
 def _line(place: Any, group: Group, metric: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from rltrain.base import logs
 from rltrain.base.errors import ConfigError
+from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
@@ -29,21 +30,16 @@ from rltrain.main_ppo import main as guarded
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return guarded(argv, _evaluate)
+    return guarded(argv, explained(str(__doc__), _evaluate))
 
 
 def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
-    if arguments.help is not None:
-        sys.stdout.write(str(__doc__))
-        return 0
-    for flag in ("print_config", "version"):
-        if getattr(arguments, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
     # Imported here, so that --help need not wait for it.
     from rltrain.api import look_over
+    from rltrain.base.storage import write_json
     from rltrain.run.build import begin_ray
     from rltrain.tools.evaluate.evaluation import evaluate_model
-    from rltrain.tools.evaluate.kept import PICTURE, RESULT, write_json
+    from rltrain.tools.evaluate.kept import PICTURE, RESULT, RESULTS
     from rltrain.tools.evaluate.picture import draw
     from rltrain.tools.evaluate.report import show
     from rltrain.tools.evaluate.request import read_request
@@ -65,12 +61,13 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
             with logs.session():  # which has a train.log of its own
                 results.append(evaluate_model(request, model, stop))
     folder = request.root if several else request.folder(request.models[0])
+    file = folder / (RESULTS if several else RESULT)
     if several:
-        write_json(folder / RESULT, {"evaluations": results})
+        write_json(file, {"evaluations": results})
     with logs.session():
         draw(folder / PICTURE, results)
     show(results)
-    sys.stdout.write(f"{folder / RESULT}\nanswers: rltrain view {request.folder(request.models[0])} --val\n")
+    sys.stdout.write(f"{file}\nanswers: rltrain view {request.folder(request.models[0])} --val\n")
     return 0
 
 

@@ -7,7 +7,6 @@ those of an evaluation that never stopped. At the end the parts become one file,
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -21,9 +20,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.storage import disk_errors, patiently
+from rltrain.base.storage import patiently, read_json, replacing, write_json
 
-RESULT, PICTURE = "evaluation.json", "evaluation.png"
+# Of one model; of several, beside the folders of each; the picture of either.
+RESULT, RESULTS, PICTURE = "evaluation.json", "evaluations.json", "evaluation.png"
 _ASKED, _PARTS = "asked.json", "parts"
 _PART = re.compile(r"rows_(\d+)_(\d+)\.parquet")
 _NUM_SHOWN = 4
@@ -78,11 +78,8 @@ class Kept:
         file = self.folder / "samples" / f"val_{step:06d}.parquet"
         table = self.answers()
         if table is not None:  # else an earlier start has come so far
-            with disk_errors(file):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                temporary = file.with_suffix(".tmp")
+            with replacing(file) as temporary:
                 pq.write_table(table, temporary, compression="zstd")
-                os.replace(temporary, file)
         return file
 
     def answers(self) -> pa.Table | None:
@@ -110,26 +107,6 @@ class Kept:
         for name in names:
             if match := _PART.fullmatch(name):
                 yield int(match[1]), int(match[2]), self.folder / _PARTS / name
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write a file whole or not at all. Raises DiskError or StorageError."""
-    with disk_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.tmp")
-        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
-        os.replace(temporary, file)
-
-
-def read_json(file: Path) -> dict[str, Any] | None:
-    """What `write_json` has written; None where there is no file. Raises DataError."""
-    try:
-        value = json.loads(patiently(file, file.read_bytes))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise DataError(f"{file} cannot be read ({error}). Remove it, or give another out=FOLDER.") from error
-    return value
 
 
 def _joined(parts: Sequence[pa.Table]) -> pa.Table:

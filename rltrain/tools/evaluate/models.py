@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from rltrain.base.errors import CheckpointError, ConfigError, first_line
 from rltrain.base.storage import patiently
 from rltrain.models.files.source import model_problem
-from rltrain.run.checkpoints.folder import Checkpoints, find_damage, read_record
+from rltrain.run.checkpoints.folder import Checkpoints
+from rltrain.run.checkpoints.manifest import find_damage, read_record
 
 _MODEL = "actor_rollout_ref.model."
 _STEP = re.compile(r"global_step_\d+")

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.storage import disk_errors
+from rltrain.base.picture import new_figure, save
 from rltrain.tools.evaluate.report import main_figure
 
-log = logging.getLogger(__name__)
 # How wide the points of one model lie apart; models are 1 apart.
 _ASIDE = 0.4
 
 
 def draw(file: Path, results: Sequence[Mapping[str, Any]]) -> bool:
     """Write the picture; False, with a sentence in the log, where matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        log.info("there is no picture, as matplotlib is not installed: pip install 'rltrain[plot]'")
-        return False
     name = main_figure(results[0])
     several = any(part.startswith("pass@") for result in results for part in result["average"])
-    figure = Figure(figsize=(11 if several else 6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11 if several else 6, 4)
+    if figure is None:
+        return False
     axes = figure.subplots(1, 2 if several else 1, squeeze=False)[0]
     _means(axes[0], results, name)
     if several:
         _passes(axes[1], results)
-    with disk_errors(file):
-        temporary = file.with_name(f".{file.name}.tmp")
-        figure.savefig(temporary, format="png", dpi=150)
-        os.replace(temporary, file)
+    save(figure, file)
     return True
 
 

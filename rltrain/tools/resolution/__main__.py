@@ -21,23 +21,17 @@ import sys
 from contextlib import ExitStack
 
 from rltrain.base import logs
-from rltrain.base.errors import ConfigError
+from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.main_ppo import main as guarded
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return guarded(argv, _search)
+    return guarded(argv, explained(str(__doc__), _search))
 
 
 def _search(arguments: argparse.Namespace, stop: Stop) -> int:
-    if arguments.help is not None:
-        sys.stdout.write(str(__doc__))
-        return 0
-    for flag in ("print_config", "version"):
-        if getattr(arguments, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
     # Imported here, so that --help need not wait for it.
     from rltrain.run.build import begin_ray
     from rltrain.tools.resolution.report import draw, show_search, show_settings

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from rltrain.base.storage import disk_errors
+from rltrain.base.picture import new_figure, save
 from rltrain.tools.evaluate.report import console_of, show, write_table
 from rltrain.tools.resolution.settings import Settings
 
-log = logging.getLogger(__name__)
 _HEAD = ("dev", "accuracy", "image tokens", "s/prompt", "prompts", "")
 
 
@@ -75,14 +72,9 @@ def _say(lines: list[str]) -> None:
 
 def draw(file: Path, result: Mapping[str, Any]) -> bool:
     """Write the picture: accuracy and seconds over image tokens; False, with a sentence, without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        log.info("there is no picture, as matplotlib is not installed: pip install 'rltrain[plot]'")
+    figure = new_figure(10, 4)
+    if figure is None:
         return False
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     accuracy, cost = figure.subplots(1, 2)
     parts = sorted(result["settings"], key=lambda part: part["image_tokens"])
     for label, group, colour in (
@@ -106,10 +98,7 @@ def draw(file: Path, result: Mapping[str, Any]) -> bool:
         axis.set_xlabel("image tokens per prompt")
         axis.grid(alpha=0.3)
     accuracy.legend()
-    with disk_errors(file):
-        temporary = file.with_name(f".{file.name}.tmp")
-        figure.savefig(temporary, format="png", dpi=150)
-        os.replace(temporary, file)
+    save(figure, file)
     return True
 
 

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from rltrain.api import look_over
 from rltrain.base import logs
 from rltrain.base.stop import Stop
+from rltrain.base.storage import read_json, write_json
 from rltrain.controller.lifeline import working
 from rltrain.run.build import build
 from rltrain.run.fit import Trainer
 from rltrain.tools.evaluate import statistics
 from rltrain.tools.evaluate.evaluation import evaluate_model, values_of
-from rltrain.tools.evaluate.kept import Kept, read_json, write_json
+from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.request import identity
 from rltrain.tools.evaluate.statistics import SEED, Floats
 from rltrain.tools.resolution.race import RULE, cannot_win, random_order

@@ -27,7 +27,7 @@ from rltrain.config.reward_rules import asked_of_scorers, reward_problems, rewar
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_met
 from rltrain.config.schema.keys import all_keys, followed, get, plugin_keys
-from rltrain.config.schema.model import HALF, NO_SCALER
+from rltrain.config.schema.model import HALF, NO_MASTER
 from rltrain.config.schema.trainer import EPOCH
 from rltrain.config.step_passes import roles_of
 
@@ -174,12 +174,11 @@ def _words_for_steps(config: Config) -> Iterator[str]:
 
 
 def _precision(config: Config) -> Iterator[str]:
-    """What is trained needs gradients that do not vanish."""
+    """What learns needs steps that do not vanish."""
     trained = {_A + "actor.fsdp_config": True, "critic.model.fsdp_config": config.algorithm.needs_critic}
     for section in (section for section, is_trained in trained.items() if is_trained):
-        for key in (f"{section}.model_dtype", f"{section}.compute_dtype"):
-            if get(config, key) in HALF:
-                yield f"{key}={get(config, key)}: {NO_SCALER}."
+        if get(config, key := f"{section}.model_dtype") in HALF:
+            yield f"{key}={get(config, key)}: {NO_MASTER}."
 
 
 def _uneven_batches(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule, and the clipping of gradients that are sharded."""
+"""AdamW, the learning-rate schedule, the clipping of gradients that are sharded, and the scale of a loss in float16."""
 
 from __future__ import annotations
 
@@ -42,3 +42,51 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
     # The norm of shards is a DTensor, whose local value is only this rank's part.
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class LossScale:
+    """What a loss is multiplied by where gradients are computed in float16, in which numbers below 6e-8 are 0
+    (Micikevicius et al. 2018, section 3.2).
+
+    It starts, halves and doubles as torch.amp.GradScaler does. That one is not used because its ranks decide each for
+    itself, after another wait for the device; here one number of all ranks says whether a step is made, as in every
+    other dtype. All values are powers of two, so that gradients lose nothing by it.
+    """
+
+    FIRST, LOWEST, HIGHEST = 2.0**16, 1.0, 2.0**24
+    STEPS_TO_DOUBLE = 2000
+
+    def __init__(self) -> None:
+        self.state = torch.tensor([self.FIRST, 0.0])
+        """The scale, and the steps since it was changed, on the host; written to in place."""
+
+    @property
+    def value(self) -> float:
+        """The scale."""
+        return float(self.state[0])
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divide all gradients by it."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / self.value)
+
+    def made(self) -> None:
+        """Count a step whose gradients were finite."""
+        self.state[1] += 1
+        if self.state[1] >= self.STEPS_TO_DOUBLE:
+            self._become(min(2 * self.value, self.HIGHEST))
+
+    def lower(self) -> bool:
+        """Halve it, after gradients have overflowed. False where it is 1: then it is not the scale that does it."""
+        if self.value <= self.LOWEST:
+            return False
+        self._become(self.value / 2)
+        return True
+
+    def rest(self) -> None:
+        """Become 1, at which no gradient overflows because of it."""
+        self._become(self.LOWEST)
+
+    def _become(self, value: float) -> None:
+        self.state.copy_(torch.tensor([value, 0.0]))

@@ -106,6 +106,8 @@ def _replayed(folder: Path, parts: list[Incident], loaded: LoadedConfig, residen
     if (folder / WEIGHTS).exists():
         worker.load(str(folder / WEIGHTS), True)
         whose = "the weights of the incident"
+    if scale := worker.updater.loss_scale:
+        scale.rest()
     having = [part for part in parts if len(part.batch)]
     batch = Batch.concat([part.batch for part in having])
     whole = replace(first.mini, micro_sizes=tuple(size for part in having for size in part.mini.micro_sizes))

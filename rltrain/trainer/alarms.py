@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.base.errors import NonFiniteError, RewardError, SyncError
+from rltrain.base.logs import count
 from rltrain.config.notes import compares_nothing
 from rltrain.config.schema import Config
 from rltrain.trainer.metrics import Metrics
@@ -81,6 +82,15 @@ class Alarms:
         self._equal_steps = int(metrics.get("reward/equal_steps", 0))
         for role in ("actor", "critic"):
             self._skipped_in_a_row[role] = int(metrics.get(f"{role}/skipped_in_a_row", 0))
+
+    def overflowed(self, role: str, metrics: Metrics) -> None:
+        """Tell of steps that were not made because gradients overflowed float16."""
+        if number := int(metrics.get(f"{role}/steps_overflowed", 0)):
+            log.warning(
+                "%s: gradients overflowed float16, so %s not made; the loss scale is now %g",
+                role, f"{count(number, 'optimizer step')} {'was' if number == 1 else 'were'}",
+                metrics[f"{role}/loss_scale"],
+            )  # fmt: skip
 
     def skipped(self, role: str, metrics: Metrics) -> Metrics:
         """Stop when ``role`` had to skip an optimizer step in three steps in a row."""

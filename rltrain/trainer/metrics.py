@@ -140,8 +140,14 @@ def update_metrics(results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], 
         for name, total in _over_ranks([result.token_sums for result in results]).items():
             metrics[f"{prefix}/{name}"] = float(np.mean(total[having] / tokens[having]))
     # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
-    metrics[f"{prefix}/grad_norm"] = float(np.mean(results[0].grad_norm))
-    metrics[f"{prefix}/steps_skipped"] = float(np.sum(results[0].skipped))
+    one = results[0]
+    norms = one.grad_norm
+    if one.loss_scale is not None:
+        metrics[f"{prefix}/loss_scale"] = one.loss_scale
+        metrics[f"{prefix}/steps_overflowed"] = float(np.sum(one.overflowed))
+        norms = norms[one.overflowed == 0]
+    metrics |= {f"{prefix}/grad_norm": float(np.mean(norms))} if len(norms) else {}
+    metrics[f"{prefix}/steps_skipped"] = float(np.sum(one.skipped))
     return metrics | largest([result.memory_gb for result in results])
 
 

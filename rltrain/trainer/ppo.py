@@ -8,7 +8,7 @@ the workers'.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, StepModels
 from rltrain.trainer.timing import StepTimer, decode_metrics, flops_metrics
 from rltrain.trainer.validation import Validation
+from rltrain.workers.results import UpdateNumbers
 from rltrain.workers.tasks import UpdateTask
 
 
@@ -185,7 +186,8 @@ class PPOTrainer:
         # As in verl the schedule begins with the first step in which the actor learns. All optimizer steps of a step
         # share one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
         first = max(1, plan.passes.first_actor_step)
-        rate = learning_rate(step - first, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
+        held = self._steps_held("actor")
+        rate = learning_rate(step - first - held, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
             # The mean is over the whole batch and not over a mini-batch, so that the scale is the same for every
@@ -209,7 +211,7 @@ class PPOTrainer:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
         # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
         record.measured = join([record.measured, join(result.measured for result in results)])
-        record.metrics |= self._alarms.skipped("actor", record.metrics)
+        self._skipped("actor", results, record, held)
 
     def _update_critic(self, critic: Critic, samples: Samples, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.critic, record.step
@@ -219,11 +221,23 @@ class PPOTrainer:
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
         record.layouts["update_critic"] = layout = self._cut(samples, "update_critic", mini_batches)
-        rate = learning_rate(step - 1, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
+        held = self._steps_held("critic")
+        rate = learning_rate(step - 1 - held, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
         record.metrics["critic/lr"] = rate
-        record.metrics |= self._alarms.skipped("critic", record.metrics)
+        self._skipped("critic", results, record, held)
+
+    def _steps_held(self, role: str) -> int:
+        """Steps of the run so far in which ``role`` made no optimizer step, so that its schedule did not move."""
+        return int(self._metrics.get(f"{role}/steps_held", 0))
+
+    def _skipped(self, role: str, results: Sequence[UpdateNumbers], record: StepRecord, held: int) -> None:
+        """Tell of optimizer steps that were not made, and stop where they are too many. held: `_steps_held` before."""
+        self._alarms.overflowed(role, record.metrics)
+        record.metrics |= self._alarms.skipped(role, record.metrics)
+        if held := held + (results[0].num_made == 0):
+            record.metrics[f"{role}/steps_held"] = float(held)
 
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:
         """The metrics of the step."""
@@ -330,6 +344,7 @@ class PPOTrainer:
         """Go on where ``progress`` was. folder: its checkpoint."""
         self.actor.lengths.restore(progress.lengths)
         self._alarms.restore(progress.metrics)
+        self._metrics = progress.metrics
         file = folder / ANSWERS if folder else None
         answers = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
         self.experience.restore(progress, answers)

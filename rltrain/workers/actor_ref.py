@@ -77,7 +77,7 @@ class ActorRefWorker(Actor):
             self.policy.eval()
             return
         self.updater = Updater("actor", self.policy, self._actor_cfg.optim, fsdp, self._cfg.trainer, self._device)
-        self._writer = StateWriter(self.policy, self.updater.optimizer, self._device)
+        self._writer = StateWriter(self.policy, self.updater.optimizer, self.updater.loss_scale, self._device)
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
         self.frozen = FrozenWorker(self._cfg, passes, self.residency)
@@ -357,8 +357,9 @@ class ActorRefWorker(Actor):
         """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
         self.residency.enter("update_actor" if self._passes.trains else "sync", whole=True)
         optimizer = self.updater.optimizer if self._passes.trains and not weights_only else None
+        scale = self.updater.loss_scale if optimizer else None
         texts_alone = not self._passes.trains and not self._passes.images
-        return load_training_state(self.policy, optimizer, folder, texts_alone=texts_alone)
+        return load_training_state(self.policy, optimizer, folder, scale, texts_alone=texts_alone)
 
 
 def _given(batch: Batch) -> Tensor | None:

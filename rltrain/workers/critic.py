@@ -34,7 +34,7 @@ class CriticWorker(Critic):
         self.model = load_role("critic", cfg, passes, residency)
         fsdp = cfg.critic.model.fsdp_config
         self.updater = Updater("critic", self.model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
-        self._writer = StateWriter(self.model, self.updater.optimizer, self._device)
+        self._writer = StateWriter(self.model, self.updater.optimizer, self.updater.loss_scale, self._device)
         residency.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
 
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
@@ -79,4 +79,6 @@ class CriticWorker(Critic):
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""
         self.residency.enter("update_critic", whole=True)
-        return load_training_state(self.model, None if weights_only else self.updater.optimizer, folder)
+        updater = None if weights_only else self.updater
+        optimizer, scale = (updater.optimizer, updater.loss_scale) if updater else (None, None)
+        return load_training_state(self.model, optimizer, folder, scale)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.algorithms.moments import Moments
@@ -33,6 +34,10 @@ class UpdateNumbers:
     """The same on all ranks."""
     skipped: Array
     """1: the numbers were not finite. The same on all ranks."""
+    overflowed: Array = field(default_factory=lambda: np.zeros(0))
+    """1: the step was not made because gradients overflowed float16, and the loss scale was halved. Likewise."""
+    loss_scale: float | None = None
+    """After the last step; None in other dtypes."""
     shares: dict[str, Array] = field(default_factory=dict)
     """Parts of the loss, which add up over ranks."""
     token_sums: dict[str, Array] = field(default_factory=dict)
@@ -41,6 +46,11 @@ class UpdateNumbers:
     """Moments of the first mini-batch, before any step."""
     memory_gb: dict[str, float] = field(default_factory=dict)
     """Peaks, by metric."""
+
+    @property
+    def num_made(self) -> int:
+        """Optimizer steps that were made."""
+        return len(self.skipped) - int(self.skipped.sum() + self.overflowed.sum())
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from rltrain.base.env import memory_left
 from rltrain.base.errors import unwritten
 from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
+from rltrain.models.optim import LossScale
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import training_state
 from rltrain.workers.residency import like, local
@@ -39,10 +40,12 @@ _SHARE = 0.7
 
 
 class StateWriter:
-    """Writes model and optimizer of a role as a DCP checkpoint, again and again. Every rank has one."""
+    """Writes model, optimizer and loss scale of a role as a DCP checkpoint, again and again. Every rank has one."""
 
-    def __init__(self, packed: PackedModel, optimizer: torch.optim.Optimizer, device: Device) -> None:
-        self._packed, self._optimizer, self._device = packed, optimizer, device
+    def __init__(
+        self, packed: PackedModel, optimizer: torch.optim.Optimizer, loss_scale: LossScale | None, device: Device
+    ) -> None:
+        self._packed, self._optimizer, self._loss_scale, self._device = packed, optimizer, loss_scale, device
         self._planner = Planner()
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None  # rank 0 has it
@@ -73,7 +76,8 @@ class StateWriter:
         """Take the state as it is now (the first time a collective), to be written into ``folder``: with ``copies``,
         which `room` has found room for, training may go on while `write` runs. Returns ``copies``."""
         self._folder = folder
-        self._planner.set_up_planner(training_state(self._packed, self._optimizer), None, dist.get_rank() == 0)
+        own_state = training_state(self._packed, self._optimizer, self._loss_scale)
+        self._planner.set_up_planner(own_state, None, dist.get_rank() == 0)
         state = {name: value for name, value in self._planner.state_dict.items() if isinstance(value, torch.Tensor)}
         if self._plan is None:
             self._agree_on_plan()

@@ -1,8 +1,9 @@
 """Optimizer steps of one model: accumulate gradients over micro-batches, clip, check that all is finite, step.
 
 A step with a NaN spoils every weight for good, and a rank that skips a step alone no longer has the weights of the
-others. So loss and gradient norm are looked at before each step, and all ranks take it or none does. Left out: scaling
-of the loss, which training in float16 would need.
+others. So loss and gradient norm are looked at before each step, and all ranks take it or none does. In float16 the
+loss is scaled (`LossScale`); a gradient that overflows under a finite loss then lowers the scale, and is no incident
+while there is something to lower.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from rltrain.algorithms.losses import LossShare, Measured
 from rltrain.algorithms.moments import Moments
 from rltrain.base.columns.batch import Batch
-from rltrain.base.device import Device
+from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import NonFiniteError
 from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.models.forward import PackedModel
-from rltrain.models.optim import clip_gradients, make_optimizer
+from rltrain.models.optim import LossScale, clip_gradients, make_optimizer
 from rltrain.workers.incidents import write_incident
 from rltrain.workers.results import Array, UpdateNumbers
 from rltrain.workers.tasks import MiniBatch
@@ -41,10 +42,14 @@ class _Step(NamedTuple):
     share: LossShare
     grad_norm: float
     skipped: bool
+    overflowed: bool
 
 
 class Updater:
-    """Owns the optimizer of ``model``. ``num_steps`` counts the optimizer steps that were made."""
+    """Owns the optimizer of ``model``. ``num_steps`` counts the optimizer steps that were made.
+
+    ``loss_scale``: None where forward and backward do not run in float16.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class Updater:
         device: Device,
     ) -> None:
         self.optimizer = make_optimizer(model.parameters(), optim, device)
+        self.loss_scale = LossScale() if resolve_dtype(fsdp.compute_dtype, device) == torch.float16 else None
         self.num_steps = 0
         self._role = role
         self._model = model
@@ -95,6 +101,8 @@ class Updater:
         return UpdateNumbers(
             grad_norm=np.array([step.grad_norm for step in steps]),
             skipped=np.array([float(step.skipped) for step in steps]),
+            overflowed=np.array([float(step.overflowed) for step in steps]),
+            loss_scale=self.loss_scale.value if self.loss_scale else None,
             shares=_stacked([_parts(share) for share in shares]),
             token_sums=_stacked([share.token_sums for share in shares]),
             measured=measure(shares[0].measured) if measure and shares else {},
@@ -103,6 +111,7 @@ class Updater:
 
     def _step(self, micros: Sequence[Batch], mini: MiniBatch, loss: LossFunction, terms: Mapping[str, float]) -> _Step:
         total: LossShare | None = None
+        scale = self.loss_scale.value if self.loss_scale else 1.0
         for number, micro in enumerate(micros, start=1):
             if self._reduces_once:
                 assert isinstance(self._model, FSDPModule)
@@ -110,10 +119,12 @@ class Updater:
             share = loss(micro, mini)
             # FSDP averages gradients over the ranks, but the denominators are global already: undo the average. Ranks
             # that share sequences have the same loss, and each holds a part of its gradient.
-            (share.loss * dist.get_world_size()).backward()
+            (share.loss * (dist.get_world_size() * scale)).backward()
             share = replace(share, loss=share.loss.detach())
             total = share if total is None else total + share
         assert total is not None  # every rank has a micro-batch, if only an idle one
+        if self.loss_scale:
+            self.loss_scale.unscale(self._model.parameters())
         norm = clip_gradients(self._model.parameters(), self._clip_grad)
         health = torch.stack([total.loss, norm.to(total.loss.device)])
         own_norm = health[1].clone()
@@ -121,14 +132,18 @@ class Updater:
         dist.all_reduce(health)
         # The one place where the host waits for the device: once per optimizer step.
         *sums, grad_norm = torch.cat([health, own_norm[None]]).tolist()
-        finite = all(map(math.isfinite, sums))
+        finite, overflowed = all(map(math.isfinite, sums)), False
         if finite:
             self.optimizer.step()
             self.num_steps += 1
+            if self.loss_scale:
+                self.loss_scale.made()
+        elif self.loss_scale and math.isfinite(sums[0]) and self.loss_scale.lower():
+            overflowed = True
         elif self._trainer.on_nonfinite == "stop":
             self._report_nonfinite(micros, mini, terms, total)
         self.optimizer.zero_grad(set_to_none=True)
-        return _Step(total, grad_norm, not finite)
+        return _Step(total, grad_norm, not finite and not overflowed, overflowed)
 
     def _report_nonfinite(
         self, micros: Sequence[Batch], mini: MiniBatch, terms: Mapping[str, float], share: LossShare
@@ -137,8 +152,19 @@ class Updater:
         sentence = write_incident(Path(self._trainer.default_local_dir), self._role, micros, mini, terms, self._model)
         raise NonFiniteError(
             f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no "
-            f"optimizer step was made. {sentence} To go on past such batches set trainer.on_nonfinite=skip."
+            f"optimizer step was made. {self._of_float16()}{sentence} To go on past such batches set "
+            "trainer.on_nonfinite=skip."
         )
+
+    def _of_float16(self) -> str:
+        if self.loss_scale is None:
+            return ""
+        if self.loss_scale.value <= LossScale.LOWEST:
+            return (
+                "Its gradients overflow float16 although the loss scale was halved, step after step, down to 1: "
+                "compute in bfloat16 or float32 (fsdp_config.compute_dtype). "
+            )
+        return "In float16 a number beyond 65,504 may be the cause, which bfloat16 and float32 hold. "
 
 
 def idle(outputs: Tensor) -> LossShare:

@@ -25,18 +25,24 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "fp16"])
-@pytest.mark.parametrize(
-    "key", ["model_dtype", "dtype", "compute_dtype", "mixed_precision.param_dtype", "mixed_precision.reduce_dtype"]
-)
 @pytest.mark.parametrize("sharding", [f"{A}actor.fsdp_config", "critic.model.fsdp_config", "critic.fsdp"])
-def test_nothing_is_trained_in_float16(sharding, key, dtype):
-    line = refused(*GAE, f"{sharding}.{key}={dtype}")
-    assert line.startswith(f"{sharding}.{key}={dtype}: ")
-    assert "no gradient scaler" in line
-    assert "bfloat16" in line
+def test_no_weights_that_learn_rest_in_float16(sharding, dtype):
+    line = refused(*GAE, f"{sharding}.model_dtype={dtype}")
+    assert line.startswith(f"{sharding}.model_dtype={dtype}: weights that learn rest in float32")
 
 
-def test_float16_is_for_models_that_are_not_trained():
+@pytest.mark.parametrize("key", ["dtype", "compute_dtype", "mixed_precision.param_dtype"])
+@pytest.mark.parametrize("sharding", [f"{A}actor.fsdp_config", "critic.model.fsdp_config", "critic.fsdp"])
+def test_float16_is_what_a_model_computes_in(sharding, key):
+    cfg = load_config([*BASE, *GAE, f"{sharding}.{key}=float16"])
+    check(cfg)
+    section = sharding.replace("critic.fsdp", "critic.model.fsdp_config")
+    assert get(cfg.config, f"{section}.compute_dtype") == "float16"
+    (note,) = look_over(load_config([*BASE, *GAE, f"{sharding}.mixed_precision.reduce_dtype=fp16"]))
+    assert "gradients are always reduced in float32" in note
+
+
+def test_models_that_are_not_trained_may_rest_in_float16():
     judge = ["reward_model.enable=True", "reward_model.model.path=r", "reward_model.model.fsdp_config.dtype=float16"]
     look_over(load_config([*BASE, *GRPO, *judge, f"{A}rollout.dtype=float16"]))
     # There is no critic to train.

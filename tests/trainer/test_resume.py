@@ -57,6 +57,10 @@ RUNS = {
     "adapters, critic": (
         {**GAE, MODEL + "lora_rank": 4, ACTOR + "optim__lr": 0.01, "critic__model__lora_rank": 2}, "critic/vf_loss"
     ),
+    "float16, schedule held": (
+        {**GAE, ACTOR + "fsdp_config__compute_dtype": "float16", "critic__model__fsdp_config__compute_dtype": "float16",
+         ROLLOUT + "dtype": "float16", ACTOR + "optim__lr_warmup_steps": 3}, "actor/steps_held"
+    ),
     "pictures, critic": ({**PICTURES, **GAE, **OFF_POLICY}, "critic/vf_loss"),
 }  # fmt: skip
 ALWAYS = [each for each in list(RUNS)[:5] if "pictures" not in each]

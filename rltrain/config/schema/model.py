@@ -12,7 +12,10 @@ from rltrain.config.schema.trainer import TRAINS
 ACTOR = "${actor_rollout_ref.actor."
 Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
 HALF = ("float16", "fp16")
-NO_SCALER = "small gradients are 0 in float16, and there is no gradient scaler in this version: use bfloat16 or float32"
+NO_MASTER = (
+    "weights that learn rest in float32, as AdamW's eps and small steps are 0 in float16: leave it out, and compute in "
+    "float16 by compute_dtype"
+)
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]  # fmt: skip
@@ -63,8 +66,8 @@ class ShardingConfig(OffloadConfig):
     """How a model is sharded and where it rests."""
 
     compute_dtype: Dtype = "auto"
-    """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. Gradients are reduced in
-    float32."""
+    """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. In float16 the loss of what is
+    trained is scaled (loss_scale). Gradients are reduced in float32."""
     fsdp_size: int = -1
     """Ranks that share one copy of the weights; -1: all. Fewer make replicas of shard groups (HSDP)."""
     reshard_after_forward: bool = True

@@ -6,7 +6,6 @@ What would make a run another experiment is refused, not noted. How a row is wri
 from __future__ import annotations
 
 from rltrain.config.schema.engines import FULL_PRECISION
-from rltrain.config.schema.model import NO_SCALER
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -77,7 +76,6 @@ REFUSED = {
     "*.optim.optimizer!=AdamW|adamw|adam": "every model is trained by AdamW: leave it out",
     "*.override_optimizer_config.amsgrad": "every model is trained by AdamW without amsgrad: leave it out",
     "*.override_optimizer_config.maximize": "a loss is always minimised: leave it out",
-    "*.fsdp_config.mixed_precision*=float16|fp16|half|torch.float16": NO_SCALER,
     "*.optim.lr_decay_*": _LR_NAMES,
     "*.optim.lr_wsd_*": _LR_NAMES,
     "*.optim.lr_warmup_init": _LR_NAMES,

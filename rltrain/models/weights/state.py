@@ -1,8 +1,9 @@
 """Training state on disk: sharded, and re-shardable on load (torch.distributed.checkpoint).
 
 Only tensors go in, under Hugging Face names: the trained weights (with LoRA the adapters alone), and per weight the
-moments and the step count of AdamW. A vision tower that is not trained is that of the model, so it is not written; a
-run that trains its tower and one that does not can therefore not go on from each other without a word.
+moments and the step count of AdamW; in float16 also the scale of the loss. A vision tower that is not trained is that
+of the model, so it is not written; a run that trains its tower and one that does not can therefore not go on from each
+other without a word.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from torch import nn
 from rltrain.base.errors import CheckpointError
 from rltrain.models.files.safe import SafeReader, read_metadata
 from rltrain.models.forward import PackedModel
+from rltrain.models.optim import LossScale
 from rltrain.models.vision import tower
 from rltrain.models.weights.names import huggingface_name
+
+_SCALE = "loss_scale"
 
 
 def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> None:
@@ -27,19 +31,28 @@ def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | 
 
 
 def load_training_state(
-    packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str, *, texts_alone: bool = False
+    packed: PackedModel,
+    optimizer: torch.optim.Optimizer | None,
+    folder: str,
+    loss_scale: LossScale | None = None,
+    *,
+    texts_alone: bool = False,
 ) -> list[str]:
-    """Read weights, and unless ``optimizer`` is None its state, into the shards of this run (a collective).
+    """Read weights, and unless ``optimizer`` is None its state and ``loss_scale``, into this run (a collective).
 
     Weights alone may come from a run that did not train its vision tower: the tower then stays as the model's folder
-    has it, which is the one thing that a returned note can say. texts_alone: nothing learns and nothing is seen, so a
-    tower that was trained may stay in the folder. Raises CheckpointError for what does not fit.
+    has it, as a returned note says; another one is of a run that did not compute in float16. texts_alone: nothing
+    learns and nothing is seen, so a tower that was trained may stay in the folder. Raises CheckpointError for what does
+    not fit.
     """
     for parameter in packed.parameters():
         if optimizer is not None and parameter.requires_grad:
             moments(optimizer, parameter)  # DCP loads into tensors that are there
-    state = training_state(packed, optimizer)
+    state = training_state(packed, optimizer, loss_scale)
     notes = [] if texts_alone else _settle_tower(packed, state, folder)
+    if _SCALE in state and _SCALE not in read_metadata(folder).state_dict_metadata:
+        del state[_SCALE]
+        notes.append(f"{folder} has no loss scale, because its run did not compute in float16: it starts anew")
     try:
         dcp.load(state, storage_reader=SafeReader(folder))
     except dcp.api.CheckpointException as error:
@@ -77,7 +90,9 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
     return [f"{folder} has no vision tower, because its run did not train it: it starts as model.path has it"]
 
 
-def training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def training_state(
+    packed: PackedModel, optimizer: torch.optim.Optimizer | None, loss_scale: LossScale | None = None
+) -> dict[str, Any]:
     """The tensors themselves, not copies: loading writes into them. Moments of which there are none yet are zeros."""
     trained = ((name, parameter) for name, parameter in packed.named_parameters() if parameter.requires_grad)
     parameters = {huggingface_name(name): parameter for name, parameter in trained}
@@ -85,6 +100,8 @@ def training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None)
     if optimizer is not None:
         # Not kept: a save may find a weight and its moments to come on different devices.
         state["optimizer"] = {name: moments(optimizer, parameter, keep=False) for name, parameter in parameters.items()}
+        if loss_scale:
+            state[_SCALE] = loss_scale.state
     return state
 
 

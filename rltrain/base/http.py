@@ -18,6 +18,8 @@ _MAX_BODY_BYTES = 64 << 20
 # A connection that is kept may be silent for long; one that has begun a request may not.
 _IDLE_S, _REQUEST_S = 3600.0, 60.0
 _LINGER_S = 1.0
+# How often it is looked whether whoever waits for an answer is still there.
+_LOOK_S = 0.5
 
 
 class Refused(Exception):
@@ -73,13 +75,14 @@ async def serve(
 ) -> None:
     """Answer the requests of a connection until it ends. reader: with `limit` as its limit.
 
-    admit: raises Refused before a body is read. answer: takes it, and may raise Refused.
+    admit: raises Refused before a body is read. answer: takes it, and may raise Refused; it is cancelled where whoever
+    asked hangs up.
     """
     goes_on = True
     try:
         while goes_on and (request := await _head(reader, writer)):
             try:
-                response = await answer(request, await _body(reader, writer, request, admit))
+                response = await _unless_left(reader, answer(request, await _body(reader, writer, request, admit)))
             except Refused as refused:
                 if refused.leaves_body:
                     raise
@@ -98,6 +101,18 @@ async def serve(
         return  # nobody is there to be told; and asyncio logs a cancelled end as an error
     finally:
         writer.close()
+
+
+async def _unless_left(reader: asyncio.StreamReader, answer: Awaitable[Response]) -> Response:
+    """The answer, which is given up where whoever asked has hung up: nobody would read it."""
+    task = asyncio.ensure_future(answer)
+    try:
+        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+            if reader.at_eof():
+                raise ConnectionResetError("whoever asked has hung up")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def limit() -> int:

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import replace
 from functools import lru_cache
 from threading import Thread
@@ -150,7 +151,8 @@ class Server:
         pieces = self._pieces(asked, news, number * len(asked))
         if wanted.stream:
             return Response(b"", "text/event-stream", pieces=self._stream(replies, pieces))
-        answers = [piece.answer async for piece in pieces if piece.ended]
+        async with aclosing(pieces):
+            answers = [piece.answer async for piece in pieces if piece.ended]
         response: Response = await self._off_loop(replies.whole, answers)
         return response
 

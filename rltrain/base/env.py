@@ -134,7 +134,7 @@ def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs:
 
 
 def driver_environment(*more: str | None) -> dict[str, str]:
-    """What workers take over from the driver (`adopt`), and the variables ``more``. Some are secrets: never log them."""
+    """What workers take over from the driver (`adopt`), and the variables ``more``. Some are secrets: log none."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -22,6 +22,11 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"{_R}tail=exact is speculative decoding, which {_R}name={rollout.name} does not have. "
             f"Use {engines_with('speculation')}, or leave tail out."
         )
+    if config.actor_rollout_ref.model.fp32_head and engine and not engine.fp32_head:
+        yield (
+            f"actor_rollout_ref.model.fp32_head=True: rollout.name={rollout.name} computes its head in half precision, "
+            f"so it would be farther from the trainer than without. Use {engines_with('fp32_head')}, or leave it out."
+        )
     yield from _engine(config)
     yield from _turns(config)
 

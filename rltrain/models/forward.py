@@ -15,7 +15,14 @@ from rltrain.base.errors import ConfigError
 from rltrain.models.attention.packed import PLAN
 from rltrain.models.attention.packing import PackedInputs
 from rltrain.models.attention.ulysses import GROUP, share_of_row
-from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs, token_log_probs
+from rltrain.models.head import (
+    ReferenceStates,
+    Scaling,
+    TokenLogProbs,
+    has_fp32_head,
+    head_product,
+    token_log_probs,
+)
 from rltrain.models.load import decoder_layers
 from rltrain.models.vision import read_with_images, tower, tower_numbers
 
@@ -89,11 +96,10 @@ class PolicyModel(PackedModel):
         hidden = self.hidden(inputs)
         if states_only:
             return hidden[inputs.predictors]
-        head, scaling = (
-            self.model.get_output_embeddings(),
-            Scaling.of(self.model.config)._replace(temperature=temperature),
-        )
-        outputs = token_log_probs(head, hidden[inputs.predictors], inputs.labels, scaling, with_entropy, reference)
+        head, config = self.model.get_output_embeddings(), self.model.config
+        scaling, states = Scaling.of(config)._replace(temperature=temperature), hidden[inputs.predictors]
+        wide = has_fp32_head(config)
+        outputs = token_log_probs(head, states, inputs.labels, scaling, with_entropy, reference, wide)
         if not inputs.labels.numel():
             # A rank without answer tokens only keeps step: every parameter must stay in its graph.
             outputs = outputs._replace(log_probs=outputs.log_probs + 0.0 * hidden.float().sum())
@@ -132,7 +138,10 @@ def trunk(model: PreTrainedModel) -> nn.Module:
 
 def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
     """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling that some families apply."""
-    return Scaling.of(model.config)._replace(temperature=temperature).apply(model.get_output_embeddings()(hidden))
+    head, scaling = model.get_output_embeddings(), Scaling.of(model.config)._replace(temperature=temperature)
+    if has_fp32_head(model.config):
+        return scaling.apply(head_product(head.weight, head.bias, True)(hidden))
+    return scaling.apply(head(hidden))
 
 
 def model_numbers(policy: PackedModel) -> dict[str, float]:

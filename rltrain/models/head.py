@@ -3,7 +3,8 @@
 The logits of a batch are its largest tensor (8,192 tokens x 152k vocabulary x 4 bytes = 4.6 GiB), and automatic
 differentiation keeps several of it. So logits exist for a chunk of tokens at a time and are computed again in a
 backward pass written by hand; memory then grows with neither vocabulary nor tokens, beyond the gradient of the head's
-weight. Left out: heads that are more than a linear map, which would need the plain way beside this one.
+weight. The head's product may be in float32 over half-precision weights and states (MiniMax 2025, section 3.2), so that
+no logit is rounded. Left out: heads that are more than a linear map, which would need the plain way beside this one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,26 @@ class ReferenceStates(NamedTuple):
     hidden: Tensor
     logits: Callable[[Tensor, float], Tensor]
     """Hidden states and a temperature -> fp32 logits."""
+
+
+def has_fp32_head(config: PretrainedConfig) -> bool:
+    """Whether the head's product is in float32, as the config's ``head_dtype`` says: a name of vLLM's."""
+    return getattr(config, "head_dtype", None) == "float32"
+
+
+def head_product(weight: Tensor, bias: Tensor | None, in_fp32: bool) -> Callable[[Tensor], Tensor]:
+    """States [n, size] -> the head's output [n, vocabulary]. in_fp32: in float32, whatever both are in."""
+    if not in_fp32 or weight.dtype == torch.float32:
+        return lambda states: nn.functional.linear(states, weight, bias)
+    if weight.is_cuda:
+        # Products of half-precision numbers are exact in float32, so cuBLAS's sums of them need no copy of the weight.
+        def product(states: Tensor) -> Tensor:
+            output = torch.mm(states, weight.t(), out_dtype=torch.float32)
+            return output if bias is None else output.add_(bias.float())
+
+        return product
+    wide, wide_bias = weight.float(), None if bias is None else bias.float()
+    return lambda states: nn.functional.linear(states.float(), wide, wide_bias)
 
 
 class Scaling(NamedTuple):
@@ -87,9 +108,13 @@ def token_log_probs(
     scaling: Scaling,
     with_entropy: bool,
     reference: ReferenceStates | None = None,
+    in_fp32: bool = False,
 ) -> TokenLogProbs:
-    """Log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), entropy and KL where asked for."""
-    outputs = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, with_entropy, reference)
+    """Log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), entropy and KL where asked for.
+
+    in_fp32: the head's product is; the gradients of its factors are rounded to their dtype as without.
+    """
+    outputs = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, with_entropy, reference, in_fp32)
     log_probs, entropy, kl = outputs
     return TokenLogProbs(log_probs, entropy if with_entropy else None, kl if reference else None)
 
@@ -110,16 +135,18 @@ class _TokenLogProbs(torch.autograd.Function):
         scaling: Scaling,
         with_entropy: bool,
         reference: ReferenceStates | None,
+        in_fp32: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # An output that no loss uses then has the gradient None, and backward can leave its terms out.
         ctx.set_materialize_grads(False)
-        ctx.scaling, ctx.reference = scaling, reference
+        ctx.scaling, ctx.reference, ctx.in_fp32 = scaling, reference, in_fp32
+        output_of = head_product(weight, bias, in_fp32)
         log_probs, normaliser = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
         # Every output must be a tensor, so an empty one stands for what was not asked for.
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs[:0].clone()
         kl = torch.empty_like(log_probs) if reference else log_probs[:0].clone()
         for part in _chunks(len(labels), weight):
-            logits = scaling.apply_(nn.functional.linear(hidden[part], weight, bias))
+            logits = scaling.apply_(output_of(hidden[part]))
             # The normaliser is kept for backward, which otherwise would reduce over the vocabulary a second time.
             normaliser[part] = logits.logsumexp(-1)
             log_pi = logits.sub_(normaliser[part, None])
@@ -139,13 +166,14 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normaliser, entropy, kl = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
+        output_of = head_product(weight, bias, ctx.in_fp32)
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if to_hidden else None
         # In fp32, because the chunks are added up here: in half precision, small contributions would be rounded away.
         d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if to_weight else None
         d_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if to_bias else None
         for part in _chunks(len(labels), weight):
-            logits = scaling.apply_(nn.functional.linear(hidden[part], weight, bias))
+            logits = scaling.apply_(output_of(hidden[part]))
             # The derivative of tanh needs the logits, which the next line overwrites.
             capped = logits.clone() if scaling.cap else None
             log_pi = logits.sub_(normaliser[part, None])
@@ -175,7 +203,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 d_weight.addmm_(gradient.T, hidden[part])
             elif d_weight is not None:
                 d_weight += gradient.T @ hidden[part]
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def _theirs(reference: ReferenceStates, part: slice, temperature: float) -> Tensor:

@@ -94,3 +94,10 @@ def test_a_metric_that_no_scorer_returns_is_told_with_those_there_are():
     samples.update({"score": np.ones(2), "scorer/acc": np.ones(2), "reward_failed": np.zeros(2)})
     with pytest.raises(RewardError, match=r"no number 'solved' .* It returned acc"):
         known_number(samples, "solved", 0.0)
+
+
+def test_an_engine_whose_head_cannot_be_in_float32_is_refused():
+    wide = f"{A}model.fp32_head=True"
+    assert "rollout.name=sglang computes its head in half precision" in refused(*GRPO, wide, f"{A}rollout.name=sglang")
+    for name in ("hf", "vllm"):
+        check(load_config([*BASE, *GRPO, wide, f"{A}rollout.name={name}"]))

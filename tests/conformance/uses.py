@@ -68,6 +68,8 @@ VLLM = Package(
         "vllm.model_executor.models.qwen2:Qwen2ForCausalLM": "load_weights",
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
         "vllm.distributed.device_communicators.cpu_communicator:": "_CPUSHMDistributed",
+        # Versions without it are refused where somebody asks for it.
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor": "head_dtype?",
         # On the CPU alone.
         "vllm.model_executor.custom_op:CustomOp": "_forward_method forward_native",
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": "rotary_dim",
@@ -87,7 +89,7 @@ VLLM = Package(
             "mm_device_do_normalize?",
         "vllm.v1.engine.llm_engine:LLMEngine": "reset_encoder_cache reset_mm_cache",
         "vllm.v1.worker.gpu_worker": "kv_cache weights",
-        "vllm.config.model": "processed_logprobs",
+        "vllm.config.model": "float32 head_dtype processed_logprobs",
         "vllm.config.parallel": "external_launcher",
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CPU_MLA?",
         "vllm.model_executor.model_loader": "dummy",

@@ -8,7 +8,7 @@ from torch import nn
 
 from bench.memory import plain_log_probs
 from rltrain.base import device
-from rltrain.models.head import ReferenceStates, Scaling, token_log_probs
+from rltrain.models.head import ReferenceStates, Scaling, head_product, token_log_probs
 from tests.distance import distance
 
 SCALINGS = {
@@ -96,3 +96,31 @@ def test_logits_never_exist_for_all_tokens(monkeypatch):
     gradients(token_log_probs, (1, 0.3, 0), Scaling())
     assert max(sizes) <= 170
     assert sum(sizes) == 2 * 23 * 50
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_in_float32_rounds_no_logit(bias):
+    """Of weights and states in bfloat16: log-probs and entropy are those in float64, and without it they are not."""
+    linear, hidden, labels, _ = make(torch.bfloat16, bias=bias)
+    logits = nn.functional.linear(*(each.double() for each in (hidden, *linear.parameters())))
+    exact = torch.log_softmax(logits, -1)
+    expected = exact.gather(-1, labels[:, None])[:, 0], -(exact.exp() * exact).sum(-1)
+    for in_fp32 in (True, False):
+        found = token_log_probs(linear, hidden, labels, Scaling(), True, None, in_fp32)
+        apart = [distance(one, other) for one, other in zip(found[:2], expected, strict=True)]
+        assert max(apart) < 1e-6 if in_fp32 else min(apart) > 1e-4
+
+
+def test_gradients_under_a_head_in_float32_are_those_of_the_definition():
+    linear, hidden, labels, _ = make(torch.bfloat16)
+    token_log_probs(linear, hidden, labels, Scaling(), False, None, True).log_probs.sum().backward()
+    weight, states = (each.detach().double().requires_grad_() for each in (linear.weight, hidden))
+    torch.log_softmax(states @ weight.T, -1).gather(-1, labels[:, None]).sum().backward()
+    assert distance(hidden.grad, states.grad) < 5e-3  # of bfloat16's rounding
+    assert distance(linear.weight.grad, weight.grad) < 5e-3
+    assert hidden.grad.dtype == linear.weight.grad.dtype == torch.bfloat16
+
+
+def test_a_head_in_float32_is_the_plain_one_where_all_is():
+    linear, hidden, *_ = make()
+    assert torch.equal(head_product(linear.weight, linear.bias, True)(hidden), linear(hidden))

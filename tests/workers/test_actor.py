@@ -16,6 +16,7 @@ from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.models.attention.packing import pack
+from rltrain.models.head import has_fp32_head
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
@@ -81,6 +82,22 @@ def test_actor_reference_and_engine_agree_before_the_update(worker):
     )
     assert torch.equal(actor, reference)
     assert distance(engine, actor) < 1e-5
+
+
+def test_a_head_in_float32_is_that_of_actor_reference_and_engine(tiny_model, arithmetic_files, tmp_path):
+    half = dict.fromkeys(
+        ("actor_rollout_ref__actor__fsdp_config__compute_dtype", "actor_rollout_ref__rollout__dtype"), "bfloat16"
+    )
+    log_probs = []
+    for wide in (False, True):
+        keys = half | {"actor_rollout_ref__model__fp32_head": wide}
+        worker = make_worker(tiny_model, arithmetic_files, tmp_path, **keys)
+        models = worker.policy.model, worker.reference.model, worker.rollout.engine._model
+        assert [has_fp32_head(model.config) for model in models] == [wide] * 3
+        batch = scored(worker)
+        assert torch.equal(batch.ragged("old_log_probs").values, batch.ragged("ref_log_probs").values)
+        log_probs.append(batch.ragged("rollout_log_probs").values[0])
+    assert log_probs[0] != log_probs[1]
 
 
 def test_an_update_moves_the_actor_and_not_the_reference(worker):

@@ -33,6 +33,8 @@ class Engine:
     """Of the processes of a replica the first alone takes prompts and answers them; the others hand over weights."""
     images: bool = False
     """Prompts may have images."""
+    fp32_head: bool = False
+    """Its head's product can be in float32."""
     speculation: bool = False
     """It can verify guessed tokens (``rollout.tail=exact``)."""
     counted_seeds: bool = False
@@ -68,6 +70,7 @@ ENGINES = {
         factory="rltrain.workers.rollout.embedded.engine:HFRollout",
         embedded=True,
         images=True,
+        fp32_head=True,
         counted_seeds=True,
         unused_keys=(
             "enforce_eager",
@@ -84,6 +87,7 @@ ENGINES = {
         tensor_parallel=True,
         over_nodes=True,
         images=True,
+        fp32_head=True,
         speculation=True,
         counted_seeds=True,
         rigid_on_npu=True,

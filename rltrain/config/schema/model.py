@@ -129,6 +129,10 @@ class ModelConfig(TrainedModelConfig):
     use_liger: bool = key(False, only_with={"trainer.device!=cpu": "fused kernels are those of accelerators"})
     """Compute RMSNorm, SwiGLU and rotary embeddings of all models but the engine's with fused kernels: Liger's on
     CUDA (pip install 'rltrain[liger]'), torch_npu's on NPU."""
+    fp32_head: bool = False
+    """Multiply with the head (lm_head) in float32 where the model computes in half precision, in actor, reference and
+    engine: log-probs of the two are closer, as no logit is rounded. Not with rollout.name=sglang. See
+    docs/precision.md."""
     custom_chat_template: str | None = None
     """Chat template to use instead of the tokenizer's."""
     lora_adapter_path: str | None = None

@@ -44,6 +44,8 @@ class ModelSpec:
     """Tokens of a sequence, at most."""
     fused_kernels: bool = False
     """See `kernels_of`."""
+    fp32_head: bool = False
+    """The product of its head is in float32 (`head_product`)."""
     compiled: bool = False
     """Its decoder layers are compiled."""
     tower: Tower = "rests"
@@ -60,7 +62,10 @@ class ModelSpec:
     def load_config(self) -> PretrainedConfig:
         """The Hugging Face config with the user's overrides. Raises ConfigError."""
         trust = self.trust_remote_code
-        return load_config(self.path, self.section, trust_remote_code=trust, override=self.override)
+        config = load_config(self.path, self.section, trust_remote_code=trust, override=self.override)
+        if self.fp32_head:
+            config.head_dtype = "float32"  # which an export then tells vLLM, too
+        return config
 
 
 # In the functions below, ``images`` says that prompts have some.
@@ -71,6 +76,7 @@ def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_th
     roles = cfg.actor_rollout_ref
     size = roles.actor.ulysses_sequence_parallel_size
     spec = _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device, images)
+    spec = replace(spec, fp32_head=roles.model.fp32_head)
     return spec if learns_from_them or not images else replace(spec, tower="frozen")
 
 

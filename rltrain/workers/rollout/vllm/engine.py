@@ -28,6 +28,7 @@ from rltrain.base.env import SESSION, first_set, prepare_vllm, shipped
 from rltrain.base.errors import ConfigError
 from rltrain.config.schema.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
+from rltrain.models.head import has_fp32_head
 from rltrain.models.load import split_by_owner
 from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.models.weights.names import Weight
@@ -89,7 +90,8 @@ class VLLMRollout:
             # By default vLLM returns log-probs before the temperature; these are those of `CountedSampler`, after it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
-            "hf_overrides": split_by_owner(config, settings.model.override),
+            "hf_overrides": split_by_owner(config, settings.model.override)
+            | ({"head_dtype": "float32"} if has_fp32_head(config) else {}),
             "trust_remote_code": settings.model.trust_remote_code,
         }
         if device.is_cpu and derived_weights(config) == "latent attention":
@@ -100,6 +102,8 @@ class VLLMRollout:
             self._llm = _make_llm(arguments, settings if sees else None)
         # The call returns the worker object of this process itself.
         self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
+        if has_fp32_head(config) and settings.dtype != torch.float32:
+            _refuse_half_head(self._worker.model_runner.get_model())
         takes = sees and settings.images
         self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if takes else None
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
@@ -230,6 +234,17 @@ class VLLMRollout:
                 "actor_rollout_ref.rollout.max_num_batched_tokens, which an image fits into."
             ) from error
         return name
+
+
+def _refuse_half_head(model: Any) -> None:
+    """Raise ConfigError where no part of vLLM's ``model`` multiplies with its head in float32: earlier versions do not
+    read ``head_dtype``, and some devices have no such kernel."""
+    dtypes = {getattr(part, "head_dtype", None) for part in model.modules()}
+    if torch.float32 not in dtypes:
+        raise ConfigError(
+            "actor_rollout_ref.model.fp32_head=True: this vLLM computes the head in the model's dtype, whatever its "
+            "configuration says (0.32 reads head_dtype). Use a newer vLLM or rollout.name=hf, or leave fp32_head out."
+        )
 
 
 def _make_llm(arguments: dict[str, Any], seeing: EngineSettings | None) -> Any:

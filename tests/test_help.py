@@ -62,7 +62,7 @@ def test_help_says_which_values_a_key_may_have():
 
 
 def test_help_of_a_section_lists_those_in_it_without_their_keys():
-    text = help_text("rollout")
+    text = help_text("actor_rollout_ref.rollout")
     assert text.startswith("actor_rollout_ref.rollout: ")
     assert "temperature (float)" in text
     assert text.count("temperature (float)") == 1

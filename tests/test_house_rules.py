@@ -53,6 +53,7 @@ HOMES = {
         "main_ppo.py",
         "controller/",
         "rewards/processes/pool.py",
+        "rewards/processes/scoring.py",
         "rewards/processes/worker.py",
         "run/report/sample_writer.py",
     ),

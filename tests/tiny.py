@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen3Config
 
 CHARACTERS = "0123456789+-=? "
@@ -17,10 +17,12 @@ TEMPLATE = (
 )
 
 
-def save_tiny_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
-    """One token a character, with a chat template."""
-    vocabulary = {token: number for number, token in enumerate([*SPECIALS, *CHARACTERS])}
+def save_tiny_tokenizer(folder: Path, template: str = TEMPLATE, characters: str = "") -> None:
+    """One token a character, with a chat template. characters: others than usual, which are decoded without spaces."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIALS, *(characters or CHARACTERS)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    if characters:
+        tokenizer.decoder = decoders.Fuse()
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
@@ -55,6 +57,35 @@ def save_tiny_reward_model(folder: Path, template: str = TEMPLATE, heads: int = 
     )  # fmt: skip
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def save_scripted_judge(folder: Path) -> Path:
+    """A judge of another tokenizer: it says yes where a message ends with a figure over 4, else no.
+
+    Each token decides the next one: embeddings are unit vectors, layers add nothing, and the head is a table.
+    """
+    characters = CHARACTERS + "yesno"
+    save_tiny_tokenizer(folder, "{{ messages[0]['content'] }}", characters)
+    tokens = [*SPECIALS, *characters]
+    place, size = {token: number for number, token in enumerate(tokens)}, len(tokens)
+    config = Qwen3Config(
+        vocab_size=size, hidden_size=size, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=1,
+        pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    follower = dict.fromkeys(tokens, "n") | dict.fromkeys("56789", "y") | {"n": "o", "y": "e", "e": "s"}
+    follower |= {"o": "<eos>", "s": "<eos>"}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.zero_()
+        for token, following in follower.items():
+            model.lm_head.weight[place[following], place[token]] = 3.0
+    model.save_pretrained(folder)
     return folder
 
 

@@ -27,4 +27,4 @@ def who_answers(rollout: RolloutConfig) -> str:
 
 def needs_rows(cfg: Config) -> bool:
     """Whether workers need the rows of prompts besides their tokens."""
-    return cfg.reward_model.enable or several_turns(cfg.actor_rollout_ref.rollout)
+    return cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)

@@ -18,6 +18,9 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import roles_of
 
+# What a judge is told beside question and answer: a template, and a ground truth.
+_JUDGE_WORDS = 1024
+
 
 @dataclass(frozen=True)
 class PassBudget:
@@ -119,6 +122,12 @@ def budget_problems(config: Config) -> Iterator[str]:
                     f"data.max_response_length = {longest} tokens{over}. Set it to at least {-(-longest // group)}."
                 )
             reported_keys.add(key)
+
+
+def judge_lengths(config: Config) -> tuple[int, int]:
+    """Most tokens of a message to a judge on the run's devices, and of its reply."""
+    rollout = config.reward_model.rollout
+    return rollout.prompt_length or longest_sequence(config) + _JUDGE_WORDS, rollout.response_length
 
 
 def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:

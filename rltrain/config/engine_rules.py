@@ -43,7 +43,7 @@ def _turns(config: Config) -> Iterator[str]:
     if not several_turns(rollout):
         return
     tools = who_answers(rollout)
-    if config.reward_model.enable:
+    if config.reward_model.classifies:
         yield f"{tools} and reward_model.enable=True: it would judge the words of tools too. Keep one of them."
 
 

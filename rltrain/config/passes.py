@@ -15,7 +15,9 @@ from typing import Literal
 from rltrain.config.schema import Config
 
 _A = "actor_rollout_ref."
-Role = Literal["actor", "ref", "critic", "reward_model"]
+Role = Literal["actor", "ref", "critic", "reward_model", "judge"]
+# The phase in which the judge's engine has its weights and writes.
+JUDGE_PHASE = "judge"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class ModelRole:
     """So has an evaluation."""
     reads_texts: bool = False
     """It has a tokenizer of its own; others read the tokens of the policy."""
+    phases: tuple[str, ...] = ()
+    """That need it beside its passes over samples."""
 
 
 def has_reference(config: Config) -> bool:
@@ -46,7 +50,9 @@ ROLES: dict[Role, ModelRole] = {
                      has_reference(config) and not config.actor_rollout_ref.model.uses_lora),
     "critic": ModelRole("critic", "critic.model.fsdp_config", lambda config: config.algorithm.needs_critic),
     "reward_model": ModelRole("reward_model", "reward_model.model.fsdp_config", lambda config:
-                              config.reward_model.enable, in_evaluation=True, reads_texts=True),
+                              config.reward_model.classifies, in_evaluation=True, reads_texts=True),
+    "judge": ModelRole("reward_model", "reward_model.model.fsdp_config", lambda config: config.reward_model.judges,
+                       in_evaluation=True, reads_texts=True, phases=(JUDGE_PHASE,)),
 }  # fmt: skip
 
 
@@ -97,8 +103,8 @@ UPDATES = tuple(name for name, step_pass in PASSES.items() if step_pass.updates)
 
 
 def device_phases() -> tuple[str, ...]:
-    """What the device of a worker does: weights to the engine, answers, and passes."""
-    return ("sync", "gen", *PASSES)
+    """What the device of a worker does: weights to the engine, answers, a judge's replies, and passes."""
+    return ("sync", "gen", JUDGE_PHASE, *PASSES)
 
 
 def step_phases() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from rltrain.config.schema.conditions import as_text, is_off
 from rltrain.config.schema.keys import Key, all_keys, free_form_parent, is_known, sections, similar_keys
 from rltrain.config.verl.hydra import OPENINGS, parsed
 from rltrain.config.verl.keys import leaves_of, rename, verdict
-from rltrain.config.verl.no_effect import CLASSIFIER
+from rltrain.config.verl.no_effect import NO_SERVER
 from rltrain.config.verl.others import own_name
 from rltrain.config.verl.refused import GENERATIVE, NO_NULL
 from rltrain.config.verl.spellings import (
@@ -338,11 +338,11 @@ def _other_type(key: Key, value: Any) -> str:
 
 def _contradicted(why: str, config: Config | None) -> str:
     """Why a key that usually has no effect is refused beside the other settings, or nothing."""
-    if not (config and why == CLASSIFIER and config.custom_reward_function.path):
+    if not (config and why == NO_SERVER and config.custom_reward_function.path):
         return ""
     model = config.reward_model
     # With a rule_weight the two scores are added, so the user knows that the model is no server to ask.
-    return GENERATIVE if model.enable and model.rule_weight is None else ""
+    return GENERATIVE if model.classifies and model.rule_weight is None else ""
 
 
 def _expected(schema_key: Key | None, key: str, value: Any) -> str:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, RewardConfig
 from rltrain.config.schema.algorithm import FILTER_METRICS
 from rltrain.config.schema.conditions import as_text
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.model import RewardModelConfig
 
 _LEAST_SCORER_MEMORY_MB = 256
@@ -35,7 +36,7 @@ def reward_terms(config: Config) -> Iterator[str]:
         yield f"{chosen} needs algorithm.gdpo_reward_keys, the numbers a scorer returns, such as [acc,format]."
     other_terms = {
         "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
-        "reward_model.enable": model.enable,
+        "reward_model.enable": model.classifies,
         "reward.weights": bool(config.reward.weights),
         "reward_model.overlong_buffer.enable": model.reward_manager == "dapo" and model.overlong_buffer.enable,
     }
@@ -65,12 +66,14 @@ def _needs_scorer(model: RewardModelConfig, setting: str) -> str:
 
 def _reward_model(config: Config) -> Iterator[str]:
     model, buffer = config.reward_model, config.reward_model.overlong_buffer
-    if model.enable and model.rule_weight is None and config.custom_reward_function.path:
+    if model.classifies and model.rule_weight is None and config.custom_reward_function.path:
         # verl 0.5 takes the model's score, its main the function's, which there asks the model over HTTP.
         yield (
             f"reward_model.enable=True and custom_reward_function.path={config.custom_reward_function.path} both score "
             "answers, and which one decides depends on the version of verl. Set reward_model.rule_weight=0 for the "
-            "model alone, reward_model.rule_weight=1 for the sum, or leave reward_model.enable out for the function."
+            "model alone, reward_model.rule_weight=1 for the sum, or leave reward_model.enable out for the function. A "
+            "function that asks the model to judge in words becomes reward_model.model.type=generative with "
+            "reward.judge.prompt and reward.judge.parse."
         )
     if not model.runs_scorers:
         if model.weight == 0:
@@ -81,7 +84,8 @@ def _reward_model(config: Config) -> Iterator[str]:
         needs = "custom_reward_function.path, a function that takes lists"
         yield f"reward_model.reward_manager=batch needs {needs}. Or use naive."
     if model.enable and not model.model.path:
-        yield "reward_model.enable=True needs reward_model.model.path, a sequence classifier with one label."
+        kind = "a chat model" if model.judges else "a sequence classifier with one label"
+        yield f"reward_model.enable=True needs reward_model.model.path, {kind}."
     limit, named = config.data.max_response_length, "data.max_response_length"
     if buffer.max_resp_len:
         limit, named = buffer.max_resp_len, "reward_model.overlong_buffer.max_resp_len"
@@ -103,30 +107,56 @@ def _scorers(config: Config) -> Iterator[str]:
 
 
 def _judge(config: Config) -> Iterator[str]:
-    reward, judge, custom = config.reward, config.reward.judge, config.custom_reward_function.path
-    if judge.url is None:
+    judge, custom = config.reward.judge, config.custom_reward_function.path
+    if judge.url is not None:
+        yield from _served_judge(config.reward, judge.url)
+    if config.reward_model.judges:
+        yield from _judge_on_devices(config)
+    if judge.url is None and not config.reward_model.judges:
         return
-    if not _is_address(judge.url):
-        yield f"reward.judge.url={judge.url!r} is no address; write http://host:port/v1."
-    if not judge.model:
-        yield "reward.judge.url needs reward.judge.model, the model's name at that server."
-    if reward.url is not None:
-        yield "reward.url and reward.judge.url both say how to score; give one of them."
     if custom and not judge.runs_rule:
         yield (
             f"custom_reward_function.path={custom} is called by nobody: with reward.judge.rule=none the judge alone "
             "decides. Set reward.judge.rule=first or beside, or leave the function out."
         )
-    if judge.rule == "beside" and "judge" not in reward.weights:
+    if judge.rule == "beside" and "judge" not in config.reward.weights:
         yield (
             "reward.judge.rule=beside needs reward.weights, which say what the judge counts beside the scorer, such as "
             "reward.weights.score=0.5 reward.weights.judge=0.5."
         )
-    if judge.rule == "first" and "judge" in reward.weights:
+    if judge.rule == "first" and "judge" in config.reward.weights:
         yield (
             "reward.weights.judge weighs a number that answers have not which the scorer calls right: with "
             "reward.judge.rule=first they are not judged. Set reward.judge.rule=beside, or leave the weight out."
         )
+
+
+def _judge_on_devices(config: Config) -> Iterator[str]:
+    generative, rollout = "reward_model.model.type=generative", config.reward_model.rollout
+    for key, other in (("reward.judge.url", config.reward.judge.url), ("reward.url", config.reward.url)):
+        if other is not None:
+            yield f"{key} and {generative} both say how to score; give one of them."
+    if not ENGINES[rollout.name].embedded:
+        yield (
+            f"reward_model.rollout.name={rollout.name}: the judge's engine lives beside the policy's in every worker, "
+            "and only the embedded engine is built to be there a second time. Use reward_model.rollout.name=hf, or "
+            "serve the judge elsewhere and name it by reward.judge.url and reward.judge.model."
+        )
+    if config.reward.judge.images:
+        yield (
+            f"reward.judge.images=True: a judge on the run's devices ({generative}) reads texts alone. Leave it out, "
+            "or serve the judge elsewhere and name it by reward.judge.url and reward.judge.model."
+        )
+
+
+def _served_judge(reward: RewardConfig, url: str) -> Iterator[str]:
+    judge = reward.judge
+    if not _is_address(url):
+        yield f"reward.judge.url={url!r} is no address; write http://host:port/v1."
+    if not judge.model:
+        yield "reward.judge.url needs reward.judge.model, the model's name at that server."
+    if reward.url is not None:
+        yield "reward.url and reward.judge.url both say how to score; give one of them."
     taken = sorted({"model", "messages", "stream", "n"} & judge.request.keys())
     if taken:
         yield f"reward.judge.request.{taken[0]} is decided by rltrain. Leave it out."

@@ -99,7 +99,7 @@ class StepPasses:
 
     def needs(self, role: Role) -> tuple[str, ...]:
         """The phases of a step that need the model of ``role`` on the device."""
-        phases = passes_of(role) if role in self.roles else ()
+        phases = (*ROLES[role].phases, *passes_of(role)) if role in self.roles else ()
         # Without its adapters it is the reference; an exact KL needs the policy's own distribution.
         if role == "actor":
             is_reference = self.trains and self.reference and "ref" not in self.roles

@@ -19,13 +19,15 @@ from rltrain.data.custom import EpochSampler
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows
 from rltrain.data.sampler import Sampler, make_sampler
+from rltrain.rewards.processes.asking import readings_of
 from rltrain.run.splits import Data
 from rltrain.trainer.experience import Experience
+from rltrain.trainer.judge import Judge
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Frozen, Policy, RewardModel, StepModels
-from rltrain.trainer.validation import Validation
+from rltrain.trainer.validation import Validation, rollout_seed
 from rltrain.workers.roles import Models
 
 log = logging.getLogger(__name__)
@@ -67,10 +69,11 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
     sizes = group.call(Models.init_models, plan.passes)[0]
     total, trained = (int(sizes[name]) for name in ("num_parameters", "trained_parameters"))
     log.info("%s, %s parameters, %s of them trained", count(group.world, "worker"), f"{total:,}", f"{trained:,}")
-    model = RewardModel(group) if cfg.reward_model.enable else None
+    model = RewardModel(group) if cfg.reward_model.classifies else None
+    judge = Judge(group, rollout_seed(cfg), readings_of(cfg)) if cfg.reward_model.judges else None
     critic = Critic(group, plan.passes) if plan.passes.values else None
     models = StepModels(Policy(group, plan.passes), critic, Frozen(group), sizes)
-    return models, Rewards(cfg, data.rows, pool, model)
+    return models, Rewards(cfg, data.rows, pool, model, judge)
 
 
 def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:

@@ -25,7 +25,7 @@ from rltrain.data.tables import num_rows
 from rltrain.data_preprocess.lint import best_form, look_at
 from rltrain.data_preprocess.lint import describe as describe_findings
 from rltrain.rewards.custom import custom_reward
-from rltrain.rewards.processes.judged import JudgedScorer
+from rltrain.rewards.processes.remote import RemoteScorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.processes.worker import make_scorer, rule_scorer
@@ -34,7 +34,7 @@ from rltrain.run.changes import tell_changes
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
-from rltrain.run.preflight.judge import look_at_judge
+from rltrain.run.preflight.judge import look_at_judge, look_at_messages
 from rltrain.run.preflight.memory_room import look_at_memory
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.preflight.settings import preflight
@@ -200,16 +200,18 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
     custom, judge, lines = custom_reward(cfg), cfg.reward.judge, []
     if not cfg.reward_model.runs_scorers:
         return []
+    judges = bool(judge.url) or cfg.reward_model.judges
     by_judge = look_at_judge(cfg, found) if judge.url else []
-    if not (rows or custom) or (judge.url and not judge.runs_rule):
+    by_judge += look_at_messages(cfg, rows, found) if cfg.reward_model.judges else []
+    if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
     # Reversed, so that a source of both splits is tried with its row of the training data, which comes last.
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # What each worker of the pool has, in this process: the pool itself would need Ray.
-        scorer = rule_scorer(cfg) if judge.url else make_scorer(cfg)
-        assert not isinstance(scorer, JudgedScorer)
+        scorer = rule_scorer(cfg) if judges else make_scorer(cfg)
+        assert isinstance(scorer, ScoringSlot | RemoteScorer)
         try:
             for source, row in firsts.items():
                 started = time.perf_counter()
@@ -226,7 +228,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
                 scorer.prepare("")  # an import and a signature need no row
         finally:
             scorer.close()
-        if not judge.url:  # whose number is asked for too
+        if not judges:  # whose number is asked for too
             check_columns(cfg, scores)
     except RltrainError as error:
         found.problems.append(str(error))
@@ -258,7 +260,7 @@ def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     first = [split.select(range(min(_GRADED_ROWS, len(split)))) for split in rows.values()]
     if not first:
         return []
-    by_rule = cfg.reward.judge.runs_rule or not cfg.reward.judge.url
+    by_rule = cfg.reward.judge.runs_rule or not (cfg.reward.judge.url or cfg.reward_model.judges)
     grade = cfg.reward_model.runs_scorers and by_rule and not (cfg.custom_reward_function.path or cfg.reward.url)
     text = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
     number = sum(map(len, first))

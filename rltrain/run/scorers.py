@@ -14,7 +14,7 @@ from rltrain.controller.group import PlacementGroupSchedulingStrategy
 from rltrain.controller.hang import Deadlines
 from rltrain.data.row_tools import RowTools
 from rltrain.data.rows import Rows
-from rltrain.rewards.processes.judged import check_judge
+from rltrain.rewards.processes.grader import check_judge
 from rltrain.rewards.processes.pool import PoolWatch, RewardPool
 from rltrain.rewards.processes.score import Score
 from rltrain.run.splits import Data
@@ -39,7 +39,7 @@ def start_pool(
     if not cfg.reward_model.runs_scorers:
         return None
 
-    if cfg.reward.judge.url:
+    if cfg.reward.judge.url or cfg.reward_model.judges:
         check_judge(cfg)  # here, where it is one error of the configuration
     watch = PoolWatch(
         death_watch(),

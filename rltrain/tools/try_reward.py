@@ -29,7 +29,8 @@ from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.data.rows import Rows, read_rows
 from rltrain.rewards.custom import CustomReward, RewardFunction
-from rltrain.rewards.processes.judged import JudgedScorer, Questions
+from rltrain.rewards.processes.grader import Questions
+from rltrain.rewards.processes.judged import JudgedScorer
 from rltrain.rewards.processes.score import ScorerCall, read_returned
 from rltrain.rewards.scorers.registry import FORMS
 

@@ -133,7 +133,8 @@ class Experience:
             solved = (accuracy(samples).clip(0, 1).reshape(-1, n) * present).sum(1) / present.sum(1).clip(1)
             known = present.any(1)
             self.sampler.observe(samples[c.ROW][::n][known].tolist(), solved[known])
-        return _Round(samples, generated, metrics | {"reward/compute_s": self._rewards.seconds} | self._rewards.judged)
+        metrics |= {"reward/compute_s": self._rewards.seconds} | self._rewards.judged | self._rewards.timing
+        return _Round(samples, generated, metrics)
 
     def _draw(self) -> list[Prompt]:
         rows = self.sampler.rows(self.batches_drawn)

@@ -14,7 +14,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.config.budgets import PassBudget, budgets, ranks_per_sequence
 from rltrain.config.check import uneven
 from rltrain.config.overlap import ranks_with_all_weights
-from rltrain.config.passes import PASSES, Role
+from rltrain.config.passes import PASSES, ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import StepPasses, make_step_passes
@@ -109,7 +109,8 @@ def make_plan(
         raise ConfigError("\n".join(problems))
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    ranks = {row.role: devices // ranks_per_sequence(config, row.keys) for row in PASSES.values()}
+    ranks = dict.fromkeys(ROLES, devices)
+    ranks |= {row.role: devices // ranks_per_sequence(config, row.keys) for row in PASSES.values()}
     replicas = devices // rollout.tensor_model_parallel_size
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     filtering, critic = config.algorithm.filter_groups, config.critic

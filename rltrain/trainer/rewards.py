@@ -22,8 +22,10 @@ from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
 from rltrain.rewards.judge.server import JUDGE_COUNTS
-from rltrain.rewards.processes.pool import RewardPool, Scoring
+from rltrain.rewards.processes.pool import RewardPool
+from rltrain.rewards.processes.scoring import Scoring
 from rltrain.trainer.balance import Ids
+from rltrain.trainer.judge import Judge
 from rltrain.trainer.left_out import failed_of
 from rltrain.trainer.roles import RewardModel
 
@@ -37,7 +39,14 @@ class Rewards:
     The judged texts never pass through the driver.
     """
 
-    def __init__(self, cfg: Config, rows: dict[str, Rows], pool: RewardPool | None, model: RewardModel | None) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        rows: dict[str, Rows],
+        pool: RewardPool | None,
+        model: RewardModel | None,
+        judge: Judge | None = None,
+    ) -> None:
         self._cfg = cfg.reward_model
         self._overlap = cfg.reward.overlap
         self._weights: dict[str, float] = {name: float(weight) for name, weight in cfg.reward.weights.items()}
@@ -46,7 +55,10 @@ class Rewards:
         self.seconds = 0.0
         # And what a judge has cost in them: ``judge/calls`` and so on.
         self.judged: dict[str, float] = {}
-        self._judge_counts = JUDGE_COUNTS if cfg.reward.judge.url else ()
+        # Of the step's time what a judge on the devices has taken, which nothing hides.
+        self.timing: dict[str, float] = {}
+        self._judge_counts = JUDGE_COUNTS if cfg.reward.judge.url or judge else ()
+        self._judge = judge
         self._rows = rows
         self._pool = pool
         self._model = model
@@ -74,13 +86,15 @@ class Rewards:
         """``score``, its parts (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME`` [n].
 
         begun: rule rewards that were begun while the answers were generated. at_once: how many answers a call of the
-        reward model may have.
+        reward model, or of a judge, may have.
         """
         nothing = np.zeros(len(samples))
         columns = {c.SCORE: nothing, c.REWARD_FAILED: nothing, c.REWARD_TIMEOUT: nothing}
         if self._pool:
             begun = begun or AnswersInScoring(self._pool.begin_scoring(split, len(samples)))
             begun.add_missing(samples)
+            if self._judge:
+                self.timing = {"timing_s/judge": begun.ask(self._judge, at_once)}
             columns = begun.collect()
             self.seconds = begun.seconds
             self.judged = {f"judge/{name}": float(begun.judged[name]) for name in self._judge_counts}
@@ -151,6 +165,21 @@ class AnswersInScoring:
             if missing.any():
                 ids = part.ids[missing]
                 self._add(part.ref, ids, samples[c.ROW][ids], part.rows[missing])
+
+    def ask(self, judge: Judge, at_once: int | None = None) -> float:
+        """Have a judge on the devices judge those of the samples that wait for it. Returns the seconds of its replies.
+
+        at_once: see `Judge.replies`.
+        """
+        seconds, is_wanted = 0.0, np.concatenate(self._ids) >= 0
+        for reading in range(judge.readings):
+            messages = self._scoring.messages(is_wanted)
+            if not len(messages):
+                break
+            costs = judge.replies(messages, reading, at_once)
+            seconds += costs["seconds"]
+            self._scoring.hear(messages, costs, again=reading + 1 < judge.readings)
+        return seconds
 
     def collect(self) -> dict[str, Column]:
         """Wait for the scores and return their columns, by sample."""

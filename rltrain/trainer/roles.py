@@ -373,7 +373,7 @@ class RewardModel(_Remote):
         lengths, at_once = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], at_once or max(1, len(samples))
         scores = np.zeros(len(samples))
         for first in range(0, len(samples), at_once):
-            shares = [first + ids for ids in _deal(lengths[first : first + at_once], self._group.world)]
+            shares = [first + ids for ids in deal_by_length(lengths[first : first + at_once], self._group.world)]
             calls = [
                 bind(roles.RewardModel.score, samples.request(ids, [c.TEXT], [c.ROW]).as_batch, split) for ids in shares
             ]
@@ -382,7 +382,7 @@ class RewardModel(_Remote):
         return scores
 
 
-def _deal(lengths: np.ndarray, num_ranks: int) -> list[Ids]:
+def deal_by_length(lengths: np.ndarray, num_ranks: int) -> list[Ids]:
     """Deal samples out from the longest, back and forth, so that every rank gets about as many tokens."""
     order = np.argsort(-lengths, kind="stable")
     place = np.arange(len(order))

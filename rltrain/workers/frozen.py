@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.algorithms.moments import Moments
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import Device
-from rltrain.config.passes import PASSES, Role, updates_of
+from rltrain.config.passes import PASSES, Role, passes_of, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses, rests_on_host
 from rltrain.models.attention.packing import pack, per_policy_token
@@ -45,14 +45,15 @@ def measure(model: PackedModel, micros: Sequence[Batch], device: Device, *argume
 
 
 class FrozenWorker(Frozen):
-    """``models``: policies that learn nothing, by role. The reference of an actor with adapters is not among them."""
+    """``models``: policies that learn nothing, by role. The reference of an actor with adapters is not among them, nor
+    is a judge, which writes and makes no pass over the samples."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._residency, self._temperature = residency, cfg.actor_rollout_ref.rollout.temperature
         self.models: dict[Role, PolicyModel] = {
             role: load_role(role, cfg, passes, residency)
             for role, (kind, _) in specs_of(cfg, residency.device, passes).items()
-            if kind is PolicyModel and not updates_of(role)
+            if kind is PolicyModel and passes_of(role) and not updates_of(role)
         }
 
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:

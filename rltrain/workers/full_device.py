@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import WorkerLost
 from rltrain.config.budgets import smaller
-from rltrain.config.passes import PASSES
+from rltrain.config.passes import JUDGE_PHASE, PASSES
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
@@ -27,6 +27,7 @@ _R = "actor_rollout_ref.rollout."
 _OWN_KEYS = {
     "sync": (_R + "update_weights_bucket_megabytes",),
     "gen": (_R + "max_num_seqs",),
+    JUDGE_PHASE: tuple(f"reward_model.rollout.{name}" for name in ("max_num_seqs", "response_length")),
     "update_actor": ("actor_rollout_ref.model.enable_gradient_checkpointing",),
     "update_critic": ("critic.model.enable_gradient_checkpointing",),
 }

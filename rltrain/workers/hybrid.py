@@ -23,6 +23,7 @@ from rltrain.models.forward import model_numbers
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.full_device import device_is_full, is_out_of_memory
+from rltrain.workers.judge import JudgeWorker
 from rltrain.workers.links import LinksWorker
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers
@@ -63,6 +64,9 @@ class HybridWorker(Models, Advantages):
             assert self._rows is not None
             self.reward_model = RewardModelWorker(self._cfg, passes, residency, self._rows)
             self.roles.append(self.reward_model)
+        if "judge" in passes.roles:
+            self.judge = JudgeWorker(self._cfg, passes, residency)
+            self.roles.append(self.judge)
         assert passes.roles <= residency.models.keys(), f"nobody loads {passes.roles - residency.models.keys()}"
         if passes.trains:
             check_room(self._cfg.actor_rollout_ref.rollout, residency)

@@ -44,9 +44,9 @@ class Residency:
         self._residents: list[tuple[frozenset[str], _Resident]] = []
         self._queue = None if device.is_cpu else device.new_stream()
 
-    def add_engine(self, release: Callable[[], object]) -> None:
-        """Register a rollout engine: it takes memory when weights are loaded, and releases it outside generation."""
-        self._engines.append((frozenset({"sync", "gen"}), release))
+    def add_engine(self, release: Callable[[], object], *phases: str) -> None:
+        """Register an engine: it takes memory when weights are loaded, and releases it outside of these phases."""
+        self._engines.append((frozenset(phases), release))
 
     def add_model(self, role: Role, model: nn.Module, *phases: str, offload: bool) -> None:
         """Register a sharded model that ``phases`` need; with ``offload`` it rests on the host in all others."""

@@ -88,6 +88,16 @@ class GenerationNumbers:
     """Why the first trajectory that could not go on could not (`columns.AGENT_FAILED`)."""
 
 
+@dataclass(frozen=True)
+class JudgeNumbers:
+    """Of a judge's replies."""
+
+    num_tokens: int
+    """Of messages and replies of this rank."""
+    seconds: float
+    """The weights' way to the engine among them."""
+
+
 def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The largest of each number over ranks, which all have the same ones."""
     return {name: max(float(part[name]) for part in parts) for name in parts[0]}

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from rltrain.base.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
-from rltrain.workers.results import Array, GenerationNumbers, PassNumbers, UpdateNumbers
+from rltrain.rewards.judge.reply import Reply
+from rltrain.workers.results import Array, GenerationNumbers, JudgeNumbers, PassNumbers, UpdateNumbers
 from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, TurnAdvantages, UpdateTask, Written
 
 
@@ -124,6 +125,13 @@ class Critic(Protocol):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back. Returns notes for the log."""
+
+
+class Judge(Protocol):
+    """A generative reward model: `JudgeWorker`."""
+
+    def replies(self, batch: Batch, seed: int, reading: int) -> tuple[list[Reply], JudgeNumbers]:
+        """Replies to the ``judge_message`` of each sample, in their order. reading: the number of earlier questions."""
 
 
 class RewardModel(Protocol):

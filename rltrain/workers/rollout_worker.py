@@ -122,7 +122,7 @@ class RolloutWorker(Rollout):
             canary=_canary(prompts, self.encoder if passes.images else None),
             log_probs=text_log_probs,
         )
-        residency.add_engine(self._release)
+        residency.add_engine(self._release, "sync", "gen")
 
     def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
         model = actor_spec(cfg, self._device, self._images)

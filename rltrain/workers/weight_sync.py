@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,22 @@ from rltrain.workers.results import SyncReport
 from rltrain.workers.rollout.contract import RolloutEngine
 
 
+@dataclass(frozen=True)
+class EngineNames:
+    """What messages call an engine, the key of its model, and in brackets that of the gap."""
+
+    engine: str = "the rollout engine"
+    path: str = "actor_rollout_ref.model.path"
+    limit: str = " (actor_rollout_ref.rollout.log_prob_gap_limit)"
+
+
 class WeightSync:
     """Tracks which policy version the engine holds, and brings it the current one.
 
     The version is the number of optimizer updates since the start of the process; an engine that lost its weights has
     none. canary: a fixed text. log_probs: the trainer's at temperature 1, of all tokens of a text or of its last ones.
-    gap_limit: the largest distance between these and `RolloutEngine.log_probs` that is no SyncError.
+    gap_limit: the largest distance between these and `RolloutEngine.log_probs` that is no SyncError. names: of the
+    engine and its keys in messages.
     """
 
     def __init__(
@@ -46,6 +57,7 @@ class WeightSync:
         gap_limit: float,
         canary: EncodedPrompt,
         log_probs: Callable[[EncodedPrompt], Tensor],
+        names: EngineNames = EngineNames(),
     ) -> None:
         self.version: int | None = None
         self._policy = policy
@@ -57,6 +69,7 @@ class WeightSync:
         self._gap_limit = gap_limit
         self._canary = canary
         self._log_probs = log_probs
+        self._names_in_messages = names
 
     def run(self, version: int, free_training_copy: Callable[[], object]) -> SyncReport:
         """Bring the weights over and wake the engine in stages, then compare it with the trainer (a collective).
@@ -98,7 +111,7 @@ class WeightSync:
             raise NonFiniteError(
                 f"the trainer's own log-probs of a fixed text are not finite after {version} updates: its weights are "
                 "damaged, or too large for the dtype it computes in. At the first step look at the files of "
-                "actor_rollout_ref.model.path; later, resume from an older checkpoint with "
+                f"{self._names_in_messages.path}; later, resume from an older checkpoint with "
                 "trainer.resume_mode=resume_path."
             )
         log_probs = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
@@ -107,9 +120,9 @@ class WeightSync:
         if not gap <= self._gap_limit:
             with_image = " with an image" if self._canary.images else ""
             raise SyncError(
-                f"after the sync of update {version} the rollout engine answers otherwise than the trainer: mean "
-                f"|log-prob gap| {gap:.3g} on a fixed text{with_image}, limit {self._gap_limit:.3g} "
-                "(actor_rollout_ref.rollout.log_prob_gap_limit). It does not generate with the current weights, or "
+                f"after the sync of update {version} {self._names_in_messages.engine} answers otherwise than the "
+                f"trainer: mean |log-prob gap| {gap:.3g} on a fixed text{with_image}, limit {self._gap_limit:.3g}"
+                f"{self._names_in_messages.limit}. It does not generate with the current weights, or "
                 "computes with them in another way."
             )
         return gap

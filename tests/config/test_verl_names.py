@@ -100,8 +100,8 @@ FREE = {
     *("profile.*", "trainer.npu_profile.*", "transfer_queue.*", "*.fsdp_config.turbo_config.*"),
     *(f"{A}rollout.multi_turn.*continuous_token*", "trainer.dump_high_diff_*", "*.optim.override_optimizer_config*"),
     *("global_profiler.global_tool_config*", "*.profiler.tool_config*", f"{A}rollout.checkpoint_engine.engine_kwargs*"),
-    *(f"{section}.engine_kwargs*" for section in ("reward.reward_model.rollout", "reward_model.rollout")),
-    *("reward_model.inference.engine_kwargs*", f"{A}ref.model.override_config*"),
+    *(f"{section}.engine_kwargs*" for section in ("reward_model.inference", "reward_model.rollout")),
+    f"{A}ref.model.override_config*",
 }
 
 
@@ -345,7 +345,7 @@ def test_the_names_of_other_trainers_lead_to_keys_that_exist():
 
 def test_a_missing_or_mistyped_start_of_a_name_is_seen():
     assert problems("rollout.temperature=1") == [
-        f"unknown key 'rollout.temperature'. Did you mean {A}rollout.temperature?"
+        f"unknown key 'rollout.temperature'. Did you mean {A}rollout.temperature, reward_model.rollout.temperature?"
     ]
     assert f"{A}rollout.temperature?" in problems("actor_rollout_rf.rollout.temperature=1")[0]
     assert f"{A}actor.optim.lr" in problems(f"{A}actor.lr=1")[0]
@@ -459,16 +459,30 @@ def test_the_engine_of_turns_of_older_versions_is_sglang():
     assert any(note.startswith(f"{written} is {A}rollout.name=sglang here: every engine") for note in notes(written))
 
 
-def test_a_reward_model_is_a_classifier_and_a_generative_one_refused(tmp_path):
+def test_a_reward_model_has_no_server_that_a_function_could_ask(tmp_path):
     served = [
-        "reward_model.enable=True", "reward.reward_model.model_path=judge", "reward_model.rollout.name=vllm",
+        "reward_model.enable=True", "reward.reward_model.model_path=judge", "reward_model.rollout.dtype=bfloat16",
         "reward_model.use_reward_loop=True", "reward_model.num_workers=4",
     ]  # fmt: skip
     loaded = load_config([*BASE, *served])
     assert (loaded.config.reward_model.model.path, loaded.config.reward.num_workers) == ("judge", 4)
     assert any("not behind a server" in note for note in look_over(loaded))
     lines = problems(*served, f"custom_reward_function.path={tmp_path}/f.py")
-    assert any(line.startswith("reward_model.rollout.name=vllm: a generative reward model") for line in lines)
+    assert any(line.startswith("reward_model.rollout.dtype=bfloat16: a generative reward model") for line in lines)
+
+
+def test_a_generative_reward_model_has_the_names_of_verl():
+    words = [
+        "reward.reward_model.enable=True", "reward.reward_model.model_path=judge", "reward_model.model.type=generative",
+        "reward.reward_model.rollout.name=hf", "reward_model.rollout.temperature=0.5",
+        "reward.reward_model.rollout.prompt_length=64", "reward.reward_model.rollout.response_length=32",
+    ]  # fmt: skip
+    model = load_config([*BASE, *words]).config.reward_model
+    assert (model.judges, model.classifies, model.model.path) == (True, False, "judge")
+    assert (model.rollout.temperature, model.rollout.prompt_length, model.rollout.response_length) == (0.5, 64, 32)
+    check(load_config([*BASE, *words]))
+    (line,) = problems(*words, "reward.reward_model.rollout.name=vllm")
+    assert line.startswith("reward.reward_model.rollout.name=vllm: the judge's engine lives beside the policy's")
 
 
 @pytest.mark.parametrize(
@@ -581,12 +595,6 @@ def test_keys_of_verl_s_first_versions_are_read_or_noted():
     loaded = load_config([*BASE, *(f"reward.overlong_buffer.{word}" for word in overlong)])
     buffer = loaded.config.reward_model.overlong_buffer
     assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 100, 0.5)
-
-
-def test_a_reward_model_of_verl_0_6_is_a_classifier():
-    assert notes("reward_model.model.type=discriminative") == []
-    (line,) = problems("reward_model.model.type=generative")
-    assert line.startswith("reward_model.model.type=generative: a generative reward model is not in this version")
 
 
 def test_a_mini_batch_that_is_not_written_is_no_larger_than_the_batch():

@@ -99,6 +99,7 @@ def test_what_stays_in_the_store_follows_from_the_signature():
         "Actor.ref_log_probs",
         "Critic.values",
         "Frozen.log_probs",
+        "Judge.replies",
         "Advantages.advantages",
         "Advantages.spread_over_turns",
         "Rollout.take_finished",

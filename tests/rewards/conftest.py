@@ -62,8 +62,9 @@ def pool(local_ray):
     """Makes reward pools over ``rows`` as the split "train"; closes them after the test."""
     pools = []
 
-    def make(rows, reward=None, num_workers=2, log_file=None, **settings):
+    def make(rows, reward=None, num_workers=2, log_file=None, reward_model=None, **settings):
         cfg = Config(reward=RewardConfig(**{"timeout_s": 1.0, "on_error": -2.0, **settings}))
+        cfg.reward_model = reward_model or cfg.reward_model
         if reward:
             cfg.custom_reward_function = CustomRewardConfig(reward.path, reward.name, reward.kwargs)
         pools.append(RewardPool(cfg, num_workers, {"train": local_ray.put(rows)}, log_file))

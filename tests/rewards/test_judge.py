@@ -19,7 +19,8 @@ from rltrain.data.rows import read_rows
 from rltrain.rewards.judge import server
 from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Unreadable, last_verdict
-from rltrain.rewards.processes.judged import JudgedScorer, Questions
+from rltrain.rewards.processes.grader import Questions
+from rltrain.rewards.processes.judged import JudgedScorer
 from tests.doubles.judge import CLOSE, HANG, Cut, JudgeDouble, status
 
 MATH = "lighteval/MATH"

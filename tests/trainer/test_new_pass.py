@@ -32,15 +32,15 @@ OFFLOAD = f"{SECTION}.fsdp_config.param_offload"
 
 
 @pytest.fixture
-def judge():
-    """The rows of a frozen policy that judges every answer, behind the pass of the reference."""
+def teacher():
+    """The rows of a frozen policy that marks every answer, behind the pass of the reference."""
     passes, roles = dict(PASSES), dict(ROLES)
-    ROLES["judge"] = ModelRole(SECTION, f"{SECTION}.fsdp_config", lambda config: True)
+    ROLES["teacher"] = ModelRole(SECTION, f"{SECTION}.fsdp_config", lambda config: True)
     PASSES.clear()
     for name, row in passes.items():
         PASSES[name] = row
         if name == "ref":
-            PASSES["judge"] = Pass("judge", row.keys, "judge")
+            PASSES["teacher"] = Pass("teacher", row.keys, "teacher")
     yield
     for table, before in ((PASSES, passes), (ROLES, roles)):
         table.clear()
@@ -59,33 +59,33 @@ def changes(another):
 
 
 @pytest.fixture
-def cfg(judge, tiny_model, arithmetic_files, tmp_path, changes):
+def cfg(teacher, tiny_model, arithmetic_files, tmp_path, changes):
     return load_config(small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)).config
 
 
 def test_a_step_has_it_in_its_place(cfg):
     passes = make_step_passes(cfg)
-    assert passes.describe(1) == "gen, reward, judge, adv, update_actor"
-    assert passes.needs("judge") == ("judge",)
-    assert step_phases()[3:7] == ("old_log_prob", "ref", "judge", "values")
-    assert "judge" in device_phases()
+    assert passes.describe(1) == "gen, reward, teacher, adv, update_actor"
+    assert passes.needs("teacher") == ("teacher",)
+    assert step_phases()[3:7] == ("old_log_prob", "ref", "teacher", "values")
+    assert "teacher" in device_phases()
     cfg.trainer.val_only = True
-    assert "judge" not in make_step_passes(cfg).roles, "an evaluation loads it where its row says so"
+    assert "teacher" not in make_step_passes(cfg).roles, "an evaluation loads it where its row says so"
 
 
 def test_a_report_lists_the_phases_of_a_step():
     assert set(step_phases()) < set(PHASES)
 
 
-def test_its_seconds_are_not_other_ones(judge):
+def test_its_seconds_are_not_other_ones(teacher):
     timer = StepTimer()
-    with timer("step"), timer("judge"):
+    with timer("step"), timer("teacher"):
         sum(range(100_000))
     seconds = timer.metrics()
-    assert 0 <= seconds["timing_s/other"] < seconds["timing_s/judge"]
+    assert 0 <= seconds["timing_s/other"] < seconds["timing_s/teacher"]
 
 
-def test_its_rates_are_of_its_tokens_and_its_model(judge):
+def test_its_rates_are_of_its_tokens_and_its_model(teacher):
     samples = Samples(2)
     samples.update(
         {
@@ -94,41 +94,41 @@ def test_its_rates_are_of_its_tokens_and_its_model(judge):
             c.PROMPT_LENGTH: np.array([20, 20]),
         }
     )
-    seconds = {f"timing_s/{name}": 2.0 for name in ("step", "generate_sequences", "judge")}
-    assert throughput_metrics(samples, seconds, 1, {"judge": 240})["timing_per_token_ms/judge"] == 2000 / 240
+    seconds = {f"timing_s/{name}": 2.0 for name in ("step", "generate_sequences", "teacher")}
+    assert throughput_metrics(samples, seconds, 1, {"teacher": 240})["timing_per_token_ms/teacher"] == 2000 / 240
     cost = LayoutCost(**dict.fromkeys(LayoutCost.__dataclass_fields__, 50))
-    sizes = {"matmul_parameters": 1e12, "judge_matmul_parameters": 2e12}
-    assert flops_metrics({"judge": cost}, seconds, sizes, 1)["perf/tflops/judge"] == 2 * 2 * 50 / 2
-    PASSES["judge"] = Pass("judge", PASSES["ref"].keys)
-    assert not flops_metrics({"judge": cost}, seconds, sizes, 1)
+    sizes = {"matmul_parameters": 1e12, "teacher_matmul_parameters": 2e12}
+    assert flops_metrics({"teacher": cost}, seconds, sizes, 1)["perf/tflops/teacher"] == 2 * 2 * 50 / 2
+    PASSES["teacher"] = Pass("teacher", PASSES["ref"].keys)
+    assert not flops_metrics({"teacher": cost}, seconds, sizes, 1)
 
 
 def test_the_plan_has_its_ranks_and_its_budget(cfg, another):
     cfg.trainer.n_gpus_per_node = cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size = 2
     plan = make_plan(cfg, 100)
-    assert plan.ranks["judge"] == 1
-    assert plan.budgets["judge"].max_tokens == 2 * 99
+    assert plan.ranks["teacher"] == 1
+    assert plan.budgets["teacher"].max_tokens == 2 * 99
     text = describe(plan, cfg)
-    assert "at most 198 tokens per data-parallel rank, of which there are 1: judge" in text
-    assert f"judge {another}" in " ".join(text.split())
+    assert "at most 198 tokens per data-parallel rank, of which there are 1: teacher" in text
+    assert f"teacher {another}" in " ".join(text.split())
 
 
 def test_its_memory_is_foretold_and_may_rest_on_the_host(cfg):
     plan = make_plan(cfg, 100)
-    spec = specs_of(cfg, get_device("cpu"), plan.passes)["judge"]
+    spec = specs_of(cfg, get_device("cpu"), plan.passes)["teacher"]
     assert spec[0] is PolicyModel
-    here = forecast(cfg, plan, None, ("judge", "update_actor"))
+    here = forecast(cfg, plan, None, ("teacher", "update_actor"))
     cfg.actor_rollout_ref.ref.fsdp_config.param_offload = True
-    away = forecast(cfg, plan, None, ("judge", "update_actor"))
-    assert here["judge"] == away["judge"]
-    assert here["judge"]["activations"] > 0
+    away = forecast(cfg, plan, None, ("teacher", "update_actor"))
+    assert here["teacher"] == away["teacher"]
+    assert here["teacher"]["activations"] > 0
     assert here["update_actor"]["weights"] > away["update_actor"]["weights"]
 
 
 def test_a_full_device_is_told_of_its_offload(cfg):
-    assert (OFFLOAD, ("judge",)) in list(offloads(cfg))
+    assert (OFFLOAD, ("teacher",)) in list(offloads(cfg))
     assert f"{OFFLOAD}=True" in list(ways_out(cfg, "update_actor", 0.35))
-    assert f"{OFFLOAD}=True" not in list(ways_out(cfg, "judge", 0.35))
+    assert f"{OFFLOAD}=True" not in list(ways_out(cfg, "teacher", 0.35))
 
 
 def test_its_model_is_looked_at(cfg, another):
@@ -136,7 +136,7 @@ def test_its_model_is_looked_at(cfg, another):
     findings = Findings()
     look_at_models(cfg, findings)
     assert not findings.problems
-    cfg.actor_rollout_ref.ref.model.path = "/no/judge"
+    cfg.actor_rollout_ref.ref.model.path = "/no/teacher"
     look_at_models(cfg, findings)
     assert [PATH in problem for problem in findings.problems] == [True]
 
@@ -150,24 +150,24 @@ def test_its_tokens_are_those_of_the_policy(cfg, tmp_path):
     assert any(f"{PATH}=" in problem and "that of the policy" in problem for problem in findings.problems)
 
 
-def test_workers_load_it_and_measure_with_it(process_group, judge, tiny_trainer, changes):
+def test_workers_load_it_and_measure_with_it(process_group, teacher, tiny_trainer, changes):
     trainer = tiny_trainer(**changes)
     samples = trainer.step(1).samples
     worker = trainer.worker
-    assert worker.residency.models["judge"] is worker.actor.frozen.models["judge"]
-    assert not any(weight.requires_grad for weight in worker.residency.models["judge"].parameters())
-    assert trainer.model_sizes["judge_matmul_parameters"] > trainer.model_sizes["matmul_parameters"]
-    moments = trainer.frozen.log_probs("judge", c.REF_LOG_PROBS, samples, trainer._lay_out(samples, "judge"))
-    assert worker.residency.phase == "judge"
-    assert moments["judge"].count == samples[c.POLICY_TOKENS].sum()
-    assert moments["judge"].mean < 0
+    assert worker.residency.models["teacher"] is worker.actor.frozen.models["teacher"]
+    assert not any(weight.requires_grad for weight in worker.residency.models["teacher"].parameters())
+    assert trainer.model_sizes["teacher_matmul_parameters"] > trainer.model_sizes["matmul_parameters"]
+    moments = trainer.frozen.log_probs("teacher", c.REF_LOG_PROBS, samples, trainer._lay_out(samples, "teacher"))
+    assert worker.residency.phase == "teacher"
+    assert moments["teacher"].count == samples[c.POLICY_TOKENS].sum()
+    assert moments["teacher"].mean < 0
     assert not samples.without(c.REF_LOG_PROBS).any()
 
 
-def test_a_role_that_nobody_loads_ends_the_start(process_group, judge, tiny_trainer, changes, monkeypatch):
+def test_a_role_that_nobody_loads_ends_the_start(process_group, teacher, tiny_trainer, changes, monkeypatch):
     def forgets(self, *_):
         self.models = {}
 
     monkeypatch.setattr(FrozenWorker, "__init__", forgets)
-    with pytest.raises(AssertionError, match=r"nobody loads .*judge"):
+    with pytest.raises(AssertionError, match=r"nobody loads .*teacher"):
         tiny_trainer(**changes)

@@ -109,6 +109,10 @@ OVERLONG = _add("overlong", PER_SAMPLE, "float64", "rewards", "metrics, files")
 REWARD_FAILED = _add("reward_failed", PER_SAMPLE, "float64", "scorers: 1 = failed", "rewards, metrics")
 REWARD_TIMEOUT = _add("reward_timeout", PER_SAMPLE, "float64", "scorers: 1 = timeout", "metrics")
 REWARD_ERROR = _add("reward_error", PER_SAMPLE, "str", "scorers, where one failed", "files")
+# On their way to a judge on the run's devices, and back (`rewards.judge.reply.Reply`); samples are what is asked.
+JUDGE_MESSAGE = _add("judge_message", PER_SAMPLE, "str", "scorers", "judge")
+MESSAGE_LENGTH = _add("message_length", PER_SAMPLE, "int64", "scorers: characters", "driver: who judges what")
+JUDGE_REPLY = _add("judge_reply", PER_SAMPLE, "object", "judge", "scorers")
 BASELINE = _add("baseline", PER_SAMPLE, "float64", "greedy answer (remax)", "advantages")
 # Numbers and texts that a scorer returns besides the score go by this and their own name.
 SCORER = "scorer/"

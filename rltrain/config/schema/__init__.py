@@ -303,7 +303,10 @@ class RewardConfig:
     url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
     """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in
     config.yaml."""
-    judge: JudgeConfig = section(JudgeConfig, only_with={"judge.url": "reward.judge.url is not set"})
+    judge: JudgeConfig = section(
+        JudgeConfig,
+        only_with={"judge.url or reward_model.judges": "neither reward.judge.url nor a generative reward model is set"},
+    )
     """A model that judges answers."""
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.trainer import TRAINS
 
@@ -24,6 +25,12 @@ _ON_DEVICE = {"trainer.device!=cpu": "on a CPU everything is in host memory"}
 _COSINE = "lr_scheduler_type=cosine"
 _ADAPTERS = {"uses_lora": "lora_rank=0"}
 _SCORED = "reward_model.enable"
+_CLASSIFIES = {
+    _SCORED: "",
+    "reward_model.model.type=discriminative": "a generative reward model is a judge: reward.judge.rule and "
+    "reward.weights put its number beside the scorer's, and it writes as reward_model.rollout says",
+}
+_GENERATES = {_SCORED: "", "reward_model.model.type=generative": "the reward model is a classifier and writes nothing"}
 
 
 @dataclass
@@ -204,11 +211,42 @@ class RewardModelModelConfig:
     """The reward model."""
 
     path: str | None = None
-    """Hugging Face folder or hub name of a sequence classifier with one label."""
+    """Hugging Face folder or hub name of a sequence classifier with one label, or with type=generative of a chat model.
+    """
+    type: Literal["discriminative", "generative"] = "discriminative"
+    """discriminative: a classifier, whose output is the score. generative: a judge, which is asked by
+    reward.judge.prompt and whose reply reward.judge.parse reads."""
+    apply_chat_template_kwargs: dict[str, Any] = key({}, only_with=_GENERATES)
+    """Free-form: arguments of the judge's chat template, such as enable_thinking."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     fsdp_config: ShardingConfig = section(ShardingConfig)
     """Sharding; param_offload keeps the reward model in host memory between its passes."""
+
+
+@dataclass
+class JudgeRolloutConfig:
+    """How a generative reward model writes its replies."""
+
+    name: str = key("hf", among=tuple(ENGINES))
+    """Engine: hf (embedded decode loop), whichever engine the policy has."""
+    temperature: float = key(0.0, least=0)
+    """Sampling temperature; 0: greedy. The same message gets the same reply in every step, sampled or not."""
+    top_k: int = key(-1, only_with="temperature>0")
+    """Sample among the k likeliest tokens; -1: all."""
+    top_p: float = key(1.0, over=0, most=1, only_with="temperature>0")
+    """Sample among the likeliest tokens that together hold this probability."""
+    prompt_length: int | None = key(None, least=1)
+    """Most tokens of a message to the judge, by its own tokenizer and chat template; null: those of the longest prompt
+    and answer, and 1,024. An answer whose message is longer counts as failed."""
+    response_length: int = key(2048, least=1)
+    """Most tokens of a reply."""
+    gpu_memory_utilization: float = key(0.5, over=0, most=1)
+    """Share of the device memory that is free before the replies, for keys and values."""
+    max_num_seqs: int = key(256, least=1)
+    """Most replies that an engine writes at once."""
+    max_num_batched_tokens: int = key(8192, least=1)
+    """Most tokens of messages that an engine computes at once."""
 
 
 @dataclass
@@ -230,19 +268,21 @@ class RewardModelConfig:
     """Rewards by a model, and how rewards are put together: weight * model + rule_weight * rule, minus penalties."""
 
     enable: bool = False
-    """Score answers with a reward model."""
+    """Score answers with a reward model, which shares the devices with the other models."""
     model: RewardModelModelConfig = section(RewardModelModelConfig, only_with=_SCORED)
     """Model."""
-    weight: float = key(1.0, least=0, only_with=_SCORED)
+    rollout: JudgeRolloutConfig = section(JudgeRolloutConfig, only_with=_GENERATES)
+    """Replies of a generative reward model."""
+    weight: float = key(1.0, least=0, only_with=_CLASSIFIES)
     """Weight of the reward model's score."""
-    rule_weight: float | None = key(None, least=0, only_with=_SCORED)
+    rule_weight: float | None = key(None, least=0, only_with=_CLASSIFIES)
     """Weight of the rule reward beside a reward model. null or 0: the model alone decides; no scorer is needed, none
     runs."""
-    micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_SCORED)
+    micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_CLASSIFIES)
     """Samples per forward on one device; null: as the actor's."""
-    use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_SCORED)
+    use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_CLASSIFIES)
     """As actor.use_dynamic_bsz."""
-    forward_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_SCORED)
+    forward_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_CLASSIFIES)
     """Tokens per forward on one device; null: as the actor's."""
     reward_manager: Literal["naive", "dapo", "batch"] = "naive"
     """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of
@@ -251,6 +291,16 @@ class RewardModelConfig:
     """Penalty for long answers."""
 
     @property
+    def classifies(self) -> bool:
+        """Whether a classifier scores answers."""
+        return self.enable and self.model.type == "discriminative"
+
+    @property
+    def judges(self) -> bool:
+        """Whether a model on the run's devices judges answers in words."""
+        return self.enable and self.model.type == "generative"
+
+    @property
     def runs_scorers(self) -> bool:
-        """Whether answers get a rule reward: alone, or beside that of a reward model."""
-        return not self.enable or bool(self.rule_weight)
+        """Whether answers get a rule reward (a judge's among them): alone, or beside that of a classifier."""
+        return not self.classifies or bool(self.rule_weight)

@@ -6,6 +6,9 @@ keys of verl's, such as arguments.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from rltrain.config.schema.model import JudgeRolloutConfig
 from rltrain.config.verl.spellings import SHARDING
 
 _A = "actor_rollout_ref."
@@ -42,6 +45,7 @@ _OF_SERVER = (
     *("layered_summon", "multi_stage_wake_up", "scheduling_policy", "full_determinism"),
     *("quantization", "quantization_config_file"),
 )
+_OF_JUDGE = tuple(row.name for row in fields(JudgeRolloutConfig))
 # Megatron's adapters.
 _OF_LORA = (
     *("type", "alpha", "dropout", "dropout_position", "dtype", "target_modules", "exclude_modules", "adapter_path"),
@@ -61,7 +65,8 @@ _OF_ITS_MODEL = (
     *("lora_rank", "lora_alpha", "lora_adapter_path", "target_modules", "exclude_modules"),
 )
 _SYNC = "there is one trainer, and it is synchronous"
-CLASSIFIER = "the reward model is a classifier that runs in the workers, not behind a server"
+# It goes by this constant where a function of the user's would ask that server.
+NO_SERVER = "the reward model runs in the workers, by keys of its own, and not behind a server"
 
 # Keys that change nothing here -> why.
 NO_EFFECT = {
@@ -82,11 +87,8 @@ NO_EFFECT = {
     "reward.reward_manager.module.name!=custom_reward_manager": "see custom_reward_function",
     "reward_manager.module.path": "see custom_reward_function",
     "reward_manager.module.name!=custom_reward_manager": "see custom_reward_function",
-    **{
-        f"{section}.{name}": CLASSIFIER
-        for section in ("reward.reward_model.rollout", "reward_model.rollout", "reward_model.inference")
-        for name in _OF_SERVER
-    },
+    **{f"reward_model.rollout.{name}": NO_SERVER for name in _OF_SERVER if name not in _OF_JUDGE},
+    **{f"reward_model.inference.{name}": NO_SERVER for name in _OF_SERVER},
     "reward.reward_model.enable_resource_pool": "the reward model shares the devices",
     "reward.reward_model.n_gpus_per_node": "the reward model shares the devices",
     "reward.reward_model.nnodes": "the reward model shares the devices",

@@ -29,8 +29,9 @@ _LR_NAMES = "this is Megatron's name: use optim.lr_scheduler_type, lr_warmup_ste
 # Of rows of NO_EFFECT beside other settings. A reward model's server with a function of the user's own: in verl that
 # function asks the server.
 GENERATIVE = (
-    "a generative reward model, which custom_reward_function.path asks, is not in this version: serve it yourself, let "
-    "your function ask its address, and leave reward_model.enable out"
+    "a generative reward model has no address here that custom_reward_function.path could ask: set "
+    "reward_model.model.type=generative, with the message in reward.judge.prompt and what reads the reply in "
+    "reward.judge.parse; or serve it yourself, let your function ask its address, and leave reward_model.enable out"
 )
 
 # Keys whose null is no default -> why, and the way out.
@@ -99,8 +100,6 @@ REFUSED = {
     "reward_model.reward_manager=limited|rate_limited": "use naive: at most reward.num_workers answers are scored at "
     "once, and a limit on requests belongs into your function; of a model as "
     "judge it is reward.judge.rate_limit_per_min",
-    "reward_model.model.type!=discriminative": "a generative reward model is not in this version: serve it yourself, "
-    "and name it by reward.judge.url and reward.judge.model",
     "reward_model.reward_loop_source!=register": _MANAGER,
     "reward_model.reward_loop_*": _MANAGER,
     "*sandbox_fusion_url": "use custom_reward_function.path with a function that calls your sandbox",

@@ -42,6 +42,7 @@ ALIASES = {
     "reward_model.model_path": "reward_model.model.path",
     "reward.overlong_buffer.": "reward_model.overlong_buffer.",
     "reward.reward_model.model.": "reward_model.model.",
+    "reward.reward_model.rollout.": "reward_model.rollout.",
     "reward_model.num_workers": "reward.num_workers",
     **{
         old + name: new + "compute_dtype"

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rltrain.base.device import Device, resolve_dtype
-from rltrain.config.budgets import longest_sequence
+from rltrain.config.budgets import judge_lengths, longest_sequence
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
@@ -119,6 +119,11 @@ def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
     )
 
 
+def judge_spec(cfg: Config, device: Device) -> ModelSpec:
+    """The model that judges answers in words."""
+    return replace(reward_model_spec(cfg, device), longest=sum(judge_lengths(cfg)))
+
+
 def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> dict[Role, tuple[type[Any], ModelSpec]]:
     """The models of a run: the policy, which an evaluation has too, and those of ``passes.roles``.
 
@@ -133,6 +138,8 @@ def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> d
             return ScalarModel, critic_spec(cfg, device, passes.images_in_training)
         if role == "reward_model":
             return ScalarModel, reward_model_spec(cfg, device)
+        if role == "judge":
+            return PolicyModel, judge_spec(cfg, device)
         return PolicyModel, frozen_spec(cfg, device, passes.images_in_training, role)
 
     return {role: model(role) for role in ROLES if role == "actor" or role in passes.roles}

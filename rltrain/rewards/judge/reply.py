@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.schema.judge import BY_RULE, JudgeConfig
@@ -16,6 +17,20 @@ _TEXT_IN_BOX = re.compile(r"\\text\{([^{}]*)\}")
 # Of "Score: 0.5" and "**Verdict:** yes".
 _LABEL = re.compile(r"^[A-Za-z ]{0,30}:")
 _SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a judge has said."""
+
+    text: str
+    """"" where there is none, such as a refusal."""
+    about: str = ""
+    """What stands beside the text, for a message about a reply without any."""
+    is_cut: bool = False
+    """It has ended at a limit of tokens, so its last word need not be the verdict."""
+    unasked: str = ""
+    """Why the judge could not be asked; "" where it was."""
 
 
 class Unreadable(Exception):

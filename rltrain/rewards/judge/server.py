@@ -11,7 +11,6 @@ import asyncio
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -21,6 +20,7 @@ from rltrain.base.env import first_set
 from rltrain.base.errors import ConfigError, storable
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s
+from rltrain.rewards.judge.reply import Reply
 
 # How often one request is made; those after which the server has named a time are not counted.
 TRIES = 6
@@ -30,18 +30,6 @@ _SHOWN_BYTES = 500
 _SECRET_CHARS = 8
 # What is counted, here and where replies are read.
 JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "seconds")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a judge has said."""
-
-    text: str
-    """"" where the server has sent none, such as a refusal."""
-    about: str
-    """What stands beside the text, for a message about a reply without any."""
-    is_cut: bool = False
-    """It has ended at a limit of tokens, so its last word need not be the verdict."""
 
 
 class Unanswered(Exception):

@@ -23,15 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rltrain.base.env import driver_environment
 from rltrain.base.errors import AGAIN, JudgeError, RewardError, WorkerError, WorkerLost
 from rltrain.config.schema import Config
 from rltrain.rewards.custom import custom_reward
-from rltrain.rewards.processes.columns import Columns, columns_of
 from rltrain.rewards.processes.log import RewardLog
-from rltrain.rewards.processes.score import JUDGE, Score
+from rltrain.rewards.processes.score import Score
+from rltrain.rewards.processes.scoring import POLL_S, Scoring
 from rltrain.rewards.processes.worker import RewardWorker
 
 # Calls of this group are answered while an answer is scored.
@@ -40,13 +38,6 @@ _CONTROL = "control"
 _STACKS_S = 5.0
 # A message names this many workers at most.
 _NAMED = 4
-# Small calls let a worker that is done take over from a slow one; each costs a round through Ray.
-_CALLS_PER_WORKER = 4
-# Python handles a signal only when a wait for the workers returns, because Ray waits below Python.
-_POLL_S = 0.5
-# What a reward worker may take per answer to replace a killed process.
-_RESTART_S = 5.0
-_PHASE = "scoring answers"
 
 
 @dataclass(frozen=True)
@@ -92,6 +83,7 @@ class RewardPool:
         # A judge is waited for in many calls at once.
         judge = cfg.reward.judge
         self._lanes = max(1, judge.max_concurrency // num_workers) if judge.url else 1
+        self._num_places = len(places)
         self._tokens_used = 0
         options: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": self._lanes}
         # A thread of its own answers for stacks while an answer is scored.
@@ -143,6 +135,10 @@ class RewardPool:
                 f"reward.judge.max_tokens_total={most} allows no more. Raise it, and run the same command to go on "
                 "from the last checkpoint."
             )
+
+    def node_of(self, worker: int) -> int:
+        """The node of a worker, by the place that it was given."""
+        return worker % self._num_places
 
     @property
     def lanes(self) -> list[Any]:
@@ -221,7 +217,7 @@ class RewardPool:
         phase = "the trial on a row of every data source"
         while late:
             # Not `ray.get` alone, which would keep a signal from Python until the call ends.
-            ready, _ = ray.wait([calls[late[0]]], timeout=_POLL_S)
+            ready, _ = ray.wait([calls[late[0]]], timeout=POLL_S)
             if ready:
                 with self.errors(phase, late[:1]):
                     ray.get(ready)
@@ -257,120 +253,3 @@ class RewardPool:
             with suppress(ray.exceptions.RayError):
                 stacks[number] = ray.get(call) if call in answered else ""
         return stacks
-
-
-class Scoring:
-    """Answers on their way through the pool, dealt out to workers as these come free.
-
-    ``seconds`` is what scoring has cost so far, summed over all workers; ``judged`` what a judge has cost.
-    """
-
-    def __init__(self, pool: RewardPool, split: str, total: int) -> None:
-        from ray.util import ActorPool
-
-        self.seconds = 0.0
-        self.judged: Counter[str] = Counter()
-        self._is_over = False
-        self._pool = pool
-        self._workers = ActorPool(pool.lanes)
-        self._busy: dict[int, int] = {}  # call -> number of the worker that has it
-        self._split = split
-        self._total = total
-        # Small enough that a slow answer holds up few others.
-        self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(pool.lanes))))
-        self._scores: list[list[Score]] = []  # per call, in the order of `add`
-        self._failures: list[Score] = []
-
-    def add(self, texts: Any, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Score the texts at ``positions`` [k] of a list (by reference) as answers to ``rows`` [k]."""
-        rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-        if rows.shape != positions.shape:
-            raise ValueError(f"{len(rows)} rows and {len(positions)} positions")
-        for first in range(0, len(rows), self._answers_per_call):
-            part = slice(first, first + self._answers_per_call)
-            call = (len(self._scores), self._split, [texts], rows[part], positions[part])
-            self._scores.append([])
-            self._workers.submit(self._hand_out, call)
-        self.advance()
-
-    def _hand_out(self, worker: Any, call: tuple[Any, ...]) -> Any:
-        if self._is_over:
-            return self._unjudged(call[0], len(call[3]))
-        self._busy[call[0]] = self._pool.workers.index(worker)
-        return worker.score.remote(*call)
-
-    def _unjudged(self, number: int, count: int) -> Any:
-        """What a worker would have returned, had the judge been waited for in vain."""
-        import ray
-
-        sentence = f"not judged within {self._pool.reward.judge.deadline_s:g} s (reward.judge.deadline_s)"
-        return ray.put((number, [Score(None, "timeout", sentence, kind=JUDGE)] * count, 0.0, Counter(), ("driver", "")))
-
-    def advance(self) -> None:
-        """Take what is done and hand out what waits, without waiting."""
-        while self._take(wait_s=0):
-            pass
-
-    def collect(self) -> Columns:
-        """Wait for all scores and return them as columns, in the order in which answers were added.
-
-        ``score``, ``reward_failed`` and ``reward_timeout`` (0 or 1), and ``scorer/NAME`` per extra: float64 (NaN where
-        an answer has none) or texts (objects, "" for none); ``reward_error`` (texts) where one failed. Raises
-        RewardError if more than half of the answers fail.
-        """
-        started = heard = time.monotonic()
-        # A worker that is alive keeps its deadlines, so silence for longer than a whole call may take is not a slow
-        # answer.
-        watch, per_call, timeout_s = self._pool.watch, self._answers_per_call, self._pool.reward.timeout_s
-        judge = self._pool.reward.judge
-        deadline_s = judge.deadline_s if judge.url else math.inf
-        more_s = watch.late_s + per_call * _RESTART_S + (deadline_s if judge.url else 0.0)
-        limit = f"reward.timeout_s={timeout_s} for each of {per_call} answers, and {more_s:g} s"
-        while self._workers.has_next():
-            watch.check()
-            self._is_over = time.monotonic() - started > deadline_s
-            if self._is_over:  # asked again and again: a worker may only now have come to the judge
-                self._pool.give_up()
-            if self._take(min(_POLL_S, deadline_s)):
-                heard = time.monotonic()
-            elif (seconds := time.monotonic() - heard) > more_s + per_call * timeout_s:
-                raise self._pool.silent(_PHASE, sorted({*self._busy.values()}), seconds, limit)
-        return columns_of([score for scores in self._scores for score in scores], self._pool.reward.on_error)
-
-    def _take(self, wait_s: float) -> bool:
-        if not self._workers.has_next():
-            return False
-        try:
-            with self._pool.errors(_PHASE, sorted({*self._busy.values()})):
-                number, scores, seconds, judged, (worker, printed) = self._workers.get_next_unordered(timeout=wait_s)
-        except TimeoutError:
-            return False
-        self._scores[number] = scores
-        self._busy.pop(number, None)
-        self.seconds += seconds
-        self.judged.update(judged)
-        self._pool.log.printed(worker, printed)
-        self._pool.log.failures(scores)
-        self._failures += [score for score in scores if score.status != "ok"]
-        # Counted against all answers of the batch, not those scored so far, so that a few early failures stop nothing.
-        if 2 * len(self._failures) > self._total:
-            raise _too_many(self._failures, self._total)
-        self._pool.count_tokens(judged)
-        return True
-
-
-def _too_many(failures: list[Score], total: int) -> RewardError | JudgeError:
-    by_judge = [score for score in failures if score.kind == JUDGE]
-    if 2 * len(by_judge) > len(failures):
-        report = _failure_report("reward.judge", by_judge, total)
-        return JudgeError(f"{report}\nSee to the judge, and run the same command again.")
-    return RewardError(_failure_report("the reward function", failures, total))
-
-
-def _failure_report(who: str, failures: list[Score], total: int) -> str:
-    statuses = [score.status for score in failures]
-    counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses)))
-    return (
-        f"{who} fails on more than half of a batch (at least {len(failures)} of {total}: {counts}). "
-        f"The first failure:\n{failures[0].report()}"
-    )

@@ -50,6 +50,18 @@ class Score:
         return f"{about}  {self.status}: {self.error}"
 
 
+@dataclass(frozen=True)
+class Asked:
+    """An answer that a judge on the run's devices has still to judge."""
+
+    rule: Score | None
+    """What the scorer says of it; None where none runs."""
+    message: int
+    """The place of its message among those of its call."""
+    length: int
+    """Characters of the message."""
+
+
 def read_returned(returned: Any) -> tuple[float, dict[str, float | str]]:
     """Score and extras out of what a reward function returned. ValueError unless the score is one finite number."""
     if not isinstance(returned, dict):

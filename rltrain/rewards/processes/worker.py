@@ -17,15 +17,24 @@ from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
 from rltrain.rewards.custom import TOLD, custom_reward
 from rltrain.rewards.judge.message import Question
-from rltrain.rewards.processes.judged import JudgedScorer, Questions
+from rltrain.rewards.judge.reply import Reply
+from rltrain.rewards.processes.asking import AskingScorer
+from rltrain.rewards.processes.grader import Questions
+from rltrain.rewards.processes.judged import JudgedScorer
 from rltrain.rewards.processes.remote import RemoteScorer
-from rltrain.rewards.processes.score import Score, ScorerCall, read_returned
+from rltrain.rewards.processes.score import Asked, Score, ScorerCall, read_returned
 from rltrain.rewards.processes.slot import ScoringSlot
 
+Scorer = ScoringSlot | RemoteScorer | JudgedScorer | AskingScorer
+# Number of the call, scores, seconds, what a judge has cost, who printed what, and messages to a judge by reference.
+Scored = tuple[int, list[Score | Asked], float, Counter[str], tuple[str, str], Any]
 
-def make_scorer(cfg: Config, num_sharing: int = 1) -> ScoringSlot | RemoteScorer | JudgedScorer:
+
+def make_scorer(cfg: Config, num_sharing: int = 1) -> Scorer:
     """What scores answers in this process, as the config says. num_sharing: how many such processes a run has."""
     reward = cfg.reward
+    if cfg.reward_model.judges:
+        return AskingScorer(cfg)
     if reward.judge.url is not None:
         return JudgedScorer(cfg, num_sharing)
     if reward.url is not None:
@@ -56,13 +65,8 @@ class RewardWorker:
         self._questions = {split: Questions(rows, with_images) for split, rows in self._rows.items()}
         self._is_custom = cfg.custom_reward_function.path is not None or cfg.reward.is_elsewhere
 
-    def score(
-        self, number: int, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
-    ) -> tuple[int, list[Score], float, Counter[str], tuple[str, str]]:
-        """Scores of the texts at ``positions`` of a list, by reference in ``texts``, as answers to ``rows``.
-
-        Returns ``number`` again, the scores, the seconds they took, what a judge has cost, and who printed what.
-        """
+    def score(self, number: int, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray) -> Scored:
+        """Scores of the texts at ``positions`` of a list, by reference in ``texts``, as answers to ``rows``."""
         import ray
 
         started = time.perf_counter()
@@ -74,26 +78,58 @@ class RewardWorker:
             for row, answer, score in zip(rows.tolist(), chosen, given, strict=True)
             if score is None
         ]
-        scored = iter(self._scored(split, *zip(*asked, strict=True)) if asked else [])
-        scores = [score or next(scored) for score in given]
+        scored, messages = self._scored(split, *zip(*asked, strict=True)) if asked else ([], [])
+        remaining = iter(scored)
+        scores = [score or next(remaining) for score in given]
+        return self._told(number, scores, started, ray.put(messages) if messages else None)
+
+    def read(
+        self,
+        number: int,
+        split: str,
+        texts: list[Any],
+        rows: np.ndarray,
+        positions: np.ndarray,
+        asked: list[Asked],
+        replies: list[tuple[Any, np.ndarray, np.ndarray]],
+        again: bool,
+    ) -> Scored:
+        """As `score`, of answers that a judge on the devices was asked about. replies: objects by reference, with the
+        places of ``asked`` and the rows of the object that belong together. again: see `AskingScorer.read`.
+        """
+        import ray
+
+        started = time.perf_counter()
+        assert isinstance(self._scorer, AskingScorer)
+        answers = ray.get(texts[0])
+        said: dict[int, Reply] = {}
+        for reference, places, rows_there in replies:
+            found = ray.get(reference)
+            said |= {place: found[row] for place, row in zip(places.tolist(), rows_there.tolist(), strict=True)}
+        chosen = zip(rows.tolist(), positions.tolist(), strict=True)
+        calls = [self._call(split, row, answers[at]) for row, at in chosen]
+        scores = self._scorer.read(calls, asked, [said[place] for place in range(len(calls))], again=again)
+        return self._told(number, scores, started, None)
+
+    def _told(self, number: int, scores: list[Score | Asked], started: float, messages: Any) -> Scored:
         seconds = time.perf_counter() - started
-        return number, scores, seconds, self.take_counts(), (self._name, self._scorer.take_printed())
+        return number, scores, seconds, self.take_counts(), (self._name, self._scorer.take_printed()), messages
 
     def score_truths(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
         """Score rows with their own ground truth as the answer (by default the first row per data source)."""
         of_split = self._rows[split]
         chosen = list(of_split.data_sources().values()) if rows is None else rows
         calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
-        if isinstance(self._scorer, JudgedScorer):
+        if isinstance(self._scorer, JudgedScorer | AskingScorer):
             asked = zip(chosen, calls, strict=True)
             scores = [self._scorer.score_truth(call, self._question(split, row)) for row, call in asked]
         else:
             scores = [self._scorer.score_truth(call) for call in calls]
-        return scores, (self._name, self._scorer.take_printed())
+        return [score for score in scores if score], (self._name, self._scorer.take_printed())
 
     def take_counts(self) -> Counter[str]:
         """What a judge has cost since the last call."""
-        return self._scorer.take_counts() if isinstance(self._scorer, JudgedScorer) else Counter()
+        return self._scorer.take_counts() if isinstance(self._scorer, JudgedScorer | AskingScorer) else Counter()
 
     def give_up(self) -> None:
         """Leave what a judge is asked for now unscored."""
@@ -112,10 +148,15 @@ class RewardWorker:
         """End the slot's process."""
         self._scorer.close()
 
-    def _scored(self, split: str, rows: Sequence[int], calls: Sequence[ScorerCall]) -> list[Score]:
+    def _scored(
+        self, split: str, rows: Sequence[int], calls: Sequence[ScorerCall]
+    ) -> tuple[Sequence[Score | Asked], list[str]]:
+        """Scores, and messages to a judge on the devices."""
+        if isinstance(self._scorer, AskingScorer):
+            return self._scorer.ask(calls, [self._question(split, row) for row in rows])
         if isinstance(self._scorer, JudgedScorer):
-            return self._scorer.score_all(calls, [self._question(split, row) for row in rows])
-        return self._scorer.score_all(calls)
+            return self._scorer.score_all(calls, [self._question(split, row) for row in rows]), []
+        return self._scorer.score_all(calls), []
 
     def _question(self, split: str, row: int) -> Callable[[], Question]:
         return partial(self._questions[split], row)

@@ -1,14 +1,18 @@
-"""A judge before a run: whether what it is asked can be made, and whether its server is there."""
+"""A judge before a run: whether what it is asked can be made, and whether its server is there, or its messages fit."""
 
 import asyncio
 from dataclasses import replace
 
-from rltrain.base.errors import ConfigError
+from rltrain.base.errors import ConfigError, RltrainError, short
+from rltrain.config.budgets import judge_lengths
 from rltrain.config.schema import Config
 from rltrain.config.schema.judge import JudgeConfig
+from rltrain.data.rows import Rows
+from rltrain.rewards.judge.message import Template
 from rltrain.rewards.judge.server import JudgeServer, Unanswered
-from rltrain.rewards.processes.judged import check_judge
+from rltrain.rewards.processes.grader import Questions, check_judge
 from rltrain.run.preflight.models import Findings
+from rltrain.workers.judge import judge_encoder
 
 _PATIENCE_S = 5.0
 _NAMED = 4
@@ -35,6 +39,35 @@ def look_at_judge(cfg: Config, found: Findings) -> list[str]:
         found.notes.append(f"reward.judge.model={judge.model} is not among the models of its server: {named or 'none'}")
         return []
     return [f"judge: {judge.url} answers and has {judge.model}; no answer was judged"]
+
+
+def look_at_messages(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
+    """What to say of a judge on the devices: the message about the ground truth of a row of every data source, which
+    its longest message must have room for.
+    """
+    longest, lines = judge_lengths(cfg)[0], {}
+    try:
+        check_judge(cfg)
+        template, encoder = Template(cfg.reward.judge), judge_encoder(cfg)
+        for split in rows.values():
+            questions = Questions(split, with_images=False)
+            for source, number in split.data_sources().items():
+                row = split[number]
+                truth = str(row.ground_truth)
+                text = template.filled(questions(number).text, truth, row.ground_truth, source, row.extra_info)
+                lines[source] = len(encoder.encode([{"role": "user", "content": text}], tools=()))
+    except RltrainError as error:
+        found.problems.append(str(error))
+        return []
+    for source, length in lines.items():
+        if length > longest:
+            found.problems.append(
+                f"reward_model.rollout.prompt_length={longest}: the message about a row of {short(source)!r} with its "
+                f"ground truth as the answer has {length:,} tokens already. Raise it."
+            )
+    lengths = ", ".join(f"{length:,} for {short(source)!r}" for source, length in lines.items())
+    room = f"up to {longest:,} tokens; with the ground truth as the answer they have {lengths}"
+    return [f"judge: {cfg.reward_model.model.path} reads messages of {room}; no answer was judged"] if lines else []
 
 
 async def _models(judge: JudgeConfig) -> list[str]:

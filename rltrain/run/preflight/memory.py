@@ -21,8 +21,8 @@ from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import Device, get_device, resolve_dtype
-from rltrain.config.budgets import PassBudget, longest_sequence
-from rltrain.config.passes import PASSES, ROLES, Role, device_phases, updates_of
+from rltrain.config.budgets import PassBudget, judge_lengths, longest_sequence
+from rltrain.config.passes import JUDGE_PHASE, PASSES, ROLES, Role, device_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
@@ -32,7 +32,7 @@ from rltrain.models.attention.packing import pays_to_share
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.names import whole_weights
 from rltrain.models.weights.shard import empty_packed
-from rltrain.models.weights.spec import ModelSpec, actor_spec, specs_of
+from rltrain.models.weights.spec import ModelSpec, actor_spec, judge_spec, specs_of
 from rltrain.run.preflight.fake_run import Owners, Work, fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
@@ -41,6 +41,53 @@ from rltrain.workers.rollout.queue import samples_per_job
 
 OWNERS = ("weights", "gradients", "optimizer", "engine weights", "cache", "gathered", "activations")
 _CANARY_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """What an embedded engine writes at most: the policy's answers, or a judge's replies."""
+
+    dtype: torch.dtype
+    memory_share: float
+    max_num_seqs: int
+    num_samples: int
+    """On one device."""
+    prompt: int
+    answer: int
+    """Both: tokens."""
+    longest: int
+    """Of both together."""
+    per_prompt: int = 1
+    """Answers that share a prompt."""
+    per_job: int = 1
+    """Answers that enter together."""
+
+    @classmethod
+    def of_policy(cls, cfg: Config, plan: Plan, device: Device) -> _Writing:
+        """The answers of a step."""
+        rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
+        return cls(
+            resolve_dtype(rollout.dtype, device),
+            rollout.gpu_memory_utilization,
+            rollout.max_num_seqs,
+            plan.samples_per_replica,
+            data.max_prompt_length,
+            data.max_response_length,
+            rollout.max_model_len or longest_sequence(cfg),
+            plan.answers_per_prompt,
+            samples_per_job(
+                plan.prompts_started, plan.answers_per_prompt, plan.num_engine_replicas, rollout.max_num_seqs
+            ),
+        )
+
+    @classmethod
+    def of_judge(cls, cfg: Config, plan: Plan, device: Device) -> _Writing:
+        """The replies of a step."""
+        rollout, (message, reply) = cfg.reward_model.rollout, judge_lengths(cfg)
+        num_samples = -(-plan.prompts_started * plan.answers_per_prompt // plan.num_devices)
+        dtype = judge_spec(cfg, device).compute_dtype
+        sizes = (num_samples, message, reply, message + reply)
+        return cls(dtype, rollout.gpu_memory_utilization, rollout.max_num_seqs, *sizes)
 
 
 @dataclass(frozen=True)
@@ -106,7 +153,7 @@ def forecast(
     stays = Counter() if rollout.free_cache_engine else engine
     phases = device_phases() if phases is None else phases
     if not plan.passes.trains:
-        phases = [phase for phase in ("sync", "gen", "reward") if phase in phases]
+        phases = [phase for phase in ("sync", "gen", JUDGE_PHASE, "reward") if phase in phases]
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:
         resting = sum((role.resting(phase) for role in roles.values()), Counter())
@@ -119,11 +166,18 @@ def forecast(
     if "gen" in phases:
         found["gen"] = together("gen", engine)
     if "sync" in phases or ("gen" in phases and not engine):
-        parts, weights = _load(cfg, device, roles["actor"])
+        writing = _Writing.of_policy(cfg, plan, device)
+        parts, weights = _load(cfg, device, roles["actor"], writing.dtype)
         # Compared with what lies beside them: the mask, which is no part of their own activations.
         found["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
         if "gen" in phases and not engine:
-            found["gen"] += _generation(cfg, plan, device, roles["actor"], weights, found["gen"], device_bytes)
+            found["gen"] += _generation(writing, device, roles["actor"], weights, found["gen"], device_bytes)
+    if JUDGE_PHASE in phases and "judge" in roles:
+        writing = _Writing.of_judge(cfg, plan, device)
+        parts, weights = _load(cfg, device, roles["judge"], writing.dtype, embedded=True)
+        resting = together(JUDGE_PHASE, {})
+        replies = resting + _generation(writing, device, roles["judge"], weights, resting, device_bytes)
+        found[JUDGE_PHASE] = max((*(together(JUDGE_PHASE, part) for part in parts), replies), key=Counter.total)
     return {phase: found[phase] for phase in device_phases() if phase in found and phase in phases}
 
 
@@ -219,15 +273,20 @@ def _of_tower(spec: ModelSpec, plan: Plan) -> int:
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-def _load(cfg: Config, device: Device, policy: _Role) -> tuple[tuple[Owners, Owners], int]:
-    """What the two parts of a sync hold, the load and the canary, and what the engine has afterwards."""
+def _load(
+    cfg: Config, device: Device, policy: _Role, dtype: torch.dtype, *, embedded: bool | None = None
+) -> tuple[tuple[Owners, Owners], int]:
+    """What the two parts of a sync hold, the load and the canary, and what the engine has afterwards.
+
+    embedded: whether the engine is (None: as the policy's).
+    """
     rollout = cfg.actor_rollout_ref.rollout
-    dtype = resolve_dtype(rollout.dtype, device)
+    embedded = ENGINES[rollout.name].embedded if embedded is None else embedded
     rows = PassBudget(None, 4)
     short = deepcopy(cfg)
     short.data.max_prompt_length = short.data.max_response_length = _CANARY_TOKENS // 2
     canary = policy.peak(device, fullest(short, rows, 4), forward_only(False), "canary")
-    bucket, embedded = rollout.update_weights_bucket_megabytes << 20, ENGINES[rollout.name].embedded
+    bucket = rollout.update_weights_bucket_megabytes << 20
     known = f"load {policy.spec} {device} {policy.ranks} {dtype} {bucket} {embedded}"
     if known not in _PEAKS:
         with fake_model(PolicyModel, policy.spec, device, policy.ranks) as (packed, ledger, _):
@@ -266,23 +325,20 @@ def longest_cache_bytes(cfg: Config) -> int:
 
 
 def _generation(
-    cfg: Config, plan: Plan, device: Device, policy: _Role, weights: int, others: Owners, device_bytes: int | None
+    writing: _Writing, device: Device, writer: _Role, weights: int, others: Owners, device_bytes: int | None
 ) -> Owners:
-    """What the embedded engine holds while it generates. others: what rests beside it."""
-    rollout, config = cfg.actor_rollout_ref.rollout, policy.spec.load_config()
-    dtype = resolve_dtype(rollout.dtype, device)
-    longest = rollout.max_model_len or longest_sequence(cfg)
+    """What an embedded engine holds while it generates. others: what rests beside it."""
+    config, dtype = writer.spec.load_config(), writing.dtype
     of_token, block = bytes_per_token(config, dtype), device.cache_columns
-    rows = min(rollout.max_num_seqs, plan.samples_per_replica)
+    rows = min(writing.max_num_seqs, writing.num_samples)
     if device_bytes is not None:
         free = device_bytes - others.total() - weights
-        rows = min(rows, int(rollout.gpu_memory_utilization * free / ROOM / ((longest + block) * of_token)))
+        rows = min(rows, int(writing.memory_share * free / ROOM / ((writing.longest + block) * of_token)))
     # Answers to a prompt enter together, and leave their columns to those who follow.
-    job = samples_per_job(plan.prompts_started, plan.answers_per_prompt, plan.num_engine_replicas, rollout.max_num_seqs)
-    rows = max(rows, 0) // job * job
-    answer, rounds = cfg.data.max_response_length, -(-plan.samples_per_replica // max(rows, 1))
+    rows = max(rows, 0) // writing.per_job * writing.per_job
+    answer, rounds = writing.answer, -(-writing.num_samples // max(rows, 1))
     columns = min(-(-answer // block) + 1, -(-answer * rounds // block)) * block
-    prompts = -(-rows // plan.answers_per_prompt) * cfg.data.max_prompt_length
+    prompts = -(-rows // writing.per_prompt) * writing.prompt
     logits = rows * config.get_text_config().vocab_size
     drawn = min(logits, device.sampling_elements)
     return Counter({

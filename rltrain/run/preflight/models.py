@@ -16,7 +16,7 @@ from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.agents import AGENT_KEY, several_turns, who_answers
-from rltrain.config.budgets import longest_sequence
+from rltrain.config.budgets import judge_lengths, longest_sequence
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
@@ -33,6 +33,7 @@ from rltrain.models.weights.shard import empty_packed, look_at_weights
 from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.model_check import check_numbers
 from rltrain.trainer.plan import ImageSizes
+from rltrain.workers.judge import judge_encoder
 from rltrain.workers.reward_model import check_reward_model
 from rltrain.workers.rollout.vllm.weights import refuse_on_npu
 
@@ -133,6 +134,8 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
             refuse_on_npu(config)
         sizes |= _sizes_of_policy(cfg)
+    elif role == "judge":
+        _judge(cfg, config, findings)
     elif not row.reads_texts:
         findings.problems += _vocabulary(spec, config, chat_encoder(cfg))
         if kind is PolicyModel:
@@ -150,7 +153,7 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
     if is_policy:
         total = sum(weight.numel() for weight in packed.model.parameters())
         findings.num_parameters, findings.num_trained = total - (trained if spec.lora else 0), trained
-    decodes = is_policy and ENGINES[cfg.actor_rollout_ref.rollout.name].embedded
+    decodes = role == "judge" or (is_policy and ENGINES[cfg.actor_rollout_ref.rollout.name].embedded)
     untried = check_numbers(kind, spec, config, decodes=decodes)
     findings.notes += [untried] if untried else []
     if spec.lora:
@@ -178,6 +181,17 @@ def _chat(cfg: Config, config: Any, findings: Findings) -> None:
         findings.notes.append(
             f"the chat template of {path} writes the same with and without add_generation_prompt, so the model is not "
             "told that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+        )
+
+
+def _judge(cfg: Config, config: Any, findings: Findings) -> None:
+    """The chat template of a judge on the devices, and its positions."""
+    judge_encoder(cfg).try_template([_HELLO])
+    limit, longest = getattr(config.get_text_config(), "max_position_embeddings", None), sum(judge_lengths(cfg))
+    if limit and longest > limit:
+        findings.notes.append(
+            f"reward_model.rollout.prompt_length + response_length = {longest:,} tokens, and the judge knows {limit:,} "
+            "positions: longer ones are beyond what it was trained for"
         )
 
 

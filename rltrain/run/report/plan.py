@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rltrain.base.device import get_device
 from rltrain.base.logs import count
-from rltrain.config.budgets import PassBudget
+from rltrain.config.budgets import PassBudget, judge_lengths
 from rltrain.config.notes import compares_nothing
 from rltrain.config.passes import PASSES, ROLES, Role, updates_of
 from rltrain.config.schema import Config
@@ -137,19 +137,31 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
 
 def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Who scores the answers."""
-    rows = [("reward", _reward(config))] if config.reward_model.enable else []
+    rows = [("reward", _reward(config))] if config.reward_model.classifies else []
     if config.reward_model.runs_scorers:
         judge, where, limit_s = config.reward.judge, "", f"{config.reward.timeout_s:g} s an answer"
         if config.reward.url:
             where = f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
+        scorer = {"none": "alone", "beside": "beside the scorer", "first": "where the scorer finds nothing right"}
+        if config.reward_model.judges:
+            rows.append(("judging", _judging(config, scorer[judge.rule])))
         elif judge.url:
-            scorer = {"none": "alone", "beside": "beside the scorer", "first": "where the scorer finds nothing right"}
             where = f"with the judge {judge.model} at {judge.url} {scorer[judge.rule]}, "
             where += f"{judge.max_concurrency} requests at a time over all"
             limit_s = f"{judge.timeout_s:g} s a request"
         workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
         rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {limit_s}"))
     return rows
+
+
+def _judging(config: Config, beside: str) -> str:
+    """What a judge on the devices writes."""
+    rollout, (message, reply) = config.reward_model.rollout, judge_lengths(config)
+    drawn = f"at temperature {rollout.temperature:g}" if rollout.temperature else "greedily"
+    return (
+        f"on the devices, {beside}: messages of up to {message:,} tokens, replies of up to {reply:,}, {drawn}, at most "
+        f"{rollout.max_num_seqs:,} at once on each device"
+    )
 
 
 def _images(plan: Plan, images: ImageSizes) -> str:

@@ -22,7 +22,7 @@ METRICS = "metrics.jsonl"
 _WAIT = "seconds that steps wait for a save"
 # More epochs than these get one row together.
 _MOST_EPOCHS = 5
-PHASES = ("generate_sequences", "reshard", *step_phases(), "step")
+PHASES = ("generate_sequences", "reshard", "judge", *step_phases(), "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),

@@ -39,6 +39,9 @@ class EngineSettings:
     images: bool = True
     """Prompts may have some, each of at most ``max_pixels``."""
     max_pixels: int | None = None
+    section: str = "actor_rollout_ref.rollout"
+    longest: str = "max_model_len"
+    """Both, for messages: where its keys are, and the name of the one that bounds a text."""
 
     @property
     def eager(self) -> bool:

@@ -54,7 +54,7 @@ class HFRollout:
         config, self._dtype, self._device = settings.model.load_config(), settings.dtype, settings.device
         model = empty_model(config, _ATTENTION, self._dtype, trust_remote_code=settings.model.trust_remote_code)
         self._model = model.eval()
-        self._rollout = settings.rollout
+        self._rollout, self._section, self._longest = settings.rollout, settings.section, settings.longest
         self._max_model_len = settings.max_model_len
         self._memory_share = settings.rollout.gpu_memory_utilization / settings.engines_sharing_memory
         self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
@@ -165,12 +165,12 @@ class HFRollout:
         most = self._most_rows
         # Asking with the limit of the settings tells whether there is any.
         if most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
-            key = "actor_rollout_ref.rollout."
+            key = f"{self._section}."
             raise ConfigError(
                 f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, "
                 f"but {len(jobs[0].samples)} answers to one prompt were to be generated together. Raise "
                 f"{key}gpu_memory_utilization, lower "
-                f"{key}max_model_len"
+                f"{key}{self._longest}"
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )
 
@@ -255,7 +255,7 @@ class HFRollout:
             raise ConfigError(
                 f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values "
                 "through transformers' attention interface; the engine "
-                "actor_rollout_ref.rollout.name=hf needs all of them to."
+                f"{self._section}.name=hf needs all of them to."
             )
 
     def _packs(self, lengths: Sequence[int], begun: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:

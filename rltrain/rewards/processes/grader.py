@@ -1,0 +1,188 @@
+"""What is the same wherever a judge is: the scorer beside it, its message, and what a reply makes of an answer.
+
+What may hang or crash, scorers and the user's function for replies, stays in slots; these are used from one thread
+alone, since a slot serves one call at a time and ends with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+from rltrain.config.schema import Config
+from rltrain.config.schema.judge import BY_RULE
+from rltrain.data.images import without_parts
+from rltrain.data.pictures import Pictures
+from rltrain.data.rows import Rows
+from rltrain.rewards.custom import CustomReward, custom_reward
+from rltrain.rewards.grading.latex import last_boxed
+from rltrain.rewards.judge.message import Question, Template
+from rltrain.rewards.judge.reply import Reply, Unreadable, is_whole_verdict, reader
+from rltrain.rewards.judge.server import api_key
+from rltrain.rewards.processes.score import JUDGE, Score, ScorerCall
+from rltrain.rewards.processes.slot import ScoringSlot
+from rltrain.rewards.scorers.registry import FORMS
+
+_T = TypeVar("_T")
+# How often an answer is judged until the reply can be read.
+READINGS = 3
+_REPLY_CHARS = 250
+
+
+def check_judge(cfg: Config) -> None:
+    """Raise ConfigError for a template, an expression or a key that cannot be used; nothing is started or asked."""
+    Template(cfg.reward.judge), reader(cfg.reward.judge)
+    if cfg.reward.judge.url is not None:
+        api_key(cfg.reward.judge)
+
+
+class Grader:
+    """Scorers, message and reading of ``reward.judge``. May be used from several threads.
+
+    Raises ConfigError for a template, an expression or a key that cannot be used.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        self._judge = judge = cfg.reward.judge
+        check_judge(cfg)  # before anything is started
+        self._template, self._reader = Template(judge), reader(judge)
+        self._slots = ThreadPoolExecutor(1, "slots")
+        reward, custom = cfg.reward, custom_reward(cfg)
+        limits = (reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
+        self._rule = self._in_slots(lambda: ScoringSlot(custom, *limits)) if judge.runs_rule else None
+        # It is a reward function whose answer is the reply.
+        by_function = CustomReward(*judge.function) if judge.function else None
+        self._function = self._in_slots(lambda: ScoringSlot(by_function, *limits)) if by_function else None
+
+    # -- the scorer of the data source ---------------------------------------------------------------------------------
+
+    def rules(self, calls: Sequence[ScorerCall]) -> list[Score | None]:
+        """The scorer's scores; None of each answer where the judge alone decides."""
+        rule = self._rule
+        if self._judge.rule == "none":
+            return [None] * len(calls)
+        assert rule
+        return [*self._in_slots(lambda: rule.score_all(calls))] if calls else []
+
+    def rule_of_truth(self, call: ScorerCall) -> Score | None:
+        """The scorer's score of a ground truth, where it has one."""
+        scorer = self._rule if self._judge.rule != "none" else None
+        score = self._in_slots(lambda: scorer.score_truth(call)) if scorer else None
+        return score if score and score.status == "ok" else None
+
+    def is_asked(self, rule: Score | None) -> bool:
+        """A failed scorer fails its answer, so that nothing is paid for it."""
+        return rule is None or (rule.status == "ok" and not (self._judge.rule == "first" and _is_right(rule)))
+
+    def together(self, rule: Score | None, verdict: Score) -> Score:
+        """The score of an answer of which rule and judge have spoken."""
+        if rule is None or verdict.status != "ok":
+            return verdict
+        if self._judge.rule == "beside":
+            # Numbers of one name are the rule's, of which reward.weights speaks.
+            of_judge = {name: value for name, value in verdict.extras.items() if name.startswith("judge")}
+            return replace(rule, extras=verdict.extras | rule.extras | of_judge)
+        extras = rule.extras | verdict.extras
+        # `acc` is what a validation counts, and what is wrong by the rule may be right by the judge.
+        if "acc" in rule.extras and "acc" not in verdict.extras:
+            extras["acc"] = verdict.extras["judge"]
+        return replace(verdict, extras=extras)
+
+    # -- the judge -----------------------------------------------------------------------------------------------------
+
+    def message(self, call: ScorerCall, question: Question) -> str:
+        """What the judge is asked. Raises RewardError where the template cannot be filled in."""
+        return self._template.filled(question.text, _answer(call), call[2], call[0], call[3])
+
+    def read(self, reply: Reply, call: ScorerCall) -> Score:
+        """What a reply says of an answer; ``judge`` among the extras is the judge's number."""
+        if not reply.text:
+            return _unread(f"it sends {reply.about}")
+        # Up to where it was cut it may only have quoted the answer.
+        if reply.is_cut and self._judge.parse in (None, BY_RULE) and not is_whole_verdict(reply.text):
+            limits = "reward.judge.request.max_tokens, or the server's"
+            limits = limits if self._judge.url is not None else "reward_model.rollout.response_length"
+            return _unread(f"it was cut at a limit of tokens ({limits})")
+        shown = {"judge_reply": reply.text[-_REPLY_CHARS:].replace("\0", "\ufffd")}
+        try:
+            if self._reader:
+                number = self._reader(reply.text)
+                return Score(number, "ok", None, {"judge": number, **shown})
+            read = self._of_function if self._function else self._of_extraction
+            score = self._in_slots(lambda: read(reply.text, call))
+        except Unreadable as error:
+            return _unread(str(error))
+        if score.value is None:
+            return _unread(f"reward.judge.parse={self._judge.parse}: {score.error}")
+        return replace(score, extras={**score.extras, "judge": score.value, **shown})
+
+    def _of_function(self, reply: str, call: ScorerCall) -> Score:
+        assert self._function
+        told = call[3] | {"answer": _answer(call)}
+        return self._function.score(call[0], reply, call[2], told)
+
+    def _of_extraction(self, reply: str, call: ScorerCall) -> Score:
+        """The scorer's verdict on the result that the judge has found, in whichever form it can read it."""
+        box = last_boxed(reply)
+        result = reply if box is None else box
+        best: Score | None = None
+        extra_info = {name: value for name, value in call[3].items() if name != "last_turn"}
+        for form in FORMS:
+            assert self._rule
+            score = self._rule.score_all([(call[0], form.format(result), call[2], extra_info)])[0]
+            if best is None or best.value is None or (score.value is not None and score.value > best.value):
+                best = score
+            if _is_right(best):
+                break
+        assert best
+        return best
+
+    def take_printed(self) -> str:
+        """What scorer and function have printed since the last call."""
+        slots = [slot for slot in (self._rule, self._function) if slot]
+        return "".join(self._in_slots(slot.take_printed) for slot in slots)
+
+    def close(self) -> None:
+        """End the slots' processes."""
+        for slot in (slot for slot in (self._rule, self._function) if slot):
+            self._in_slots(slot.close)
+        self._slots.shutdown()
+
+    def _in_slots(self, call: Callable[[], _T]) -> _T:
+        return self._slots.submit(call).result()
+
+
+class Questions:
+    """The questions of a split's rows. with_images: with the files of their images."""
+
+    def __init__(self, rows: Rows, with_images: bool) -> None:
+        self._rows = rows
+        self._pictures: Pictures | None = rows.pictures() if with_images else None
+        self._num_images = rows.num_images
+        self._reading = threading.Lock()  # many answers at once ask for images, and files are read by one
+
+    def __call__(self, row: int) -> Question:
+        """The last message of the user, and the images of the prompt. Raises DataError for images that are gone."""
+        texts = [message["content"] for message in without_parts(self._rows[row].prompt) if message["role"] == "user"]
+        if not self._pictures or not self._num_images[row]:
+            return Question(texts[-1] if texts else "")
+        with self._reading:
+            return Question(texts[-1] if texts else "", tuple(self._pictures.of(row)))
+
+
+def _answer(call: ScorerCall) -> str:
+    """The last turn of the policy, where there are several, as the scorers read it."""
+    turn = call[3].get("last_turn")
+    return turn if isinstance(turn, str) else call[1]
+
+
+def _is_right(rule: Score) -> bool:
+    acc = rule.extras.get("acc", rule.value)
+    return isinstance(acc, int | float) and acc >= 1
+
+
+def _unread(sentence: str) -> Score:
+    return Score(None, "rejected", sentence, kind=JUDGE)

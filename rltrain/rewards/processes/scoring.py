@@ -1,0 +1,233 @@
+"""The answers of a step on their way through the reward pool, and those that a judge on the devices is asked about.
+
+A slow answer delays the others of its call, which is why a batch is dealt out in several small calls per worker.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.base.columns import names as c
+from rltrain.base.errors import JudgeError, RewardError
+from rltrain.controller.samples import Samples, StoredRows
+from rltrain.rewards.processes.columns import Columns, columns_of
+from rltrain.rewards.processes.score import JUDGE, Asked, Score
+
+if TYPE_CHECKING:
+    from rltrain.rewards.processes.pool import RewardPool
+
+# Small calls let a worker that is done take over from a slow one; each costs a round through Ray.
+_CALLS_PER_WORKER = 4
+# Python handles a signal only when a wait for the workers returns, because Ray waits below Python.
+POLL_S = 0.5
+# What a reward worker may take per answer to replace a killed process.
+_RESTART_S = 5.0
+_PHASE = "scoring answers"
+
+
+@dataclass
+class _Call:
+    """Answers that a worker scores together [k]."""
+
+    texts: Any
+    """A list, by reference."""
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """In the list."""
+    scores: dict[int, Score | Asked] = field(default_factory=dict)
+    """By place among the answers; none are there before the call has come back."""
+    messages: Any = None
+    """To a judge on the devices: a list, by reference."""
+    node: int = 0
+    """Where it lies."""
+
+
+class Scoring:
+    """Answers on their way through the pool, dealt out to workers as these come free.
+
+    ``seconds`` is what scoring has cost so far, summed over all workers; ``judged`` what a judge has cost. A judge on
+    the run's devices is asked for what `messages` returns, and `hear` takes its replies; then comes `collect`.
+    """
+
+    def __init__(self, pool: RewardPool, split: str, total: int) -> None:
+        from ray.util import ActorPool
+
+        self.seconds = 0.0
+        self.judged: Counter[str] = Counter()
+        self._is_over = False
+        self._pool = pool
+        self._workers = ActorPool(pool.lanes)
+        self._busy: dict[int, int] = {}  # number of what was submitted -> number of the worker that has it
+        self._split = split
+        self._total = total
+        # Small enough that a slow answer holds up few others.
+        self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(pool.lanes))))
+        self._calls: list[_Call] = []  # in the order of `add`
+        # What was submitted, by number: the call, and the places of its answers that get their scores.
+        self._submitted: list[tuple[_Call, Sequence[int]]] = []
+        self._failures: list[Score] = []
+
+    def add(self, texts: Any, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Score the texts at ``positions`` [k] of a list (by reference) as answers to ``rows`` [k]."""
+        rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        if rows.shape != positions.shape:
+            raise ValueError(f"{len(rows)} rows and {len(positions)} positions")
+        for first in range(0, len(rows), self._answers_per_call):
+            part = slice(first, first + self._answers_per_call)
+            call = _Call(texts, rows[part], positions[part])
+            self._calls.append(call)
+            self._submit("score", call, range(len(call.rows)))
+        self.advance()
+
+    def _submit(self, method: str, call: _Call, places: Sequence[int], *arguments: Any) -> None:
+        number = len(self._submitted)
+        self._submitted.append((call, places))
+        answers = number, self._split, [call.texts], call.rows[places], call.positions[places]
+        self._workers.submit(self._hand_out, (method, *answers, *arguments))
+
+    def _hand_out(self, worker: Any, call: tuple[Any, ...]) -> Any:
+        method, number, _, _, rows, *_ = call
+        if self._is_over:
+            return self._unjudged(number, len(rows))
+        self._busy[number] = self._pool.workers.index(worker)
+        return getattr(worker, method).remote(*call[1:])
+
+    def _unjudged(self, number: int, count: int) -> Any:
+        """What a worker would have returned, had the judge been waited for in vain."""
+        import ray
+
+        sentence = f"not judged within {self._pool.reward.judge.deadline_s:g} s (reward.judge.deadline_s)"
+        scores = [Score(None, "timeout", sentence, kind=JUDGE)] * count
+        return ray.put((number, scores, 0.0, Counter(), ("driver", ""), None))
+
+    def advance(self) -> None:
+        """Take what is done and hand out what waits, without waiting."""
+        while self._take(wait_s=0):
+            pass
+
+    def messages(self, wanted: NDArray[np.bool_]) -> Samples:
+        """Wait until every answer has its score or waits for a judge on the devices; the messages for the latter.
+
+        wanted: whether anybody reads the score of an answer [answers, in the order of `add`]; the others stay unjudged.
+        Returns samples, a message each, with ``judge_message`` and ``message_length``.
+        """
+        self._finish()
+        first, lengths, parts = 0, list[int](), list[StoredRows]()
+        for call in self._calls:
+            asked = []
+            for place, score in list(call.scores.items()):
+                if isinstance(score, Asked) and wanted[first + place]:
+                    asked.append(score)
+                elif isinstance(score, Asked):
+                    call.scores[place] = Score(0.0, "ok")
+            first += len(call.scores)
+            if asked:
+                ids, rows = len(lengths) + np.arange(len(asked)), np.array([one.message for one in asked])
+                parts.append(StoredRows(call.messages, (c.JUDGE_MESSAGE,), ids, rows, call.node))
+                lengths += [one.length for one in asked]
+        samples = Samples(len(lengths))
+        samples.update({c.MESSAGE_LENGTH: np.array(lengths, dtype=np.int64)})
+        samples.attach(parts)
+        return samples
+
+    def hear(self, replies: Samples, costs: Counter[str], *, again: bool) -> None:
+        """Have the replies read: ``judge_reply`` of what `messages` has returned. Waits for the scores.
+
+        costs: of these replies, by `JUDGE_COUNTS`. again: answers whose reply cannot be read are among the next
+        `messages`. Raises RewardError where the judge has used more tokens than it may.
+        """
+        self.judged.update(costs)
+        first = 0
+        for call in self._calls:
+            asked = {place: score for place, score in call.scores.items() if isinstance(score, Asked)}
+            if asked:
+                request = replies.request(first + np.arange(len(asked)), [c.JUDGE_REPLY])
+                # A `Request` would bring torch into the processes that score.
+                parts = [(part.ref, part.ids, part.rows) for part in request.parts]
+                self._submit("read", call, list(asked), list(asked.values()), parts, again)
+                first += len(asked)
+        self._finish()
+        self._pool.count_tokens(costs)
+
+    def collect(self) -> Columns:
+        """Wait for all scores and return them as columns, in the order in which answers were added.
+
+        ``score``, ``reward_failed`` and ``reward_timeout`` (0 or 1), and ``scorer/NAME`` per extra: float64 (NaN where
+        an answer has none) or texts (objects, "" for none); ``reward_error`` (texts) where one failed. Raises
+        RewardError if more than half of the answers fail.
+        """
+        self._finish()
+        scores = [score for call in self._calls for score in call.scores.values() if isinstance(score, Score)]
+        return columns_of(scores, self._pool.reward.on_error)
+
+    def _finish(self) -> None:
+        """Wait for all that was submitted."""
+        started = heard = time.monotonic()
+        # A worker that is alive keeps its deadlines, so silence for longer than a whole call may take is not a slow
+        # answer.
+        watch, per_call, timeout_s = self._pool.watch, self._answers_per_call, self._pool.reward.timeout_s
+        judge = self._pool.reward.judge
+        deadline_s = judge.deadline_s if judge.url else math.inf
+        more_s = watch.late_s + per_call * _RESTART_S + (deadline_s if judge.url else 0.0)
+        limit = f"reward.timeout_s={timeout_s} for each of {per_call} answers, and {more_s:g} s"
+        while self._workers.has_next():
+            watch.check()
+            self._is_over = time.monotonic() - started > deadline_s
+            if self._is_over:  # asked again and again: a worker may only now have come to the judge
+                self._pool.give_up()
+            if self._take(min(POLL_S, deadline_s)):
+                heard = time.monotonic()
+            elif (seconds := time.monotonic() - heard) > more_s + per_call * timeout_s:
+                raise self._pool.silent(_PHASE, sorted({*self._busy.values()}), seconds, limit)
+
+    def _take(self, wait_s: float) -> bool:
+        if not self._workers.has_next():
+            return False
+        try:
+            with self._pool.errors(_PHASE, sorted({*self._busy.values()})):
+                number, scores, seconds, judged, (worker, printed), messages = self._workers.get_next_unordered(
+                    timeout=wait_s
+                )
+        except TimeoutError:
+            return False
+        call, places = self._submitted[number]
+        call.scores.update(zip(places, scores, strict=True))
+        number_of_worker = self._busy.pop(number, None)
+        if messages is not None and number_of_worker is not None:
+            call.messages, call.node = messages, self._pool.node_of(number_of_worker)
+        self.seconds += seconds
+        self.judged.update(judged)
+        self._pool.log.printed(worker, printed)
+        ended = [score for score in scores if isinstance(score, Score)]
+        self._pool.log.failures(ended)
+        self._failures += [score for score in ended if score.status != "ok"]
+        # Counted against all answers of the batch, not those scored so far, so that a few early failures stop nothing.
+        if 2 * len(self._failures) > self._total:
+            raise _too_many(self._failures, self._total)
+        self._pool.count_tokens(judged)
+        return True
+
+
+def _too_many(failures: list[Score], total: int) -> RewardError | JudgeError:
+    by_judge = [score for score in failures if score.kind == JUDGE]
+    if 2 * len(by_judge) > len(failures):
+        report = _failure_report("reward.judge", by_judge, total)
+        return JudgeError(f"{report}\nSee to the judge, and run the same command again.")
+    return RewardError(_failure_report("the reward function", failures, total))
+
+
+def _failure_report(who: str, failures: list[Score], total: int) -> str:
+    statuses = [score.status for score in failures]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses)))
+    return (
+        f"{who} fails on more than half of a batch (at least {len(failures)} of {total}: {counts}). "
+        f"The first failure:\n{failures[0].report()}"
+    )

@@ -1,0 +1,38 @@
+"""The judge on the run's devices, on the driver's side: who answers which message, and what it has cost."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from rltrain.base.columns import names as c
+from rltrain.controller.calls import bind
+from rltrain.controller.group import WorkerGroup
+from rltrain.controller.samples import Samples, whole
+from rltrain.trainer.roles import deal_by_length
+from rltrain.workers import roles
+
+
+class Judge:
+    """A generative reward model. ``readings``: how often a message is answered until a reply can be read."""
+
+    def __init__(self, group: WorkerGroup, seed: int, readings: int) -> None:
+        self._group, self._seed, self.readings = group, seed, readings
+
+    def replies(self, messages: Samples, reading: int, at_once: int | None = None) -> Counter[str]:
+        """Attach ``judge_reply`` to ``judge_message``, so many in a call (None: all). Returns costs, by `JUDGE_COUNTS`.
+
+        reading: the number of earlier questions.
+        """
+        started, num_tokens = time.perf_counter(), 0
+        lengths, at_once = messages[c.MESSAGE_LENGTH], at_once or max(1, len(messages))
+        for first in range(0, len(messages), at_once):
+            shares = [first + ids for ids in deal_by_length(lengths[first : first + at_once], self._group.world)]
+            requests = [messages.request(ids, [c.JUDGE_MESSAGE]) for ids in shares]
+            calls = [bind(roles.Judge.replies, request.as_batch, self._seed, reading) for request in requests]
+            results = self._group.submit(calls).collect()
+            for ids, node, (replies, numbers) in zip(shares, self._group.nodes, results, strict=True):
+                messages.attach([whole(replies, (c.JUDGE_REPLY,), ids, node)] if len(ids) else [])
+                num_tokens += numbers.num_tokens
+        costs = {"calls": len(messages), "tokens": num_tokens, "seconds": time.perf_counter() - started}
+        return Counter(costs | {"retries": len(messages) if reading else 0})

@@ -1,0 +1,174 @@
+"""The judge: a generative reward model, whose replies say what answers are worth.
+
+It shares the device in time as every role does. Its weights are sharded over all ranks as the reference's are, and may
+rest on the host; for its replies an engine of the policy's kind gets them by the policy's weight sync, canary included,
+and gives them back when another phase begins. Messages are dealt to the ranks by length, and not pulled from a queue of
+all: which replies are written together then follows from the messages alone, and so does every bit of a reply.
+
+Left out: images, and engines that bring their own memory, of which a process has one.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch, DictionaryColumn
+from rltrain.base.columns.ragged import Ragged
+from rltrain.base.errors import ConfigError, DataError, storable
+from rltrain.base.seeds import name_seed
+from rltrain.config.budgets import judge_lengths
+from rltrain.config.passes import JUDGE_PHASE
+from rltrain.config.schema import Config
+from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.config.step_passes import StepPasses
+from rltrain.data.chat import ChatEncoder
+from rltrain.data.images import EncodedPrompt
+from rltrain.models.weights.spec import judge_spec
+from rltrain.rewards.judge.reply import Reply
+from rltrain.workers.frozen import load_role, measure
+from rltrain.workers.residency import Residency
+from rltrain.workers.results import JudgeNumbers
+from rltrain.workers.roles import Judge
+from rltrain.workers.rollout.contract import Job, RolloutEngine, Sampling
+from rltrain.workers.rollout.conversations import Conversations
+from rltrain.workers.rollout.queue import JobQueue, Replica
+from rltrain.workers.rollout.settings import EngineSettings, make_engine
+from rltrain.workers.weight_sync import EngineNames, WeightSync
+
+# Every rank is an engine of its own, with messages of its own.
+_ALONE = Replica(number=0, count=1, member=0, size=1)
+_HELLO = [{"role": "user", "content": "Is this answer right?"}]
+_NAMES = EngineNames("the judge's engine", "reward_model.model.path", "")
+
+
+def judge_encoder(cfg: Config) -> ChatEncoder:
+    """The encoder of a generative reward model's folder. Raises ConfigError where it has no tokenizer or template."""
+    model = cfg.reward_model.model
+    kwargs = dict(model.apply_chat_template_kwargs)
+    encoder = ChatEncoder(model.path or "", trust_remote_code=model.trust_remote_code, template_kwargs=kwargs)
+    try:
+        _ = encoder.tokenizer
+    except DataError as error:
+        raise ConfigError(f"reward_model.model.path={model.path}: {error}") from error
+    return encoder
+
+
+class JudgeWorker(Judge):
+    """One shard of the judge, and an engine for all of it."""
+
+    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
+        self._rollout = cfg.reward_model.rollout
+        # Asking for it costs a little with every token.
+        self._can_be_given_up = cfg.trainer.stop_notice_s is not None
+        self._longest_message, self._longest_reply = judge_lengths(cfg)
+        self.residency, device = residency, residency.device
+        self._encoder, spec = judge_encoder(cfg), judge_spec(cfg, device)
+        self._model = load_role("judge", cfg, passes, residency)
+        self._vocabulary = spec.load_config().get_text_config().vocab_size
+        rollout = self._rollout
+        settings = EngineSettings(
+            rollout=RolloutConfig(
+                name=rollout.name,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
+                max_num_seqs=rollout.max_num_seqs,
+                max_num_batched_tokens=rollout.max_num_batched_tokens,
+            ),
+            model=spec,
+            dtype=spec.compute_dtype,
+            device=device,
+            replica=_ALONE,
+            eos_token_ids=self._encoder.eos_token_ids,
+            max_model_len=self._longest_message + self._longest_reply,
+            engines_sharing_memory=cfg.trainer.n_gpus_per_node if device.is_cpu else 1,
+            images=False,
+            section="reward_model.rollout",
+            longest="response_length",
+        )
+        residency.enter(JUDGE_PHASE)
+        self.engine: RolloutEngine = make_engine(settings)
+        self._weight_sync = WeightSync(
+            self._model,
+            self.engine,
+            device,
+            spec.compute_dtype,
+            bucket_bytes=cfg.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20,
+            # Engine and shards have one dtype; see `log_prob_gap_limit`.
+            gap_limit=1e-3 if spec.compute_dtype == torch.float32 else 0.1,
+            canary=EncodedPrompt(np.array(self._encoder.encode(_HELLO, tools=()), dtype=np.int32)),
+            log_probs=self._text_log_probs,
+            names=_NAMES,
+        )
+        residency.add_engine(self._release, JUDGE_PHASE)
+
+    def replies(self, batch: Batch, seed: int, reading: int) -> tuple[list[Reply], JudgeNumbers]:
+        """Replies to the messages of this rank. A message that is too long gets none, and says so.
+
+        A reply follows from ``seed``, the message and ``reading``.
+        """
+        started = time.perf_counter()
+        self.residency.enter(JUDGE_PHASE, whole=True)
+        if self._weight_sync.version is None:
+            self._weight_sync.run(0, lambda: None)
+        texts = batch[c.JUDGE_MESSAGE] if len(batch) else []
+        assert isinstance(texts, list)
+        conversations = [[{"role": "user", "content": text}] for text in texts]
+        messages = self._encoder.encode_batch(conversations, tools=()) if texts else []
+        jobs = [
+            _job(place, tokens, name_seed(seed, "judge", str(reading), text))
+            for place, (tokens, text) in enumerate(zip(messages, texts, strict=True))
+            if len(tokens) <= self._longest_message
+        ]
+        source = self._answered(jobs)
+        answers = {answer.place: answer for answer in source.all}
+        written = [answers[place].tokens.tolist() if place in answers else [] for place in range(len(texts))]
+        replies = [
+            Reply(storable(text).strip(), "an empty reply", answers[place].truncated)
+            if place in answers
+            else Reply("", unasked=self._too_long(len(messages[place])))
+            for place, text in enumerate(self._encoder.decode_batch(written) if written else [])
+        ]
+        num_tokens = sum(len(job.prompt) + len(written[job.place]) for job in jobs)
+        self.residency.device.synchronize()
+        return replies, JudgeNumbers(num_tokens, time.perf_counter() - started)
+
+    def _answered(self, jobs: list[Job]) -> Conversations:
+        # The longest first, so that none of them is waited for alone.
+        jobs = sorted(jobs, key=lambda job: -len(job.prompt))
+        store, key = dist.distributed_c10d._get_default_store(), f"judge/{dist.get_rank()}"
+        queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_given_up)
+        source, rollout = Conversations(queue, self._vocabulary), self._rollout
+        greedy, temperature = rollout.temperature == 0, rollout.temperature or 1.0
+        self.engine.generate(source, Sampling(self._longest_reply, temperature, rollout.top_k, rollout.top_p, greedy))
+        if (num_left := len(jobs) - sum(not answer.aborted for answer in source.all)) and not queue.stopped():
+            raise RuntimeError(f"the judge's engine '{rollout.name}' gave up {num_left} wanted replies")
+        return source
+
+    def _too_long(self, length: int) -> str:
+        return (
+            f"the message to the judge has {length:,} tokens, and reward_model.rollout.prompt_length allows "
+            f"{self._longest_message:,}"
+        )
+
+    def _text_log_probs(self, text: EncodedPrompt) -> Tensor:
+        """log pi(token) at temperature 1 of all tokens but the first, as passes compute them."""
+        tokens, index = torch.from_numpy(text.tokens), torch.zeros(1, dtype=torch.long)
+        answers = Ragged.from_rows([tokens[1:]])
+        mask = answers.like(torch.ones_like(answers.values, dtype=torch.bool))
+        prompts = DictionaryColumn(Ragged.from_rows([tokens[:1]]), index)
+        batch = Batch({c.PROMPT: prompts, c.RESPONSE: answers, c.RESPONSE_MASK: mask})
+        return measure(self._model, [batch], self.residency.device, 1.0)[0]
+
+    def _release(self) -> None:
+        if self.engine.sleep():
+            self._weight_sync.lost()
+
+
+def _job(place: int, tokens: list[int], seed: int) -> Job:
+    seeds = np.array([seed], dtype=np.uint64)
+    return Job(place, np.zeros(1, dtype=np.int64), np.array(tokens, dtype=np.int32), seeds)

@@ -1,0 +1,181 @@
+"""A judge on the run's devices, as the scoring processes have it: the same messages, the same reading of replies, the
+same failures as of a judge behind a server."""
+
+import contextlib
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rltrain.base.columns import names as c
+from rltrain.base.errors import JudgeError, RewardError
+from rltrain.config.schema import Config, RewardConfig
+from rltrain.config.schema.judge import JudgeConfig
+from rltrain.config.schema.model import JudgeRolloutConfig, RewardModelConfig, RewardModelModelConfig
+from rltrain.controller.samples import StoredRows
+from rltrain.data.rows import read_rows
+from rltrain.rewards.judge.message import Question
+from rltrain.rewards.judge.reply import Reply
+from rltrain.rewards.processes.asking import AskingScorer
+from rltrain.rewards.processes.judged import JudgedScorer
+from tests.doubles.judge import Cut, JudgeDouble
+
+MATH = "lighteval/MATH"
+YES, NO = "It is.\n\\boxed{yes}", "It is not.\n\\boxed{no}"
+
+
+def here(temperature=0.0):
+    """The keys of a judge on the devices."""
+    model = RewardModelModelConfig(path="judge", type="generative")
+    return RewardModelConfig(enable=True, model=model, rollout=JudgeRolloutConfig(temperature=temperature))
+
+
+@pytest.fixture
+def asking():
+    with contextlib.ExitStack() as closing:
+
+        def make(temperature=0.0, **keys):
+            judge = JudgeConfig(**keys)
+            scorer = AskingScorer(Config(reward=RewardConfig(judge=judge), reward_model=here(temperature)))
+            closing.callback(scorer.close)
+            return scorer
+
+        yield make
+
+
+def asked_and_read(scorer, calls, replies):
+    scores, messages = scorer.ask(calls, [lambda: Question("What is 6 x 7?")] * len(calls))
+    places = [place for place, score in enumerate(scores) if hasattr(score, "message")]
+    told = [replies(messages[scores[place].message]) for place in places]
+    read = scorer.read([calls[place] for place in places], [scores[place] for place in places], told, again=False)
+    return [read[places.index(place)] if place in places else score for place, score in enumerate(scores)], messages
+
+
+@pytest.mark.parametrize(
+    ("reply", "keys"),
+    [
+        (YES, {}),
+        (NO, {"rule": "first"}),
+        (Cut("The answer says \\boxed{yes} and"), {}),
+        (Cut("yes"), {}),
+        (Cut("Score: 0.5 of"), {"parse": r"Score: ([\d.]+)"}),
+        ("What a nice day.", {}),
+        ("", {}),
+        ("The result is \\boxed{42}", {"parse": "rule", "rule": "first"}),
+        (Cut("The result is \\boxed{42} or"), {"parse": "rule", "rule": "first"}),
+    ],
+)  # fmt: skip
+def test_a_reply_whole_or_cut_says_the_same_in_both_kinds(asking, reply, keys, monkeypatch):
+    call = (MATH, "forty-two", "42", {})
+    # Its key is the server's alone: a judge on the devices asks for none.
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    double = JudgeDouble(lambda *_: reply)
+    served = JudgedScorer(Config(reward=RewardConfig(judge=JudgeConfig(url=double.url, model="grader", **keys))))
+    try:
+        (of_server,) = served.score_all([call], [lambda: Question("What is 6 x 7?")])
+        told = Reply(str(reply), "no text", isinstance(reply, Cut))
+        (on_devices,), (message,) = asked_and_read(
+            asking(api_key_env="NO_SUCH_KEY", **keys), [call], lambda message: told
+        )
+        assert message == double.messages[0]
+    finally:
+        served.close()
+        double.close()
+    assert (on_devices.value, on_devices.status) == (of_server.value, of_server.status)
+    assert on_devices.extras == of_server.extras
+    assert (on_devices.kind, on_devices.call) == (of_server.kind, of_server.call)
+    if isinstance(reply, Cut) and of_server.status != "ok":
+        assert "reward_model.rollout.response_length" in on_devices.error
+        assert "reward.judge.request.max_tokens" in of_server.error
+
+
+def test_with_rule_first_only_what_the_scorer_calls_wrong_is_asked(asking):
+    calls = [(MATH, "\\boxed{42}", "42", {}), (MATH, "forty-two", "42", {})]
+    (right, wrong), messages = asked_and_read(asking(rule="first"), calls, lambda message: Reply(YES))
+    assert len(messages) == 1
+    assert (right.value, right.extras.get("judge")) == (1.0, None)
+    assert (wrong.value, wrong.extras["judge"]) == (1.0, 1.0)
+
+
+def test_a_greedy_judge_is_asked_once_and_another_three_times(asking):
+    calls = [(MATH, "forty-two", "42", {})]
+    for temperature, times in ((0.0, ""), (1.0, " (asked 3 times)")):
+        ((score,), _) = asked_and_read(asking(temperature), calls, lambda message: Reply("Well."))
+        assert score.error.endswith(f"'Well.'{times}")
+
+
+# -- in the pool -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows(tmp_path):
+    truth = {"style": "rule", "ground_truth": "42"}
+    record = {"data_source": "mine", "prompt": [{"role": "user", "content": "6 x 7?"}], "reward_model": truth}
+    pq.write_table(pa.Table.from_pylist([record] * 12), tmp_path / "rows.parquet")
+    return read_rows(str(tmp_path / "rows.parquet"))
+
+
+def begun(pool, ray, *lists):
+    scoring = pool.begin_scoring("train", sum(map(len, lists)))
+    for texts in lists:
+        scoring.add(ray.put(texts), np.arange(len(texts)), np.arange(len(texts)))
+    return scoring
+
+
+def attach(ray, messages, reply):
+    """Replies of a judge, in an object for every message. Returns the messages."""
+    texts = []
+    for part in messages.parts_with(c.JUDGE_MESSAGE):
+        found = ray.get(part.ref)
+        for number, row in zip(part.ids.tolist(), part.rows.tolist(), strict=True):
+            texts.append(found[row])
+            said = StoredRows(ray.put([reply(found[row])]), (c.JUDGE_REPLY,), np.array([number]), np.zeros(1, int))
+            messages.attach([said])
+    return texts
+
+
+def test_replies_find_their_answers_and_what_nobody_reads_is_not_judged(local_ray, pool, rows):
+    made = pool(rows, judge=JudgeConfig(), reward_model=here())
+    assert [score.extras for score in made.score_truths("train")] == [{"judge": 0.0}]
+    scoring = begun(made, local_ray, ["good 0", "bad 1", "good 2"], ["bad 3", "long 4", "good 5"])
+    messages = scoring.messages(np.array([True, True, False, True, True, True]))
+    assert len(messages) == 5
+
+    def reply(text):
+        return Reply("", unasked="it is too long") if "long" in text else Reply(YES if "good" in text else NO)
+
+    texts = attach(local_ray, messages, reply)
+    assert messages[c.MESSAGE_LENGTH].tolist() == [len(text) for text in texts]
+    scoring.hear(messages, Counter(calls=5, tokens=50), again=False)
+    columns = scoring.collect()
+    assert columns["score"].tolist() == [1, 0, 0, 0, -2, 1]  # reward.on_error; the third is read by nobody
+    assert columns["reward_failed"].tolist() == [0, 0, 0, 0, 1, 0]
+    assert columns["reward_timeout"].sum() == 0
+    assert columns["reward_error"][4] == "it is too long"
+    assert columns["scorer/judge"][:2].tolist() == [1.0, 0.0]
+    assert (scoring.judged["calls"], scoring.judged["tokens"]) == (5, 50)
+
+
+def test_what_cannot_be_read_is_asked_again_with_the_rest_left_alone(local_ray, pool, rows):
+    made = pool(rows, judge=JudgeConfig(max_tokens_total=100), reward_model=here(1.0))
+    scoring = begun(made, local_ray, ["good", "odd", "good"])
+    everybody = np.ones(3, dtype=bool)
+    attach(local_ray, messages := scoring.messages(everybody), lambda text: Reply("Hm." if "odd" in text else YES))
+    scoring.hear(messages, Counter(tokens=60), again=True)
+    (text,) = attach(local_ray, messages := scoring.messages(everybody), lambda text: Reply(NO))
+    assert "odd" in text
+    with pytest.raises(RewardError, match=r"used 110 tokens .*max_tokens_total=100 allows no more"):
+        scoring.hear(messages, Counter(tokens=50), again=True)
+    assert scoring.collect()["score"].tolist() == [1, 0, 1]
+    assert scoring.judged["parse_failures"] == 1
+    assert len(scoring.messages(everybody)) == 0
+
+
+def test_a_judge_that_says_nothing_of_most_answers_ends_the_run_as_one_behind_a_server(local_ray, pool, rows):
+    made = pool(rows, judge=JudgeConfig(), reward_model=here())
+    scoring = begun(made, local_ray, ["a", "b", "c", "good"])
+    attach(local_ray, messages := scoring.messages(np.ones(4, bool)), lambda text: Reply(YES if "good" in text else ""))
+    with pytest.raises(JudgeError, match=r"reward\.judge fails on more than half of a batch \(at least 3 of 4: 3 rej"):
+        scoring.hear(messages, Counter(), again=False)

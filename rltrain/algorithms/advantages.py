@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.groups import STD_EPSILON, Groups
-from rltrain.algorithms.moments import Moments
+from rltrain.algorithms.normalisation import whiten
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.schema.algorithm import AlgorithmConfig
@@ -129,8 +129,7 @@ def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     values = inputs.values.values
     # Rows hold the policy's tokens alone, so text that others wrote between them is skipped and not discounted. The
     # roll brings the first value of the next row to the last token of a row, where V is 0.
-    last = inputs.values.positions == inputs.values.lengths[inputs.values.row_ids] - 1
-    following = torch.where(last, torch.zeros_like(values), values.roll(-1))
+    following = torch.where(inputs.values.from_end == 0, torch.zeros_like(values), values.roll(-1))
     deltas = inputs.rewards.values + cfg.gamma * following - values
     advantages = suffix_sums(inputs.rewards.like(deltas), cfg.gamma * cfg.lam)
     # The critic learns the returns, so they keep the scale of the rewards: whitening comes later, to advantages alone.
@@ -155,15 +154,14 @@ def remax(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
 
 def suffix_sums(rewards: Ragged, decay: float) -> Ragged:
     """S_t = x_t + decay S_{t+1} in every row."""
-    lengths, longest = rewards.lengths, int(rewards.lengths.max()) if len(rewards) else 0
-    # Rows are aligned at their ends, so one step of the loop serves all of them. The closed form, a cumulative sum of
-    # x_t decay^-t, would overflow on long answers.
-    from_end = lengths[rewards.row_ids] - 1 - rewards.positions
-    grid = rewards.values.new_zeros(longest, len(rewards))
-    grid[from_end, rewards.row_ids] = rewards.values
-    for place in range(1, longest):
-        grid[place] += decay * grid[place - 1]
-    return rewards.like(grid[from_end, rewards.row_ids])
+    sums, from_end = rewards.values, rewards.from_end
+    longest, reach = int(rewards.lengths.max()) if len(rewards) else 0, 1
+    # Every round doubles the number of terms in a sum. The closed form, a cumulative sum of x_t decay^-t, would
+    # overflow on long answers.
+    while reach < longest:
+        further = torch.where(from_end >= reach, sums.roll(-reach), torch.zeros_like(sums))
+        sums, reach = sums + decay**reach * further, 2 * reach
+    return rewards.like(sums)
 
 
 # -- outcome estimators ------------------------------------------------------------------------------------------------
@@ -198,6 +196,29 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1) * ~groups.alone
     # As in `Groups.centred`: a weighted mean of equal scores may be off by a rounding error.
     return torch.where(groups.flat(inputs.scores), torch.zeros_like(baseline), inputs.scores - baseline)
+
+
+@built_in
+def maxrl(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """A_i = (r_i - mean of group) / mean of group   (Tajwar et al. 2026, MaxRL, 2602.02710).
+
+    For rewards of 0 and 1, whose mean is the pass rate: hard prompts count more. A group whose mean is not above 0 has
+    nothing that could be made likelier, and an advantage of 0.
+    """
+    groups = Groups(inputs.groups, inputs.rounding).several()
+    mean = groups.sum(inputs.scores) / groups.size
+    earns = mean > groups.rounding(inputs.scores)
+    return torch.where(earns, groups.centred(inputs.scores) / torch.where(earns, mean, 1.0), 0.0)
+
+
+@built_in
+def lite_ppo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+    """A_i = (r_i - mean of group) / (std of all rewards of the batch + 1e-6)   (Liu et al. 2025, Lite PPO, 2508.08221).
+
+    The standard deviation is the unbiased one, so that a group that differs little is not blown up.
+    """
+    centred = Groups(inputs.groups, inputs.rounding).several().centred(inputs.scores)
+    return centred / (inputs.scores.std() + STD_EPSILON)
 
 
 @built_in
@@ -237,7 +258,7 @@ def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 @built_in
 def reinforce_plus_plus_baseline(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     """r_i - mean of group, whitened over all tokens of the batch   (Hu 2025, REINFORCE++-baseline)."""
-    return _whiten(Groups(inputs.groups, inputs.rounding).centred(inputs.scores), inputs.lengths)
+    return whiten(Groups(inputs.groups, inputs.rounding).centred(inputs.scores), inputs.lengths)
 
 
 @built_in
@@ -253,7 +274,7 @@ def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
         term = inputs.terms[name]
         spread = groups.std(term) + STD_EPSILON if cfg.norm_adv_by_std_in_grpo else 1.0
         total = total + weight * groups.centred(term) / spread
-    return _whiten(total, inputs.lengths)
+    return whiten(total, inputs.lengths)
 
 
 # -- turn estimators ---------------------------------------------------------------------------------------------------
@@ -299,18 +320,3 @@ def gigpo(inputs: TurnInputs, cfg: AlgorithmConfig) -> Ragged:
     )
     of_turns = states.over_std(returns.values) if cfg.norm_adv_by_std_in_grpo else states.centred(returns.values)
     return returns.like(returns.broadcast(of_answers).values + cfg.gigpo.step_advantage_w * of_turns * ~states.alone)
-
-
-def _whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
-    """Mean 0 and unbiased variance 1 over tokens, of which every token of answer i has ``advantages[i]``."""
-    # Weighted by lengths, the moments over answers are those over tokens, which the driver never holds.
-    weights = lengths.to(advantages.dtype)
-    moments = Moments(
-        float(weights.sum()),
-        float((weights * advantages).sum()),
-        float((weights * advantages.square()).sum()),
-        float(advantages.max()),
-        float(advantages.min()),
-    )
-    shift, scale = moments.whitening()
-    return (advantages - shift) * scale

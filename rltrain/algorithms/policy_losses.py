@@ -1,119 +1,52 @@
-"""Policy losses: one number per token, before aggregation.
+"""Policy losses: one number per token, before aggregation. Those of whole answers are in `sequence_losses`.
 
-Notation: r = pi / pi_old of a token, A its advantage, [1 - low, 1 + high] the clip range, sg[] no gradient.
+Notation as in `surrogate`: r = pi / pi_old of a token, A its advantage, [1 - low, 1 + high] the clip range, sg[] no
+gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from rltrain.base.columns.ragged import Ragged
+# For what it registers.
+import rltrain.algorithms.sequence_losses  # noqa: F401
+from rltrain.algorithms.advantages import suffix_sums
+from rltrain.algorithms.surrogate import (
+    LOG_RATIO_BOUND,
+    POLICY_LOSSES,
+    BatchMeans,
+    PolicyLoss,
+    PolicyLossEntry,
+    PolicyLossFunction,
+    PolicyLossInputs,
+    Selection,
+    built_in,
+    clip_range,
+    dual_clip,
+    policy_loss,
+    ppo,
+    statistics_of,
+)
 from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.schema import ActorConfig
-from rltrain.config.schema.declarations import LOSS_KEY, LossTraits, declared
+from rltrain.config.schema.declarations import LOSS_KEY
 
-# verl's bound: exp(20) is finite in float32, and so are its products with advantages. Beyond it a token has no
-# gradient.
-_LOG_RATIO_BOUND = 20.0
-
-
-@dataclass(frozen=True)
-class PolicyLossInputs:
-    """One micro-batch of whole answers, laid end to end; all [tokens], only ``log_probs`` carries gradient."""
-
-    log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    mask: Ragged
-    """1 where a token counts, with the length of every answer."""
-    selected: Tensor | None = None
-    """Tokens chosen over the whole mini-batch, for losses that ask for a selection."""
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """log r, clamped to +-20."""
-        return (self.log_probs - self.old_log_probs).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-
-    def sequence_mean(self, values: Tensor) -> Tensor:
-        """Mean over the tokens that count, of the answer that each token belongs to."""
-        masked = self.mask.like(values * self.mask.values)
-        return self.mask.broadcast(masked.sum() / self.mask.sum().clamp(min=1)).values
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """token_losses [tokens], and per-token statistics [tokens] that are averaged over all tokens of the mini-batch."""
-
-    token_losses: Tensor
-    statistics: dict[str, Tensor]
-    per_answer: bool = False
-    """Every token of an answer carries the answer's loss, which gets one importance weight too."""
-
-
-@dataclass(frozen=True)
-class BatchMeans:
-    """Means over all tokens of the global mini-batch."""
-
-    advantage: float
-    log_prob: float
-
-
-PolicyLossFunction = Callable[[PolicyLossInputs, ActorConfig], PolicyLoss]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which tokens of the global mini-batch a loss treats differently: those with the smallest keys.
-
-    keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are no candidates; noise [tokens] is uniform
-    in [0, 1) and depends on the token alone. share(cfg): the share of all tokens to select (at least one token).
-    """
-
-    keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
-    share: Callable[[ActorConfig], float]
-
-
-@dataclass(frozen=True)
-class PolicyLossEntry:
-    """A loss and, where it asks for one, its selection over the mini-batch."""
-
-    function: PolicyLossFunction
-    selection: Selection | None = None
-
-
-# The built-in functions; their declarations are those of their names in `config.schema.declarations`.
-POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
-
-
-def built_in(selection: Selection | None = None) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Make a function of this file ``actor.policy_loss.loss_mode=<its name>``."""
-
-    def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        POLICY_LOSSES[function.__name__] = PolicyLossEntry(function, selection)
-        return function
-
-    return register
-
-
-def policy_loss(
-    *, selection: Selection | None = None, silent_at_zero: bool = False
-) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Declare a function of your own.
-
-    selection: tokens of the mini-batch that it gets as ``selected``. silent_at_zero: an answer without advantage has
-    no gradient.
-    """
-
-    def declare(function: PolicyLossFunction) -> PolicyLossFunction:
-        function.selection = selection  # type: ignore[attr-defined]
-        # Not silent unless it says so: what is left out of the update must be a sample that could not have moved it.
-        return declared(function, LossTraits(selects=selection is not None, silent_at_zero=silent_at_zero))
-
-    return declare
+# The authors' own bounds of f_t for a bad token that got much likelier.
+_SAFE_INFLUENCE = (0.8, 1.0)
+# What a file of the user's own imports from here.
+__all__ = [
+    "POLICY_LOSSES",
+    "BatchMeans",
+    "PolicyLoss",
+    "PolicyLossEntry",
+    "PolicyLossFunction",
+    "PolicyLossInputs",
+    "Selection",
+    "clip_range",
+    "find_policy_loss",
+    "policy_loss",
+]
 
 
 def find_policy_loss(name: str) -> PolicyLossEntry:
@@ -124,57 +57,20 @@ def find_policy_loss(name: str) -> PolicyLossEntry:
     return PolicyLossEntry(function, getattr(function, "selection", None))
 
 
-def clip_range(cfg: ActorConfig) -> tuple[float, float]:
-    """(low, high): ``clip_ratio`` alone, or the asymmetric pair where it is set."""
-    low = cfg.clip_ratio if cfg.clip_ratio_low is None else cfg.clip_ratio_low
-    high = cfg.clip_ratio if cfg.clip_ratio_high is None else cfg.clip_ratio_high
-    return low, high
-
-
-def _ppo(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tensor, Tensor]:
-    """-A r and -A clip(r, 1 - low, 1 + high); the loss is the larger of the two (Schulman et al. 2017, eq. 7)."""
-    low, high = clip_range(cfg)
-    return -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-
-
-def _statistics(inputs: PolicyLossInputs, **terms: Tensor) -> dict[str, Tensor]:
-    return {"ppo_kl": -inputs.log_ratio.detach(), **{name: value.detach().float() for name, value in terms.items()}}
-
-
 @built_in()
 def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """max(-A r, -A clip(r, 1 - low, 1 + high))   (Schulman et al. 2017, eq. 7).
 
     With A < 0 the loss is bounded by -A * clip_ratio_c (Ye et al. 2020, dual-clip PPO, eq. 5).
     """
-    unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
-    # Within the clip range both are equal, and torch gives half of the gradient to each; the halves add up to it.
-    pessimistic = torch.maximum(unclipped, clipped)
-    # With A < 0 the clip does not hold a ratio that grows, and a single token could dominate the gradient.
-    bound = -inputs.advantages * cfg.clip_ratio_c
-    losses = torch.where(inputs.advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
-    is_held = (pessimistic > bound) & (inputs.advantages < 0)
-    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=is_held))
-
-
-@built_in()
-def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """PPO's clip on the ratio of the whole answer, s = exp(mean_t log r_t)   (Zheng et al. 2025, GSPO-token).
-
-    The token form of the ratio is s pi / sg[pi].
-    """
-    sequence = inputs.sequence_mean(inputs.log_ratio).detach()
-    # The first two terms are 0 and carry the gradient of the token. 10 is verl's bound on log s; with A < 0 the clip
-    # alone would set none.
-    ratio = (inputs.log_probs - inputs.log_probs.detach() + sequence).clamp(max=10.0).exp()
-    unclipped, clipped = _ppo(ratio, inputs.advantages, cfg)
-    return PolicyLoss(torch.maximum(unclipped, clipped), _statistics(inputs, pg_clipfrac=clipped > unclipped))
+    losses, clips = dual_clip(inputs.log_ratio.exp(), inputs.advantages, cfg)
+    return PolicyLoss(losses, statistics_of(inputs, **clips))
 
 
 @built_in()
 def gpg(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """-A log pi: the plain policy gradient   (Chu et al. 2025, GPG)."""
-    return PolicyLoss(-inputs.advantages * inputs.log_probs, _statistics(inputs))
+    return PolicyLoss(-inputs.advantages * inputs.log_probs, statistics_of(inputs))
 
 
 @built_in()
@@ -183,7 +79,9 @@ def cispo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     low, high = clip_range(cfg)
     ratio = inputs.log_ratio.exp().detach()
     weight = ratio.clamp(1 - low, 1 + high)
-    return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, _statistics(inputs, pg_clipfrac=weight != ratio))
+    return PolicyLoss(
+        -weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, pg_clipfrac=weight != ratio)
+    )
 
 
 @built_in()
@@ -194,25 +92,7 @@ def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """
     ratio = inputs.log_ratio.exp()
     tau = torch.full_like(inputs.advantages, cfg.tau_neg).masked_fill(inputs.advantages > 0, cfg.tau_pos)
-    return PolicyLoss(-inputs.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, _statistics(inputs))
-
-
-@built_in()
-def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-A exp(mean_t clip(log r_t, -low, high)), the clip pessimistic by the sign of A   (Zhao et al. 2025, GMPO).
-
-    A is the mean advantage of the answer. Every token of an answer carries the answer's loss, so seq-mean-token-mean is
-    the paper's objective.
-    """
-    low, high = clip_range(cfg)
-    log_ratio, sign = inputs.log_ratio, inputs.advantages.sign()
-    bounded = log_ratio.clamp(-low, high)
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
-    # With A = 0 the sign would make the ratio 1 without a gradient; such a token counts with its own.
-    ratio = inputs.sequence_mean(torch.where(sign == 0, log_ratio, pessimistic)).exp()
-    losses = -inputs.sequence_mean(inputs.advantages) * ratio
-    statistics = _statistics(inputs, pg_clipfrac=(pessimistic != log_ratio) & (sign != 0))
-    return PolicyLoss(losses, statistics, per_answer=True)
+    return PolicyLoss(-inputs.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, statistics_of(inputs))
 
 
 def _covariance(inputs: PolicyLossInputs, means: BatchMeans) -> Tensor:
@@ -220,7 +100,7 @@ def _covariance(inputs: PolicyLossInputs, means: BatchMeans) -> Tensor:
 
 
 def _clip_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: ActorConfig) -> Tensor:
-    unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
+    unclipped, clipped = ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
     covariance = _covariance(inputs, means)
     within = (covariance > cfg.policy_loss.clip_cov_lb) & (covariance < cfg.policy_loss.clip_cov_ub)
     # The smallest keys are selected, so noise draws uniformly among the candidates, the same ones for any cut of the
@@ -236,9 +116,9 @@ def clip_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     clip_cov_ub) that PPO would not clip.
     """
     assert inputs.selected is not None
-    unclipped, clipped = _ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
+    unclipped, clipped = ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
     losses = torch.maximum(unclipped, clipped).masked_fill(inputs.selected, 0.0)
-    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=(clipped > unclipped) | inputs.selected))
+    return PolicyLoss(losses, statistics_of(inputs, pg_clipfrac=(clipped > unclipped) | inputs.selected))
 
 
 def _kl_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: ActorConfig) -> Tensor:
@@ -252,7 +132,7 @@ def kl_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     log_ratio = inputs.log_ratio
     penalty = cfg.policy_loss.ppo_kl_coef * log_ratio.abs()
     losses = -inputs.advantages * log_ratio.exp() + penalty * inputs.selected
-    return PolicyLoss(losses, _statistics(inputs, pg_clipfrac=inputs.selected))
+    return PolicyLoss(losses, statistics_of(inputs, pg_clipfrac=inputs.selected))
 
 
 def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> PolicyLoss:
@@ -263,7 +143,7 @@ def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> Pol
     up = (inputs.advantages > 0) & (ratio > 1) & (divergence > high)
     down = (inputs.advantages < 0) & (ratio < 1) & (divergence > low)
     weight = ratio.clamp(max=cfg.clip_ratio_c).masked_fill(up | down, 0.0)
-    return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, _statistics(inputs, pg_clipfrac=up | down))
+    return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, pg_clipfrac=up | down))
 
 
 @built_in()
@@ -282,3 +162,33 @@ def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     kl_of_token = old * ((old + tiny) / (new + tiny)).log()
     kl_of_others = (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()
     return _dppo(inputs, kl_of_token + kl_of_others, cfg)
+
+
+@built_in()
+def dro(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-(A log pi - beta / 2 (log r)^2): a pull towards pi_old in place of a clip   (DRO, as verl and Tinker have it).
+
+    beta is dro_beta. A token without advantage is pulled too.
+    """
+    pull = (inputs.log_probs - inputs.old_log_probs).square() * cfg.policy_loss.dro_beta / 2
+    return PolicyLoss(pull - inputs.advantages * inputs.log_probs, statistics_of(inputs))
+
+
+@built_in()
+def future_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """PPO with the advantage f_t A: what follows a token says how much it counts   (Ma et al. 2026, FIPO, 2603.19835).
+
+    f_t = sg[clip(exp(F_t), 1 - c, 1 + c)], F_t = sum_{k >= t} gamma^(k - t) log r_k over the tokens that count with
+    r_k <= clip_ratio_c; c = future_kl_clip_ratio, gamma = 2^(-1 / decay_rate). With future_kl_clip_high_only f_t is at
+    least 1. Where A < 0 and r > safety_thresh, f_t is between 0.8 and 1. The rest is the dual clip of `vanilla`.
+    """
+    keys, log_ratio = cfg.policy_loss, inputs.log_ratio.detach()
+    counts = (inputs.mask.values > 0) & (log_ratio.exp() <= cfg.clip_ratio_c)
+    future = suffix_sums(inputs.mask.like(log_ratio * counts), 2 ** (-1 / keys.decay_rate)).values
+    low = 1.0 if keys.future_kl_clip_high_only else 1 - keys.future_kl_clip_ratio
+    # The exponent is bounded first: a sum over a long answer may be beyond what exp can take.
+    influence = future.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(low, 1 + keys.future_kl_clip_ratio)
+    is_risky = (inputs.advantages < 0) & (log_ratio.exp() > keys.safety_thresh)
+    influence = torch.where(is_risky, influence.clamp(*_SAFE_INFLUENCE), influence)
+    losses, clips = dual_clip(inputs.log_ratio.exp(), inputs.advantages * influence, cfg)
+    return PolicyLoss(losses, statistics_of(inputs, future_kl_influence=influence, **clips))

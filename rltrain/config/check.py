@@ -229,6 +229,13 @@ def _comparison(config: Config) -> Iterator[str]:
     """What compares the answers to one prompt needs several that differ, unless it takes the score of one alone."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     filtering, estimator = algorithm.filter_groups.enable, algorithm.estimator
+    levels = [name for name in ("mean_level", "std_level") if getattr(algorithm.adv_norm, name)]
+    if levels and (estimator.per_token or estimator.per_turn):
+        yield (
+            f"algorithm.adv_norm.{levels[0]}={getattr(algorithm.adv_norm, levels[0])} normalises one advantage per "
+            f"answer, and algorithm.adv_estimator={algorithm.adv_estimator} gives several. Leave it out, or use "
+            "algorithm.adv_estimator=grpo."
+        )
     if not (filtering or estimator.compares):
         return
     needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"

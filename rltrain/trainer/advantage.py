@@ -17,6 +17,7 @@ from rltrain.algorithms.advantages import OutcomeInputs, TurnInputs, find_estima
 from rltrain.algorithms.groups import SCORE_ROUNDING
 from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
 from rltrain.algorithms.moments import Moments
+from rltrain.algorithms.normalisation import normalise, shaped_reward
 from rltrain.base.columns import names as c
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import Config
@@ -61,6 +62,7 @@ class Advantages:
         """
         # Kept here, because `_kl_penalty` below sets the weight of the next step.
         coef = self.kl_coef
+        samples.update({c.REWARD: shaped_reward(samples[c.SCORE], self._cfg.algorithm)})
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
         if self._passes.estimator.per_turn:
             return Whitening(), metrics | self._of_turns(samples, policy, layout, coef)
@@ -91,8 +93,9 @@ class Advantages:
         rounding = torch.from_numpy(self._rounding(samples, coef)[there])
         inputs = OutcomeInputs(scores, groups, lengths, terms, baselines, rounding)
         advantages: Tensor = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
+        advantages = normalise(advantages.double(), groups, lengths, self._cfg.algorithm.adv_norm)
         values = np.zeros(len(samples))
-        values[there] = advantages.double().numpy()
+        values[there] = advantages.numpy()
         samples.update({c.ADVANTAGE: values})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)
 
@@ -101,6 +104,7 @@ class Advantages:
         moments: dict[str, Moments] = {}
         if len(there):
             paid, states = (_ragged(samples[name][there]) for name in (c.TURN_REWARDS, c.TURN_STATES))
+            paid = paid.like(paid.values * self._cfg.algorithm.reward_scaling)
             rewards = with_rest(paid, torch.from_numpy(samples[c.REWARD][there]))
             groups, rounding = torch.from_numpy(samples[c.GROUP][there]), self._rounding(samples, coef)[there]
             inputs = TurnInputs(rewards, states, groups, torch.from_numpy(rounding))
@@ -111,9 +115,9 @@ class Advantages:
         return m.token_advantage_metrics(moments, 0.0, 1.0)
 
     def _kl_penalty(self, samples: Samples) -> Metrics:
-        """reward = score - coef * KL; then the controller sets the weight of the next step."""
+        """Take coef * KL off the reward; then the controller sets the weight of the next step."""
         coef = self.kl_coef
-        samples.update({c.REWARD: samples[c.SCORE] - coef * samples[c.KL_SUM]})
+        samples.update({c.REWARD: samples[c.REWARD] - coef * samples[c.KL_SUM]})
         # Mean over answers of the mean over tokens, so that long answers do not steer the controller alone.
         kl = float((samples[c.KL_SUM] / np.maximum(samples[c.POLICY_TOKENS], 1)).mean())
         self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.algorithm.kl_ctrl)
@@ -125,7 +129,8 @@ class Advantages:
         if self._passes.kl_in_reward:
             rounding += abs(coef) * kl_rounding(samples[c.POLICY_TOKENS])
         if c.MODEL_SCORE in samples.numbers:
-            rounding += abs(self._cfg.reward_model.weight) * np.abs(samples[c.MODEL_SCORE]) * FP32_ROUNDING
+            weight = abs(self._cfg.reward_model.weight) * self._cfg.algorithm.reward_scaling
+            rounding += weight * np.abs(samples[c.MODEL_SCORE]) * FP32_ROUNDING
         return rounding
 
     def silent(self, samples: Samples) -> NDArray[np.bool_]:

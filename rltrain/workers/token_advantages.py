@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rltrain.algorithms.advantages import TokenInputs, find_estimator
 from rltrain.algorithms.moments import Moments
+from rltrain.algorithms.normalisation import shaped_reward
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.columns.ragged import Ragged
@@ -19,24 +20,23 @@ from rltrain.workers.tasks import TurnAdvantages
 def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tuple[Batch, PassNumbers]:
     """``advantages`` (before whitening) and ``returns`` per token, and the moments that whitening and metrics need.
 
-    The score of an answer is the reward of its last token; with a KL in the reward, every token pays ``kl_coef``
-    times its own. Numbers: ``signal`` [n] (whether any advantage is not 0), ``advantage`` [n] (mean over the answer),
-    and moments over the tokens that count.
+    The score of an answer, as `shaped_reward` has it, is the reward of its last token; with a KL in the reward, every
+    token pays ``kl_coef`` times its own. Numbers: ``signal`` [n] (whether any advantage is not 0), ``advantage`` [n]
+    (mean over the answer), and moments over the tokens that count.
     """
     if not len(batch):
         return Batch(), PassNumbers()
     lengths = batch.dense(c.POLICY_TOKENS)
     rewards = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths)
-    last = rewards.positions == lengths[rewards.row_ids] - 1
     # An answer without a token of the policy has none that could be paid the score.
-    rewards.values[last] = batch.dense(c.SCORE)[lengths > 0].double()
+    rewards.values[rewards.from_end == 0] = shaped_reward(batch.dense(c.SCORE)[lengths > 0].double(), cfg)
     if cfg.use_kl_in_reward:
         rewards.values.sub_(kl_coef * batch.ragged(c.REF_KL).values)
     values = batch.ragged(c.VALUES) if c.VALUES in batch else None
     inputs = TokenInputs(
         rewards,
         values.like(values.values.double()) if values else None,
-        batch.dense(c.BASELINE) if c.BASELINE in batch else None,
+        shaped_reward(batch.dense(c.BASELINE).double(), cfg) if c.BASELINE in batch else None,
     )
     estimate = find_estimator(cfg.adv_estimator)(inputs, cfg)
     quantities = {"returns": estimate.returns.values}

@@ -54,6 +54,39 @@ def grpo_passk(scores, groups, by_std=True):
     return advantages
 
 
+def maxrl(scores, groups):
+    """Tajwar et al. 2026: the gradient of log p of the group's own pass rate p."""
+    means = [mean([scores[j] for j in members(groups, i)]) for i in range(len(scores))]
+    return [(score - m) / m if m > 1e-9 else 0.0 for score, m in zip(scores, means, strict=True)]
+
+
+def lite_ppo(scores, groups):
+    """Liu et al. 2025: the mean of the group, the deviation of all rewards."""
+    return [
+        (score - mean([scores[j] for j in members(groups, i)])) / (std(scores) + 1e-6) for i, score in enumerate(scores)
+    ]
+
+
+def normalise(advantages, groups, lengths, mean_level, std_level):
+    """AReaL's adv_norm: token by token, as every token of an answer has its advantage."""
+
+    def tokens(values, level, i):
+        return [
+            values[j]
+            for j in range(len(values))
+            if level == "batch" or groups[j] == groups[i]
+            for _ in range(lengths[j])
+        ]
+
+    if mean_level:
+        of_level = [tokens(advantages, mean_level, i) for i in range(len(advantages))]
+        advantages = [a - (mean(of) if of else 0.0) for a, of in zip(advantages, of_level, strict=True)]
+    if std_level:
+        of_level = [tokens(advantages, std_level, i) for i in range(len(advantages))]
+        advantages = [a / (std(of) + 1e-5) if len(of) > 1 else a for a, of in zip(advantages, of_level, strict=True)]
+    return advantages
+
+
 def gpg(scores, groups):
     alpha = len(scores) / max(sum(score != 0 for score in scores), 1)
     return [alpha * (score - mean([scores[j] for j in members(groups, i)])) for i, score in enumerate(scores)]
@@ -182,6 +215,43 @@ def dppo(new, old, advantages, low, high, cap, kind):
         outside = (a > 0 and p > q and moved > high) or (a < 0 and p < q and moved > low)
         losses.append(0.0 if outside else -min(p / q, cap) * a * n)
     return losses
+
+
+def dro(new, old, advantages, beta):
+    return [-(a * n - beta / 2 * (n - o) ** 2) for n, o, a in zip(new, old, advantages, strict=True)]
+
+
+def whole_ratio(new, old, mask):
+    return math.exp(sum((n - o) * m for n, o, m in zip(new, old, mask, strict=True)))
+
+
+def vespo(new, old, advantages, mask, good, bad):
+    """good, bad: (k, lambda)."""
+    w, losses = whole_ratio(new, old, mask), []
+    for n, a in zip(new, advantages, strict=True):
+        k, rate = good if a >= 0 else bad
+        losses.append(-(w**k) * math.exp(-rate * w) / math.exp(-rate) * a * n)
+    return losses
+
+
+def topr(new, old, advantages, mask):
+    w = whole_ratio(new, old, mask)
+    return [-(clip(w, 0, 1) if a < 0 else 1) * a * n for n, a in zip(new, advantages, strict=True)]
+
+
+def influences(new, old, advantages, mask, dual, decay_rate, width, high_only, safe):
+    """FIPO's f_t."""
+    logs, gamma, weights = [n - o for n, o in zip(new, old, strict=True)], 0.5 ** (1 / decay_rate), []
+    for t, a in enumerate(advantages):
+        future = sum(gamma ** (k - t) * logs[k] for k in range(t, len(logs)) if mask[k] and logs[k] <= math.log(dual))
+        f = clip(math.exp(future), 1 if high_only else 1 - width, 1 + width)
+        weights.append(clip(f, 0.8, 1) if a < 0 and math.exp(logs[t]) > safe else f)
+    return weights
+
+
+def future_kl(new, old, advantages, mask, low, high, dual, *keys):
+    weights = influences(new, old, advantages, mask, dual, *keys)
+    return vanilla(new, old, [a * f for a, f in zip(advantages, weights, strict=True)], low, high, dual)
 
 
 # -- the rest -----------------------------------------------------------------------------------------------------

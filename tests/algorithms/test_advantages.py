@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import ESTIMATORS, OutcomeInputs, TokenInputs
 from rltrain.algorithms.moments import Moments
+from rltrain.algorithms.normalisation import normalise, shaped_reward
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import declarations
-from rltrain.config.schema.algorithm import AlgorithmConfig
+from rltrain.config.schema.algorithm import AdvNormConfig, AlgorithmConfig
 from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)
@@ -23,6 +24,8 @@ OUTCOME = {
     "rloo": lambda s, g, n, t: slow.rloo(s, g),
     "rloo_vectorized": lambda s, g, n, t: slow.rloo(s, g),
     "opo": lambda s, g, n, t: slow.opo(s, g, n),
+    "maxrl": lambda s, g, n, t: slow.maxrl(s, g),
+    "lite_ppo": lambda s, g, n, t: slow.lite_ppo(s, g),
     "grpo_passk": lambda s, g, n, t: slow.grpo_passk(s, g),
     "gpg": lambda s, g, n, t: slow.gpg(s, g),
     "gpg_paper": lambda s, g, n, t: slow.gpg_paper(s, g),
@@ -108,15 +111,15 @@ def test_an_answer_alone_takes_nothing_from_the_groups_beside_it():
 def test_estimators_that_need_a_second_answer_say_so():
     """The lead on the second best, and counts of mixed groups, are nothing without others; verl's vectorized RLOO gives
     0, so a run would learn nothing."""
-    for name in ("grpo_passk", "gpg_paper"):
+    for name in ("grpo_passk", "gpg_paper", "maxrl", "lite_ppo"):
         with pytest.raises(ValueError, match="one answer"):
             estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1])
     alone = {name for name, traits in declarations.ESTIMATORS.items() if traits.compares and not traits.takes_one}
     # A run with one answer a prompt is refused beside estimators over turns: verl has none to follow.
-    assert alone == {"grpo_passk", "gpg_paper", "rloo_vectorized", "turn_rloo", "gigpo"}
+    assert alone == {"grpo_passk", "gpg_paper", "maxrl", "lite_ppo", "rloo_vectorized", "turn_rloo", "gigpo"}
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "gpg", "gpg_paper"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "gpg", "gpg_paper", "maxrl", "lite_ppo"])
 def test_a_group_that_scores_alike_has_exactly_no_advantage(name):
     """0.1 three times over has a mean that is not 0.1 in floating point."""
     assert estimate(name, [0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1], [3, 1, 2, 2, 2])[:3] == [0.0, 0.0, 0.0]
@@ -165,6 +168,8 @@ def test_a_batch_that_differs_by_its_rounding_alone_is_whitened_to_nothing():
         ("gpg", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 answers / 4 that earn something
         ("gpg_paper", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 answers / 4 in a mixed group
         ("grpo_passk", [0.0] * 6),  # two share the best score
+        ("maxrl", [1, -1, -1, 1, 0, 0]),  # the mean is a half
+        ("lite_ppo", [a / math.sqrt(28 / 5) for a in (0.5, -0.5, -0.5, 0.5, 0, 0)]),  # all rewards: mean 2, squares 28
     ],
 )
 def test_outcome_estimators_by_hand(name, expected):
@@ -180,6 +185,40 @@ def test_gpg_counts_earning_answers_and_its_paper_mixed_groups():
     # Wrong answers that earn -1 are counted by verl.
     assert estimate("gpg", [1.0, -1.0, -1.0, -1.0], [0, 0, 1, 1], [1] * 4) == pytest.approx([1, -1, 0, 0])
     assert estimate("gpg_paper", [1.0, -1.0, -1.0, -1.0], [0, 0, 1, 1], [1] * 4) == pytest.approx([2, -2, 0, 0])
+
+
+def test_a_group_that_earns_nothing_has_no_advantage_under_maxrl():
+    assert estimate("maxrl", [-1.0, 1.0, -1.0, 0.0, 0.25, 0.0, 0.0, 0.0], [0, 0, 0, 0, 1, 1, 1, 1], [1] * 8) == [
+        *(0.0, 0.0, 0.0, 0.0), *(3.0, -1.0, -1.0, -1.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mean_level", [None, "batch", "group"])
+@pytest.mark.parametrize("std_level", [None, "batch", "group"])
+@given(batch=answers())
+def test_normalised_advantages_equal_their_loop_over_tokens(mean_level, std_level, batch):
+    values, groups, lengths, _ = batch
+    found = normalise(
+        torch.tensor(values, dtype=torch.float64), torch.tensor(groups), torch.tensor(lengths),
+        AdvNormConfig(mean_level, std_level),
+    )  # fmt: skip
+    expected = slow.normalise(values, groups, lengths, mean_level, std_level)
+    # What an answer without tokens has is nothing to anybody.
+    pairs = [(a, b) for a, b, length in zip(found.tolist(), expected, lengths, strict=True) if length]
+    assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-6, rel=1e-6)
+
+
+def test_normalisation_by_hand():
+    """AReaL's Lite PPO: the mean of the group, the deviation of the batch; the second answer has three tokens."""
+    values, groups, lengths = torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.tensor([0, 0, 5, 5]), torch.tensor([1, 3, 1, 1])
+    found = normalise(values, groups, lengths, AdvNormConfig("group", "batch"))
+    # Tokens after the mean: 3/4, three times -1/4, 0, 0; their squares add up to 3/4.
+    assert found.tolist() == pytest.approx([a / math.sqrt(0.75 / 5) for a in (0.75, -0.25, 0.0, 0.0)], abs=1e-4)
+
+
+def test_a_reward_is_moved_before_it_is_scaled():
+    cfg = AlgorithmConfig(reward_scaling=10.0, reward_bias=-0.5)
+    assert shaped_reward(torch.tensor([0.0, 1.0]), cfg).tolist() == [-5.0, 5.0]
 
 
 def test_pass_at_k_rewards_the_best_by_its_lead():

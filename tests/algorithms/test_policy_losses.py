@@ -26,9 +26,15 @@ LOSSES = {
     "kl_cov": lambda n, o, a, m, s: slow.kl_cov(n, o, a, 0.1, s),
     "dppo_tv": lambda n, o, a, m, s: slow.dppo(n, o, a, 0.2, 0.3, 3.0, "tv"),
     "dppo_kl": lambda n, o, a, m, s: slow.dppo(n, o, a, 0.2, 0.3, 3.0, "kl"),
+    "dro": lambda n, o, a, m, s: slow.dro(n, o, a, 0.1),
+    "luspo": lambda n, o, a, m, s: slow.gspo(n, o, a, 0.2, 0.3, m),
+    "vespo": lambda n, o, a, m, s: slow.vespo(n, o, a, m, (2.0, 3.0), (3.0, 2.0)),
+    "topr": lambda n, o, a, m, s: slow.topr(n, o, a, m),
+    "future_kl": lambda n, o, a, m, s: slow.future_kl(n, o, a, m, 0.2, 0.3, 3.0, *FIPO),
 }
+FIPO = (32.0, 0.2, True, 4.0)
 # Their gradient is not that of their value: a factor of it is held constant.
-STOPPED = {"gspo", "cispo", "dppo_tv", "dppo_kl"}
+STOPPED = {"gspo", "cispo", "dppo_tv", "dppo_kl", "luspo", "vespo", "topr", "future_kl"}
 
 
 @st.composite
@@ -93,13 +99,18 @@ def test_the_gradient_is_that_of_finite_differences(name):
 @pytest.mark.parametrize("name", sorted(STOPPED))
 @given(columns=rows())
 def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
-    """d loss / d log pi of each token; the value of cispo and dppo is weight x -A log pi, that of gspo ratio x -A."""
+    """d loss / d log pi of each token; the value of cispo, dppo, vespo and topr is weight x -A log pi, that of others
+    ratio x -A, where no clip holds it."""
     inputs = inputs_of(columns, requires_grad=True)
     POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
     expected = []
     for new, old, advantages, mask, selected in columns:
         losses = LOSSES[name](new, old, advantages, mask, selected)
-        if name == "gspo":
+        if name == "future_kl":
+            weights = slow.influences(new, old, advantages, mask, 3.0, *FIPO)
+            unclipped = [-a * f * math.exp(n - o) for n, o, a, f in zip(new, old, advantages, weights, strict=True)]
+            expected += [x if x == pytest.approx(loss) else 0.0 for x, loss in zip(unclipped, losses, strict=True)]
+        elif name in ("gspo", "luspo"):
             ratio = math.exp(sum((n - o) * m for n, o, m in zip(new, old, mask, strict=True)) / max(sum(mask), 1))
             expected += [-a * ratio if -a * ratio == loss else 0.0 for a, loss in zip(advantages, losses, strict=True)]
         else:
@@ -127,12 +138,52 @@ def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
         ("dppo_tv", 1.5, 1.0, -1.5 * math.log(0.6)),  # moved by 0.2, less than 0.3
         ("dppo_tv", 2.0, 1.0, 0.0),  # moved by 0.4
         ("dppo_tv", 2.0, -1.0, 2.0 * math.log(0.8)),  # but not in the direction of the advantage
+        ("dro", 1.5, 2.0, -2 * math.log(0.6) + 0.05 * math.log(1.5) ** 2),
+        ("luspo", 1.5, 1.0, -1.3),  # times the length: by the sum over the tokens of an answer
+        ("vespo", 1.0, 2.0, -2 * math.log(0.4)),  # the weight is 1 where nothing has moved
+        ("vespo", 2.0, 1.0, -4 * math.exp(-3) * math.log(0.8)),  # W^2 e^(3 (1 - W))
+        ("vespo", 2.0, -1.0, 8 * math.exp(-2) * math.log(0.8)),  # W^3 e^(2 (1 - W))
+        ("topr", 2.0, 1.0, -math.log(0.8)),  # a good answer has the weight 1
+        ("topr", 2.0, -1.0, math.log(0.8)),  # a bad one at most
+        ("topr", 0.5, -1.0, 0.5 * math.log(0.2)),
+        ("future_kl", 1.1, 1.0, -1.1 * 1.1),  # the influence is the ratio of what follows, here of the token itself
+        ("future_kl", 1.25, 1.0, -1.2 * 1.25),  # at most 1.2
+        ("future_kl", 0.5, 1.0, -0.5),  # at least 1
+        ("future_kl", 2.2, -1.0, 1.2 * 2.2),
     ],
 )
 def test_losses_by_hand(name, ratio, advantage, loss):
     """The old probability is 0.4."""
     policy_loss = POLICY_LOSSES[name].function(one(math.log(0.4 * ratio), math.log(0.4), advantage), CFG)
     assert float(policy_loss.token_losses) == pytest.approx(loss)
+
+
+def test_the_influence_of_a_token_by_hand():
+    """FIPO with a half-life of one token: log 2 + log(1/2) / 2, and log(1/2); a token beyond the dual clip is no
+    influence; a bad token beyond safety_thresh has at most 1."""
+    cfg = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
+    cfg.policy_loss.decay_rate, cfg.policy_loss.future_kl_clip_ratio = 1.0, 0.9
+    cfg.policy_loss.future_kl_clip_high_only = False
+
+    def influence(ratios, advantage):
+        new = [math.log(0.2 * ratio) for ratio in ratios]
+        columns = [(new, [math.log(0.2)] * len(new), [advantage] * len(new), [1.0] * len(new), [False] * len(new))]
+        statistics = POLICY_LOSSES["future_kl"].function(inputs_of(columns), cfg).statistics
+        return statistics["future_kl_influence"].tolist()
+
+    assert influence([2.0, 0.5], 1.0) == pytest.approx([2**0.5, 0.5])
+    assert influence([1.5, 3.5], 1.0) == pytest.approx([1.5, 1.0])
+    assert influence([4.5, 1.8], -1.0) == pytest.approx([1.0, 1.8])
+
+
+def test_a_sum_over_an_answer_makes_luspo_gspo_times_the_length():
+    """Liu et al. 2026: J = 1/G sum_i s_i A_i |y_i|."""
+    columns = [([-1.0] * n, [-1.1] * n, [1.0] * n, [1.0] * n, [False] * n) for n in (2, 5)]
+    share = actor_loss(
+        inputs_of(columns), Denominators(7, 2, 8), CFG, POLICY_LOSSES["luspo"].function,
+        declarations.POLICY_LOSSES["luspo"].aggregation,
+    )  # fmt: skip
+    assert float(share.loss) == pytest.approx(-(2 + 5) / 2 * math.exp(0.1))
 
 
 def test_the_selected_tokens_of_clip_cov_and_kl_cov_by_hand():
@@ -170,6 +221,7 @@ def test_the_losses_that_select_tokens_promise_nothing():
     assert {name for name, traits in declarations.POLICY_LOSSES.items() if not traits.silent_at_zero} == {
         "clip_cov",
         "kl_cov",
+        "dro",
     }
     inputs = one(math.log(0.6), math.log(0.4), 0.0, selected=True)
     inputs.log_probs.requires_grad_()

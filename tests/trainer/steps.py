@@ -29,7 +29,12 @@ GAE = {ESTIMATOR: "gae", "critic__optim__lr": 5e-3, "critic__optim__eps": 1e-2}
 VARIANTS = {
     **{name: {ESTIMATOR: name} for name in (
         "grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax",
+        "maxrl", "lite_ppo",
     )},
+    "group, then batch": {
+        "algorithm__adv_norm__mean_level": "group", "algorithm__adv_norm__std_level": "batch",
+        "algorithm__reward_scaling": 10.0, "algorithm__reward_bias": -0.5,
+    },
     "gae": GAE,
     "gdpo": {ESTIMATOR: "gdpo", "algorithm__gdpo_reward_keys": "[acc,rule_score]"},
     **{f"loss {name}": {LOSS: name, **COV} for name in policy_losses.POLICY_LOSSES},

@@ -42,7 +42,9 @@ CLIP_COV = {
     ACTOR + "policy_loss.loss_mode": "clip_cov", ACTOR + "policy_loss.clip_cov_lb": -9,
     ACTOR + "policy_loss.clip_cov_ub": 9, ACTOR + "policy_loss.clip_cov_ratio": 0.2,
 }  # fmt: skip
-KL_COV, SAPO = {ACTOR + "policy_loss.loss_mode": "kl_cov"}, {ACTOR + "policy_loss.loss_mode": "sapo"}
+KL_COV, SAPO, DRO, VESPO, TOPR, FIPO = (
+    {ACTOR + "policy_loss.loss_mode": name} for name in ("kl_cov", "sapo", "dro", "vespo", "topr", "future_kl")
+)
 FILTER = {ALGORITHM + "filter_groups.enable": True}
 IS, RS, BYPASS = (
     {CORRECTION + "rollout_is": "token"},
@@ -73,6 +75,17 @@ CASES = {
     ACTOR + "policy_loss.clip_cov_ub": (0.0, CLIP_COV),
     ACTOR + "policy_loss.kl_cov_ratio": (0.5, KL_COV),
     ACTOR + "policy_loss.ppo_kl_coef": (5.0, KL_COV),
+    ACTOR + "policy_loss.dro_beta": (50.0, DRO),
+    ACTOR + "policy_loss.vespo.k_pos": (9.0, VESPO),
+    ACTOR + "policy_loss.vespo.lambda_pos": (0.0, VESPO),
+    ACTOR + "policy_loss.vespo.k_neg": (9.0, VESPO),
+    ACTOR + "policy_loss.vespo.lambda_neg": (0.0, VESPO),
+    ACTOR + "policy_loss.topr_negative_ratio_lower": (1.0, TOPR),
+    ACTOR + "policy_loss.topr_negative_ratio_upper": (0.5, TOPR),
+    ACTOR + "policy_loss.decay_rate": (0.1, FIPO),
+    ACTOR + "policy_loss.future_kl_clip_ratio": (0.001, FIPO),
+    ACTOR + "policy_loss.future_kl_clip_high_only": (False, FIPO),
+    ACTOR + "policy_loss.safety_thresh": (0.5, FIPO),
     ACTOR + "checkpoint.save_contents": ("[model]", None),
     ACTOR + "strategy": ("fsdp", None),
     ACTOR + "ppo_mini_batch_size": (4, {}),
@@ -102,6 +115,10 @@ CASES = {
     ALGORITHM + "gdpo_reward_keys": ("[acc]", GDPO),
     ALGORITHM + "gdpo_reward_weights": ("[1,5]", GDPO),
     ALGORITHM + "gigpo.step_advantage_w": (5.0, None),  # there are no turns here: algorithms/test_turn_advantages.py
+    ALGORITHM + "adv_norm.mean_level": ("batch", {}),
+    ALGORITHM + "adv_norm.std_level": ("batch", {}),
+    ALGORITHM + "reward_scaling": (3.0, {}),
+    ALGORITHM + "reward_bias": (1.0, {}),
     ALGORITHM + "use_kl_in_reward": (True, {}),
     ALGORITHM + "kl_penalty": ("abs", KL_REWARD),
     ALGORITHM + "kl_ctrl.type": ("adaptive", KL_REWARD),

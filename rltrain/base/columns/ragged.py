@@ -90,6 +90,12 @@ class Ragged:
         starts = send(self.offsets[:-1], self.values.device)
         return torch.arange(self.values.shape[0], device=self.values.device) - starts[self.row_ids]
 
+    @property
+    def from_end(self) -> Tensor:
+        """The place of each value in its row, counted from 0 at the row's end: shape [total]."""
+        ends = send(self.offsets[1:], self.values.device)
+        return ends[self.row_ids] - 1 - torch.arange(self.values.shape[0], device=self.values.device)
+
     def __len__(self) -> int:
         return self.lengths.shape[0]
 

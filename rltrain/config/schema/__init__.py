@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rltrain.config.schema.algorithm import AlgorithmConfig, KLKind
-from rltrain.config.schema.declarations import POLICY_LOSSES
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import (
@@ -24,6 +23,7 @@ from rltrain.config.schema.model import (
     OptimConfig,
     RewardModelConfig,
 )
+from rltrain.config.schema.policy_loss import POLICY_LOSS, PolicyLossConfig
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.config.schema.trainer import TRAINS, VALIDATES, WITH_CRITIC, TrainerConfig
 
@@ -36,11 +36,6 @@ _WHOLE = {
 }
 _REFERENCE_PASS = {
     "algorithm.use_kl_in_reward or actor.kl_loss_type!=full": "kl_loss_type=full runs the reference inside the update"
-}
-_POLICY_LOSS = {
-    "algorithm.rollout_correction.bypass_mode=False or algorithm.rollout_correction.loss_type=ppo_clip": (
-        "rollout_correction.loss_type=reinforce is a policy loss of its own"
-    )
 }
 _WITH_SCORER = {"reward_model.runs_scorers": "the reward model alone decides unless reward_model.rule_weight is set"}
 _REMOTE = {"url": "reward.url is not set"}
@@ -110,25 +105,6 @@ class DataConfig:
 
 
 @dataclass
-class PolicyLossConfig:
-    """Which surrogate is maximised."""
-
-    loss_mode: str = key("vanilla", among=tuple(POLICY_LOSSES), plugin=True, only_with=_POLICY_LOSS)
-    """vanilla (PPO with dual clip), gspo, gpg, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, or your own:
-    FILE.py:NAME."""
-    clip_cov_ratio: float = key(0.0002, least=0, most=1)
-    """clip_cov: share of tokens that get no gradient."""
-    clip_cov_lb: float = 1.0
-    """clip_cov: smallest covariance of such a token."""
-    clip_cov_ub: float = 5.0
-    """clip_cov: largest covariance of such a token."""
-    kl_cov_ratio: float = key(0.0002, least=0, most=1)
-    """kl_cov: share of tokens that are held back by a KL."""
-    ppo_kl_coef: float = key(0.1, least=0)
-    """kl_cov: weight of that KL."""
-
-
-@dataclass
 class CheckpointConfig:
     """What a checkpoint holds."""
 
@@ -176,15 +152,15 @@ class ActorConfig:
         least=0,
         only_with={
             "clip_ratio_low=null or clip_ratio_high=null": "clip_ratio_low and clip_ratio_high are both set",
-            **_POLICY_LOSS,
+            **POLICY_LOSS,
         },
     )
     """PPO clips the importance ratio to [1 - clip_ratio, 1 + clip_ratio]."""
-    clip_ratio_low: float | None = key(None, least=0, only_with=_POLICY_LOSS)
+    clip_ratio_low: float | None = key(None, least=0, only_with=POLICY_LOSS)
     """Lower clip range; null: clip_ratio."""
-    clip_ratio_high: float | None = key(None, least=0, only_with=_POLICY_LOSS)
+    clip_ratio_high: float | None = key(None, least=0, only_with=POLICY_LOSS)
     """Upper clip range; null: clip_ratio."""
-    clip_ratio_c: float = key(3.0, least=1, only_with=_POLICY_LOSS)
+    clip_ratio_c: float = key(3.0, least=1, only_with=POLICY_LOSS)
     """Dual clip: with a negative advantage A the loss is at most -A * clip_ratio_c. dppo_tv, dppo_kl: largest weight of
     a token."""
     tau_pos: float = key(1.0, over=0)
@@ -196,7 +172,7 @@ class ActorConfig:
     its features. Under LoRA it rests anyway unless target_modules names its layers."""
     loss_agg_mode: Aggregation | None = None
     """How token losses become one loss over the global mini-batch; null: the loss's own way (gspo, sapo and geo_mean
-    seq-mean-token-mean, all others token-mean), and token-mean for entropy and KL."""
+    seq-mean-token-mean, luspo and topr seq-mean-token-sum, others token-mean), and token-mean for entropy and KL."""
     loss_scale_factor: int | None = key(
         None,
         least=1,

@@ -66,6 +66,16 @@ class GiGPOConfig:
     """gigpo: weight of what compares turns, beside what compares whole answers."""
 
 
+@dataclass
+class AdvNormConfig:
+    """Advantages of whole answers less their mean, over their standard deviation, of tokens (AReaL's adv_norm)."""
+
+    mean_level: Literal["batch", "group"] | None = None
+    """Subtract the mean of the batch, or of the answers to a prompt; null: none."""
+    std_level: Literal["batch", "group"] | None = None
+    """Divide by the standard deviation of the batch, or of the answers to a prompt; null: do not."""
+
+
 @dataclass(frozen=True)
 class RejectionRule:
     """Keep what lies within [low, high]."""
@@ -145,9 +155,9 @@ class AlgorithmConfig:
     """How advantages come from rewards."""
 
     adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True)
-    """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg,
-    gpg_paper, gdpo, turn_rloo and gigpo (over turns), or your own: FILE.py:NAME. grpo_vectorized and rloo_vectorized
-    are grpo and rloo."""
+    """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, maxrl, lite_ppo,
+    grpo_passk, gpg, gpg_paper, gdpo, turn_rloo and gigpo (over turns), or your own: FILE.py:NAME. grpo_vectorized and
+    rloo_vectorized are grpo and rloo."""
     gamma: float = key(1.0, least=0, most=1)
     """Discount of later rewards: of tokens (gae, reinforce_plus_plus) or of turns (turn_rloo, gigpo)."""
     lam: float = key(1.0, least=0, most=1)
@@ -160,6 +170,12 @@ class AlgorithmConfig:
     """gdpo: weight of each; null: 1 each."""
     gigpo: GiGPOConfig = section(GiGPOConfig)
     """Comparison of turns."""
+    adv_norm: AdvNormConfig = section(AdvNormConfig)
+    """Normalisation behind the estimator."""
+    reward_scaling: float = key(1.0, over=0)
+    """Advantages come from (score + reward_bias) * reward_scaling."""
+    reward_bias: float = 0.0
+    """See reward_scaling."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward, token by token."""
     kl_penalty: KLKind = key("kl", only_with="use_kl_in_reward")

@@ -24,6 +24,7 @@ REINFORCE_LOSS = "gpg"
 # How token losses become one where neither the user nor the loss says so.
 TOKEN_MEAN = "token-mean"
 _ANSWER_MEAN = "seq-mean-token-mean"
+_ANSWER_SUM = "seq-mean-token-sum"
 _ATTRIBUTE = "rltrain_declaration"
 
 
@@ -82,6 +83,8 @@ ESTIMATORS = {
     "rloo_vectorized": EstimatorTraits(compares=True, reads=()),
     "remax": EstimatorTraits(per_token=True, greedy_baseline=True, reads=()),
     "opo": _GROUP,
+    "maxrl": EstimatorTraits(compares=True, reads=()),
+    "lite_ppo": EstimatorTraits(compares=True, reads=()),
     "grpo_passk": EstimatorTraits(compares=True, reads=_BY_STD),
     "gpg": _GROUP,
     "gpg_paper": EstimatorTraits(compares=True, reads=()),
@@ -92,6 +95,12 @@ ESTIMATORS = {
 
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 _CLIP_COV = tuple(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))
+_VESPO = tuple(f"policy_loss.vespo.{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"))
+_TOPR = tuple(f"policy_loss.topr_negative_ratio_{name}" for name in ("lower", "upper"))
+_FUTURE_KL = tuple(
+    f"policy_loss.{name}"
+    for name in ("decay_rate", "future_kl_clip_ratio", "future_kl_clip_high_only", "safety_thresh")
+)
 POLICY_LOSSES = {
     "vanilla": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
     "gspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=_CLIP),
@@ -105,6 +114,12 @@ POLICY_LOSSES = {
     "kl_cov": LossTraits(selects=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
     "dppo_tv": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
     "dppo_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
+    # Not silent: a token without advantage is pulled to where it was.
+    "dro": LossTraits(reads=("policy_loss.dro_beta",)),
+    "luspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_CLIP),
+    "vespo": LossTraits(silent_at_zero=True, reads=_VESPO),
+    "topr": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_TOPR),
+    "future_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c", *_FUTURE_KL)),
 }
 
 

@@ -182,7 +182,6 @@ NO_EFFECT = {
     _A + "actor.checkpoint.strict=False": "a checkpoint is always read as a whole",
     _A + "actor.data_loader_seed": "the order of mini-batches follows data.seed",
     _A + "actor.use_prefix_grouper": "answers share the tokens of their prompt wherever that pays",
-    _A + "actor.policy_loss.dro_beta": "only the loss dro uses it, which is not here",
     "*.optim.override_optimizer_config*": "use optim.* and fsdp_config.optimizer_offload",
     "*.optim.lr_scheduler": "use optim.lr_scheduler_type",
     "*.optim.optimizer_impl": "every model is trained by torch's AdamW",

@@ -1,0 +1,66 @@
+"""Normalisation of rewards and advantages over a batch, on the driver, which has one number per answer.
+
+Every token of an answer has its advantage, so means and deviations of advantages are over tokens: weighted by lengths,
+the moments over answers are those over tokens, which the driver never holds.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rltrain.algorithms.groups import Groups
+from rltrain.algorithms.moments import Moments
+from rltrain.config.schema.algorithm import AdvNormConfig, AlgorithmConfig
+
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.float64])
+# AReaL's, beside the standard deviation.
+_STD_EPSILON = 1e-5
+
+
+def shaped_reward(scores: Numbers, cfg: AlgorithmConfig) -> Numbers:
+    """(score + reward_bias) * reward_scaling, as AReaL's keys of these names; [n] -> [n]."""
+    return (scores + cfg.reward_bias) * cfg.reward_scaling
+
+
+def normalise(advantages: Tensor, groups: Tensor, lengths: Tensor, cfg: AdvNormConfig) -> Tensor:
+    """(A - mean) / (std + 1e-5), each over tokens of the batch or of a prompt group, as AReaL's adv_norm.
+
+    advantages, groups, lengths: [n]. ``mean_level`` and ``std_level`` say over what; None leaves the step out. The
+    standard deviation is the unbiased one, of what the first step leaves; of fewer than two tokens it is 1.
+    """
+    lengths = lengths.to(advantages.dtype)
+    if cfg.mean_level:
+        of = Groups(_members(groups, cfg.mean_level))
+        mean = of.sum(lengths * advantages) / of.sum(lengths).clamp(min=1)
+        # As in `Groups.centred`: a mean of equal numbers may be off by a rounding error.
+        advantages = torch.where(of.flat(advantages) & ~of.alone, torch.zeros_like(mean), advantages - mean)
+    if cfg.std_level:
+        of = Groups(_members(groups, cfg.std_level))
+        tokens = of.sum(lengths)
+        deviations = advantages - of.sum(lengths * advantages) / tokens.clamp(min=1)
+        variance = of.sum(lengths * deviations.square()) / (tokens - 1).clamp(min=1)
+        advantages = torch.where(tokens < 2, advantages, advantages / (variance.sqrt() + _STD_EPSILON))
+    return advantages
+
+
+def _members(groups: Tensor, level: str) -> Tensor:
+    return groups if level == "group" else torch.zeros_like(groups)
+
+
+def whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
+    """Mean 0 and unbiased variance 1 over tokens, of which every token of answer i has ``advantages[i]``."""
+    weights = lengths.to(advantages.dtype)
+    moments = Moments(
+        float(weights.sum()),
+        float((weights * advantages).sum()),
+        float((weights * advantages.square()).sum()),
+        float(advantages.max()),
+        float(advantages.min()),
+    )
+    shift, scale = moments.whitening()
+    return (advantages - shift) * scale

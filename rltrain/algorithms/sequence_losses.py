@@ -1,0 +1,95 @@
+"""Policy losses whose weight is that of a whole answer.
+
+Notation as in `surrogate`. W = exp(sum_t log r_t) is the ratio of an answer, s = exp(mean_t log r_t) the same per
+token. Answers of a micro-batch are whole, so each of these needs no more than its own tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rltrain.algorithms.surrogate import (
+    LOG_RATIO_BOUND,
+    PolicyLoss,
+    PolicyLossInputs,
+    built_in,
+    clip_range,
+    ppo,
+    statistics_of,
+)
+from rltrain.config.schema import ActorConfig
+
+
+@built_in()
+def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """PPO's clip on the ratio of the whole answer, s = exp(mean_t log r_t)   (Zheng et al. 2025, GSPO-token).
+
+    The token form of the ratio is s pi / sg[pi].
+    """
+    sequence = inputs.sequence_mean(inputs.log_ratio).detach()
+    # The first two terms are 0 and carry the gradient of the token. 10 is verl's bound on log s; with A < 0 the clip
+    # alone would set none.
+    ratio = (inputs.log_probs - inputs.log_probs.detach() + sequence).clamp(max=10.0).exp()
+    unclipped, clipped = ppo(ratio, inputs.advantages, cfg)
+    return PolicyLoss(torch.maximum(unclipped, clipped), statistics_of(inputs, pg_clipfrac=clipped > unclipped))
+
+
+@built_in()
+def luspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """GSPO times the length of the answer, so that no length is favoured   (Liu et al. 2026, LUSPO, 2602.05261).
+
+    That is GSPO with the sum over the tokens of an answer in place of their mean: seq-mean-token-sum.
+    """
+    return gspo(inputs, cfg)
+
+
+@built_in()
+def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-A exp(mean_t clip(log r_t, -low, high)), the clip pessimistic by the sign of A   (Zhao et al. 2025, GMPO).
+
+    A is the mean advantage of the answer. Every token of an answer carries the answer's loss, so seq-mean-token-mean is
+    the paper's objective.
+    """
+    low, high = clip_range(cfg)
+    log_ratio, sign = inputs.log_ratio, inputs.advantages.sign()
+    bounded = log_ratio.clamp(-low, high)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    # With A = 0 the sign would make the ratio 1 without a gradient; such a token counts with its own.
+    ratio = inputs.sequence_mean(torch.where(sign == 0, log_ratio, pessimistic)).exp()
+    losses = -inputs.sequence_mean(inputs.advantages) * ratio
+    statistics = statistics_of(inputs, pg_clipfrac=(pessimistic != log_ratio) & (sign != 0))
+    return PolicyLoss(losses, statistics, per_answer=True)
+
+
+@built_in()
+def vespo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-sg[phi(W)] A log pi, phi(W) = W^k exp(lambda (1 - W)): a soft weight that is 1 at W = 1   (VESPO, 2602.10693).
+
+    k, lambda are vespo.k_pos, vespo.lambda_pos for A >= 0, and k_neg, lambda_neg otherwise. W is not normalised by the
+    length, and log W is clamped to +-20.
+    """
+    shape = cfg.policy_loss.vespo
+    is_bad = inputs.advantages < 0
+    power, rate = (
+        torch.full_like(inputs.advantages, good).masked_fill(is_bad, bad)
+        for good, bad in ((shape.k_pos, shape.k_neg), (shape.lambda_pos, shape.lambda_neg))
+    )
+    log_weight = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # As an exponent: W^k alone would overflow where phi is all but 0.
+    weight = (power * log_weight + rate * (1 - log_weight.exp())).exp()
+    return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, vespo_weight=weight))
+
+
+@built_in()
+def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-A log pi for good answers, -sg[clip(W, 0, 1)] A log pi for bad ones   (Le Roux et al. 2025, TOPR, 2503.14286).
+
+    A bad answer is less and less pushed down as it gets less likely. The bounds are topr_negative_ratio_lower and
+    topr_negative_ratio_upper. A sum over the tokens, log pi of the whole answer: seq-mean-token-sum.
+    """
+    low, high = cfg.policy_loss.topr_negative_ratio_lower, cfg.policy_loss.topr_negative_ratio_upper
+    ratio = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    is_bad = inputs.advantages < 0
+    weight = torch.where(is_bad, ratio.clamp(low, high), 1.0)
+    outside = is_bad & (weight != ratio)
+    return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, pg_clipfrac=outside))

@@ -1,0 +1,64 @@
+"""Keys under actor.policy_loss: which surrogate is maximised, and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rltrain.config.schema.declarations import POLICY_LOSSES
+from rltrain.config.schema.fields import key, section
+
+# For whatever belongs to the loss of `loss_mode`.
+POLICY_LOSS = {
+    "algorithm.rollout_correction.bypass_mode=False or algorithm.rollout_correction.loss_type=ppo_clip": (
+        "rollout_correction.loss_type=reinforce is a policy loss of its own"
+    )
+}
+
+
+@dataclass
+class VespoConfig:
+    """VESPO's weight phi(W) = W^k exp(lambda (1 - W)) of an answer with the ratio W."""
+
+    k_pos: float = key(2.0, least=0)
+    """vespo: k of answers with an advantage of 0 or more."""
+    lambda_pos: float = key(3.0, least=0)
+    """vespo: lambda of these."""
+    k_neg: float = key(3.0, least=0)
+    """vespo: k of the other answers."""
+    lambda_neg: float = key(2.0, least=0)
+    """vespo: lambda of these."""
+
+
+@dataclass
+class PolicyLossConfig:
+    """Which surrogate is maximised."""
+
+    loss_mode: str = key("vanilla", among=tuple(POLICY_LOSSES), plugin=True, only_with=POLICY_LOSS)
+    """vanilla (PPO with dual clip), gspo, gpg, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, luspo,
+    vespo, topr, future_kl (FIPO), or your own: FILE.py:NAME."""
+    clip_cov_ratio: float = key(0.0002, least=0, most=1)
+    """clip_cov: share of tokens that get no gradient."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: smallest covariance of such a token."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: largest covariance of such a token."""
+    kl_cov_ratio: float = key(0.0002, least=0, most=1)
+    """kl_cov: share of tokens that are held back by a KL."""
+    ppo_kl_coef: float = key(0.1, least=0)
+    """kl_cov: weight of that KL."""
+    dro_beta: float = key(0.1, over=0)
+    """dro: weight of the pull towards the old policy."""
+    vespo: VespoConfig = section(VespoConfig)
+    """VESPO's weight."""
+    topr_negative_ratio_lower: float = key(0.0, least=0)
+    """topr: smallest weight of a bad answer."""
+    topr_negative_ratio_upper: float = key(1.0, least=0)
+    """topr: largest weight of a bad answer."""
+    decay_rate: float = key(32.0, over=0)
+    """future_kl: tokens after which what follows counts half."""
+    future_kl_clip_ratio: float = key(0.2, least=0)
+    """future_kl: how far the influence of a token may be from 1."""
+    future_kl_clip_high_only: bool = True
+    """future_kl: an influence is never below 1."""
+    safety_thresh: float = key(4.0, over=0)
+    """future_kl: a bad token with a larger ratio has an influence of 0.8 to 1."""

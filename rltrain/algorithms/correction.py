@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.kl import binary_kl
 from rltrain.algorithms.moments import Moments
 from rltrain.base.columns import names as c
 from rltrain.base.columns.ragged import Ragged
@@ -34,23 +35,40 @@ def importance_weights(log_ratio: Ragged, cfg: RolloutCorrectionConfig) -> Ragge
     return log_ratio.like(weights.masked_fill((weights < low) | (weights > high), 0.0))
 
 
-def accepted(log_ratio: Ragged, rules: list[RejectionRule]) -> Ragged:
+def accepted(train: Ragged, engine: Ragged, rules: list[RejectionRule]) -> Ragged:
     """Whether each token passes every rule; a rule on sequences decides over all tokens of the answer."""
-    keep = torch.ones_like(log_ratio.values, dtype=torch.bool)
+    keep = torch.ones_like(train.values, dtype=torch.bool)
     for rule in rules:
-        measured = log_ratio.like(_measure(log_ratio.values, rule.measure))
+        measured = train.like(_measure(train.values, engine.values, rule.measure))
         if rule.over != "token":
-            measured = log_ratio.broadcast(_reduce(measured, rule.over))
+            measured = train.broadcast(_reduce(measured, rule.over))
         keep &= (measured.values <= rule.high) & (measured.values >= rule.low)
-    return log_ratio.like(keep)
+    return train.like(keep)
 
 
-def _measure(log_ratio: Tensor, name: str) -> Tensor:
-    """k1, k2, k3 of KL(engine || trainer) per token (Schulman 2020)."""
-    log_ratio = log_ratio.clamp(-_LOG_BOUND, _LOG_BOUND)
+def _measure(train: Tensor, engine: Tensor, name: str) -> Tensor:
+    """k1, k2, k3 of KL(engine || trainer) per token (Schulman 2020).
+
+    ``binary_kl``: the larger of KL(engine || trainer) and KL(trainer || engine) of the two-way choice "this token or
+    another" (Ling 2026, KPop).
+    """
+    if name == "binary_kl":
+        probs = engine.exp(), train.exp()
+        return torch.maximum(binary_kl(*probs), binary_kl(*reversed(probs)))
+    log_ratio = (train - engine).clamp(-_LOG_BOUND, _LOG_BOUND)
     if name == "k1":
         return -log_ratio
     return log_ratio.square() / 2 if name == "k2" else log_ratio.exp() - 1 - log_ratio
+
+
+def keeps(mask: Ragged, log_probs: Tensor, engine: Tensor, advantages: Tensor, threshold: float) -> Tensor:
+    """False on bad tokens of an answer that the policy has moved away from   (DeepSeek-AI 2025, V3.2, eq. 9).
+
+    These have A < 0 and mean_t(log pi_engine - log pi) > threshold, over the tokens of the answer that count. All
+    [tokens]; the engine's log-probs are those of the policy that sampled.
+    """
+    gap = mask.like((engine - log_probs) * mask.values).sum() / mask.sum().clamp(min=1)
+    return (mask.broadcast(gap).values <= threshold) | (advantages >= 0)
 
 
 def _reduce(values: Ragged, over: str) -> Tensor:
@@ -67,7 +85,7 @@ def correct(train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, *, weig
     if weighs:
         columns[c.IS_WEIGHTS] = importance_weights(log_ratio, cfg)
     if cfg.rollout_rs:
-        columns[c.LOSS_MASK] = accepted(log_ratio, cfg.rejection_rules())
+        columns[c.LOSS_MASK] = accepted(train, engine, cfg.rejection_rules())
     return columns
 
 

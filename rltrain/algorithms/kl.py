@@ -68,6 +68,14 @@ def exact_kl(log_softmax: Tensor, ref_log_softmax: Tensor) -> Tensor:
     return (log_softmax.exp() * (log_softmax - ref_log_softmax)).sum(-1)
 
 
+def binary_kl(probs: Tensor, others: Tensor) -> Tensor:
+    """KL of the two-way choice "this token or another" of ``probs`` from that of ``others``; all [tokens]."""
+    # verl's. A token of probability 1 leaves 0 for all others.
+    tiny = 1e-8
+    of_token = probs * ((probs + tiny) / (others + tiny)).log()
+    return of_token + (1 - probs) * ((1 - probs + tiny) / (1 - others + tiny)).log()
+
+
 def kl_rounding(num_tokens: NDArray[np.int_]) -> NDArray[np.float64]:
     """How far the KL of an answer [n] may be off: log-probs are fp32, and every token adds a unit in their last place.
 

@@ -56,13 +56,18 @@ def actor_loss(
     aggregation: str,
     *,
     weights: Tensor | None = None,
+    kept: Tensor | None = None,
     entropy: Tensor | None = None,
     kl: Tensor | None = None,
 ) -> LossShare:
-    """agg(w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)).
+    """agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)).
 
-    ``aggregation``: the policy loss's agg. ``weights``: importance weights w of the rollout correction. All token
-    tensors have shape [tokens].
+    ``aggregation``: the policy loss's agg. ``weights``: importance weights w of the rollout correction. ``kept``: M,
+    False on tokens that the policy loss passes over, which the denominators count all the same. All token tensors have
+    shape [tokens].
+
+    With use_bias_correction_kl the KL is r KL, r = pi / pi_old with its gradient: the tokens are the old policy's, and
+    r makes them a sample of the policy's (DeepSeek-AI 2025, V3.2, eq. 7).
     """
     of_policy = token_weights(aggregation, inputs.mask, denominators)
     # As in verl, a loss that is defined with a mean of its own changes nothing for entropy and KL.
@@ -73,15 +78,21 @@ def actor_loss(
         # verl's: their geometric mean, with its guard for a weight of 0.
         weights = inputs.sequence_mean((weights + 1e-10).log()).exp()
     losses = policy.token_losses if weights is None else policy.token_losses * weights
+    statistics = policy.statistics
+    if kept is not None:
+        # A token that is passed over counts for nothing, even if its loss is infinite.
+        losses = losses.masked_fill(~kept, 0.0)
+        statistics = statistics | {"off_policy_masked": (~kept).float()}
     shares = {"pg_loss": aggregate(losses, of_policy)}
     loss = shares["pg_loss"]
     if entropy is not None:
         shares["entropy_loss"] = aggregate(entropy, per_token)
         loss = loss - cfg.entropy_coeff * shares["entropy_loss"]
     if kl is not None:
+        kl = kl * inputs.log_ratio.exp() if cfg.use_bias_correction_kl else kl
         shares["kl_loss"] = aggregate(kl, per_token)
         loss = loss + cfg.kl_loss_coef * shares["kl_loss"]
-    return make_loss_share(loss, shares, policy.statistics, inputs.mask)
+    return make_loss_share(loss, shares, statistics, inputs.mask)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:

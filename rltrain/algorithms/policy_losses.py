@@ -12,6 +12,7 @@ from torch import Tensor
 # For what it registers.
 import rltrain.algorithms.sequence_losses  # noqa: F401
 from rltrain.algorithms.advantages import suffix_sums
+from rltrain.algorithms.kl import binary_kl
 from rltrain.algorithms.surrogate import (
     LOG_RATIO_BOUND,
     POLICY_LOSSES,
@@ -156,12 +157,22 @@ def dppo_tv(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 @built_in()
 def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """As dppo_tv, with the KL of the two-way choice "this token or another"   (Qi et al. 2026, DPPO)."""
-    old, new = inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()
-    # verl's. A token of probability 1 leaves 0 for all others.
-    tiny = 1e-8
-    kl_of_token = old * ((old + tiny) / (new + tiny)).log()
-    kl_of_others = (1 - old) * ((1 - old + tiny) / (1 - new + tiny)).log()
-    return _dppo(inputs, kl_of_token + kl_of_others, cfg)
+    return _dppo(inputs, binary_kl(inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()), cfg)
+
+
+def _moments(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: ActorConfig) -> Tensor:
+    return inputs.log_ratio.detach().square().masked_fill(inputs.mask.values == 0, torch.inf)
+
+
+@built_in(Selection(_moments, largest_mean=lambda cfg: cfg.policy_loss.m2_threshold))
+def m2po(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """-A r M, without a clip: M leaves out the tokens that moved furthest   (Zheng et al. 2025, M2PO, 2510.01161).
+
+    M = 1 on the tokens of the mini-batch with the smallest (log r)^2, as many as have a mean of at most m2_threshold.
+    """
+    assert inputs.selected is not None
+    losses = -inputs.advantages * inputs.log_ratio.exp() * inputs.selected
+    return PolicyLoss(losses, statistics_of(inputs, pg_clipfrac=~inputs.selected))
 
 
 @built_in()

@@ -73,11 +73,13 @@ class Selection:
     """Which tokens of the global mini-batch a loss treats differently: those with the smallest keys.
 
     keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are no candidates; noise [tokens] is uniform
-    in [0, 1) and depends on the token alone. share(cfg): the share of all tokens to select (at least one token).
+    in [0, 1) and depends on the token alone. How many: share(cfg) of all tokens (at least one token), or without a
+    share as many as have keys with a mean of at most largest_mean(cfg).
     """
 
     keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
-    share: Callable[[ActorConfig], float]
+    share: Callable[[ActorConfig], float] | None = None
+    largest_mean: Callable[[ActorConfig], float] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.aggregation import loss_mask
-from rltrain.algorithms.correction import accepted, compare, correct, importance_weights
+from rltrain.algorithms.correction import accepted, compare, correct, importance_weights, keeps
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, Measured, actor_loss
 from rltrain.algorithms.moments import Moments, join
@@ -240,10 +240,13 @@ class ActorRefWorker(Actor):
         if self._passes.sampled_kl_in_loss:
             kl = kl_per_token(log_probs, micro.ragged(c.REF_LOG_PROBS).values, self._actor_cfg.kl_loss_type)
         mask, weights = self._correct(micro, log_probs.detach(), task)
+        advantages = _advantages(micro, mask, task)
         selected = micro.ragged(c.SELECTED).values if c.SELECTED in micro else None
-        policy_inputs = PolicyLossInputs(
-            log_probs, self._old(micro).values, _advantages(micro, mask, task), mask, selected
-        )
+        policy_inputs = PolicyLossInputs(log_probs, self._old(micro).values, advantages, mask, selected)
+        kept, threshold = None, self._actor_cfg.off_policy_mask_threshold
+        if threshold is not None:
+            engine = micro.ragged(c.ROLLOUT_LOG_PROBS).values
+            kept = keeps(mask, log_probs.detach(), engine, advantages, threshold)
         share = actor_loss(
             policy_inputs,
             mini.denominators,
@@ -251,6 +254,7 @@ class ActorRefWorker(Actor):
             self._entry.function,
             self._passes.aggregation,
             weights=weights,
+            kept=kept,
             entropy=entropy if with_entropy else None,
             kl=kl,
         )
@@ -280,7 +284,7 @@ class ActorRefWorker(Actor):
         log_ratio = old.like(log_probs - old.values)
         weighs = self._passes.importance_weights
         weights = importance_weights(log_ratio, self._correction).values if weighs else None
-        accepted_tokens = accepted(log_ratio, self._rules)
+        accepted_tokens = accepted(old.like(log_probs), old, self._rules)
         return accepted_tokens.like(accepted_tokens.values.float()), weights
 
     @torch.no_grad()

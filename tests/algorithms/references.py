@@ -197,6 +197,10 @@ def clip_cov(new, old, advantages, low, high, selected):
     return [0.0 if chosen else loss for loss, chosen in zip(losses, selected, strict=True)]
 
 
+def m2po(new, old, advantages, selected):
+    return [-a * math.exp(n - o) * chosen for n, o, a, chosen in zip(new, old, advantages, selected, strict=True)]
+
+
 def kl_cov(new, old, advantages, coef, selected):
     return [
         -a * math.exp(n - o) + (coef * abs(n - o) if chosen else 0.0)
@@ -303,9 +307,17 @@ def importance(log_ratios, kind, low, high):
     return weights_of_rows
 
 
+def binary_kl(p, q):
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
 def accepted(log_ratios, rules):
-    """rules: (over, measure, low, high)."""
+    """rules: (over, measure, low, high). The engine gives every token exp(-5)."""
+    engine = math.exp(-5)
     measures = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
+    measures["binary_kl"] = lambda x: max(
+        binary_kl(engine, engine * math.exp(x)), binary_kl(engine * math.exp(x), engine)
+    )
     reductions = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}
     masks = []
     for row in log_ratios:

@@ -6,8 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.correction import accepted, compare, correction, importance_weights, mismatch
+from rltrain.algorithms.aggregation import Denominators
+from rltrain.algorithms.correction import accepted, compare, correction, importance_weights, keeps, mismatch
+from rltrain.algorithms.losses import actor_loss
+from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from rltrain.base.columns.ragged import Ragged
+from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.algorithm import RolloutCorrectionConfig
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.trainer.metrics import mismatch_metrics
@@ -20,11 +24,18 @@ ROWS = st.lists(st.lists(st.floats(-2, 2), max_size=5), min_size=1, max_size=5)
 RULES = [f"token_{k}" for k in ("k1", "k2", "k3")] + [
     f"seq_{how}_{k}" for how in ("sum", "mean") for k in ("k1", "k2", "k3")
 ]
-RULES += ["seq_max_k2", "seq_max_k3"]
+RULES += ["seq_max_k2", "seq_max_k3", "token_binary_kl", "seq_mean_binary_kl", "seq_max_binary_kl"]
 
 
 def ragged(rows):
     return Ragged.from_rows([torch.tensor(row, dtype=torch.float64) for row in rows])
+
+
+def accepted_ratios(rows, cfg):
+    """Of log ratios of trainer to engine, which gives every token exp(-5)."""
+    ratios = ragged(rows)
+    engine = ratios.like(torch.full_like(ratios.values, -5.0))
+    return accepted(ratios.like(ratios.values - 5), engine, cfg.rejection_rules())
 
 
 def flat(rows):
@@ -42,20 +53,74 @@ def test_importance_weights_equal_their_loop(kind, threshold, low, high, rows):
 @pytest.mark.parametrize("name", RULES)
 @given(rows=ROWS)
 def test_rejection_equals_its_loop(name, rows):
-    over, _, measure = name.rpartition("_")
-    limit = "0.7_1.6" if measure == "k1" else "0.3"
+    measure = "binary_kl" if name.endswith("binary_kl") else name[-2:]
+    over = name.removesuffix(f"_{measure}")
+    high = 0.01 if measure == "binary_kl" else 0.3
+    limit = "0.7_1.6" if measure == "k1" else str(high)
     cfg = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=limit)
-    bounds = (math.log(0.7), math.log(1.6)) if measure == "k1" else (-math.inf, 0.3)
-    assert accepted(ragged(rows), cfg.rejection_rules()).values.tolist() == flat(
-        slow.accepted(rows, [(over, measure, *bounds)])
-    )
+    bounds = (math.log(0.7), math.log(1.6)) if measure == "k1" else (-math.inf, high)
+    assert accepted_ratios(rows, cfg).values.tolist() == flat(slow.accepted(rows, [(over, measure, *bounds)]))
 
 
 def test_several_rules_must_all_hold():
     cfg = RolloutCorrectionConfig(rollout_rs="token_k1, seq_mean_k2", rollout_rs_threshold="2, 0.1")
-    mask = accepted(ragged([[0.1, 0.9], [0.1, 0.2], [1.0]]), cfg.rejection_rules())
+    mask = accepted_ratios([[0.1, 0.9], [0.1, 0.2], [1.0]], cfg)
     assert mask.values.tolist() == [0, 0, 1, 1, 0]  # mean k2 of the first answer is 0.205
     assert [rule.low for rule in cfg.rejection_rules()] == [-math.log(2), -math.inf]
+
+
+def test_the_binary_kl_by_hand():
+    """KPop: the larger of both directions. 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.2231, and the other way
+    0.8 log(0.8 / 0.5) + 0.2 log(0.2 / 0.5) = 0.1927."""
+    train, engine = (ragged([[math.log(p), math.log(q)]]) for p, q in ((0.8, 0.5), (0.5, 0.8)))
+    for limit, kept in ("0.223", [False, False]), ("0.224", [True, True]):
+        cfg = RolloutCorrectionConfig(rollout_rs="token_binary_kl", rollout_rs_threshold=limit)
+        assert accepted(train, engine, cfg.rejection_rules()).values.tolist() == kept
+
+
+def test_bad_answers_that_the_policy_has_left_are_passed_over():
+    """DeepSeek-V3.2: A < 0 and a mean gap over the threshold. The fourth answer's gap is 2 over two tokens, the masked
+    one not among them."""
+    engine = ragged([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0, -1.0], []])
+    current = ragged([[-3.0, -2.0], [-3.0, -2.0], [-1.5, -1.5], [-2.0, -2.0, 5.0], []])
+    mask = engine.like(torch.tensor([1.0] * 8 + [0.0]))
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0])
+    found = keeps(mask, current.values, engine.values, advantages, 0.9)
+    assert found.tolist() == [False, False, True, True, True, True, False, False, True]
+    assert keeps(mask, current.values, engine.values, advantages, 1.5).all()  # it is no more than that
+
+
+def test_what_is_passed_over_stays_in_the_denominators():
+    mask = ragged([[1.0, 1.0], [1.0]])
+    log_probs = torch.tensor([-1.0, math.inf, -1.0])
+    inputs = PolicyLossInputs(log_probs, torch.full((3,), -1.0), torch.ones(3), mask)
+    share = actor_loss(
+        inputs, Denominators(3, 2, 8), ActorConfig(), POLICY_LOSSES["gpg"].function, "token-mean",
+        kept=torch.tensor([True, False, True]),
+    )  # fmt: skip
+    assert float(share.shares["pg_loss"]) == pytest.approx(2 / 3)
+    assert float(share.token_sums["off_policy_masked"]) == 1.0
+
+
+def test_the_unbiased_kl_has_the_gradient_of_the_policy_that_is_trained():
+    """The mean over tokens of the old policy of r KL is the KL of the new policy, and so is its gradient."""
+    old, ref = (torch.tensor(probs, dtype=torch.float64) for probs in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
+    logits = torch.tensor([0.3, 0.9, -0.2], dtype=torch.float64, requires_grad=True)
+    log_probs = torch.log_softmax(logits, 0)
+    (expected,) = torch.autograd.grad((log_probs.exp() * (log_probs - ref.log())).sum(), logits, retain_graph=True)
+    cfg = ActorConfig(kl_loss_coef=1.0, use_kl_loss=True, use_bias_correction_kl=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for token in range(3):
+        mask = ragged([[1.0]])
+        inputs = PolicyLossInputs(log_probs[token : token + 1], old[token : token + 1].log(), torch.zeros(1), mask)
+        log_r = ref[token].log() - log_probs[token]
+        share = actor_loss(
+            inputs, Denominators(1, 1, 8), cfg, POLICY_LOSSES["vanilla"].function, "token-mean",
+            kl=(log_r.exp() - 1 - log_r)[None],
+        )  # fmt: skip
+        total = total + old[token] * share.loss
+    (found,) = torch.autograd.grad(total, logits)
+    assert torch.allclose(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ LOSSES = {
     "luspo": lambda n, o, a, m, s: slow.gspo(n, o, a, 0.2, 0.3, m),
     "vespo": lambda n, o, a, m, s: slow.vespo(n, o, a, m, (2.0, 3.0), (3.0, 2.0)),
     "topr": lambda n, o, a, m, s: slow.topr(n, o, a, m),
+    "m2po": lambda n, o, a, m, s: slow.m2po(n, o, a, s),
     "future_kl": lambda n, o, a, m, s: slow.future_kl(n, o, a, m, 0.2, 0.3, 3.0, *FIPO),
 }
 FIPO = (32.0, 0.2, True, 4.0)
@@ -201,7 +202,7 @@ def test_a_step_raises_good_tokens_and_lowers_bad_ones(name):
     labels, advantages = torch.arange(6) % 5, torch.tensor([1.0, -1, 1, -1, 1, -1], dtype=torch.float64)
     mask = Ragged(torch.ones(6, dtype=torch.float64), torch.ones(6, dtype=torch.long))
     log_probs = torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0]
-    inputs = PolicyLossInputs(log_probs, log_probs.detach(), advantages, mask, torch.zeros(6, dtype=torch.bool))
+    inputs = PolicyLossInputs(log_probs, log_probs.detach(), advantages, mask, torch.full((6,), name == "m2po"))
     POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
     after = torch.log_softmax(logits - 0.1 * logits.grad, -1).gather(1, labels[:, None])[:, 0]
     assert ((after - log_probs).sign() == advantages.sign()).all()
@@ -222,6 +223,7 @@ def test_the_losses_that_select_tokens_promise_nothing():
         "clip_cov",
         "kl_cov",
         "dro",
+        "m2po",
     }
     inputs = one(math.log(0.6), math.log(0.4), 0.0, selected=True)
     inputs.log_probs.requires_grad_()
@@ -266,6 +268,14 @@ def test_clip_cov_draws_within_the_bounds_among_unclipped_tokens():
     noise = torch.arange(5, dtype=torch.float64) / 10
     keys = POLICY_LOSSES["clip_cov"].selection.keys(inputs, noise, BatchMeans(0.0, -1.0), cfg)
     assert keys.tolist() == [0.0, math.inf, math.inf, math.inf, math.inf]
+
+
+def test_m2po_counts_the_tokens_that_count():
+    inputs = inputs_of([([-1.0, -2.0, -1.0], [-1.5] * 3, [1.0, -2.0, 1.0], [1.0, 1.0, 0.0], [False] * 3)])
+    entry = POLICY_LOSSES["m2po"]
+    keys = entry.selection.keys(inputs, torch.zeros(3), BatchMeans(0.0, 0.0), ActorConfig())
+    assert keys.tolist() == [0.25, 0.25, math.inf]
+    assert float(entry.function(one(0.0, -1.0, 1.0, selected=False), CFG).token_losses) == 0.0
 
 
 def test_kl_cov_takes_the_largest_covariances():

@@ -43,6 +43,8 @@ VARIANTS = {
     **{f"agg {name}": {ACTOR + "loss_agg_mode": name} for name in (
         "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
     )},
+    "unbiased kl": {ACTOR + "use_bias_correction_kl": True},
+    "off-policy mask": {ACTOR + "off_policy_mask_threshold": 0.0},
     "exact kl": {ACTOR + "kl_loss_type": "full"},
     "k3+": {ACTOR + "kl_loss_type": "k3+"},
     "kl in reward": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
@@ -50,7 +52,8 @@ VARIANTS = {
     "tis": {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"},
     "sequence is": {CORRECTION + "rollout_is": "sequence", CORRECTION + "rollout_is_batch_normalize": True},
     "rejection": {
-        **GAE, CORRECTION + "rollout_rs": "token_k1,seq_mean_k2", CORRECTION + "rollout_rs_threshold": "1.2,0.01",
+        **GAE, CORRECTION + "rollout_rs": "token_k1,seq_mean_k2,token_binary_kl",
+        CORRECTION + "rollout_rs_threshold": "1.2,0.01,0.01",
     },
     "bypass": {
         CORRECTION + "bypass_mode": True, CORRECTION + "rollout_rs": "seq_max_k3",

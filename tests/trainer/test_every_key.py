@@ -42,8 +42,8 @@ CLIP_COV = {
     ACTOR + "policy_loss.loss_mode": "clip_cov", ACTOR + "policy_loss.clip_cov_lb": -9,
     ACTOR + "policy_loss.clip_cov_ub": 9, ACTOR + "policy_loss.clip_cov_ratio": 0.2,
 }  # fmt: skip
-KL_COV, SAPO, DRO, VESPO, TOPR, FIPO = (
-    {ACTOR + "policy_loss.loss_mode": name} for name in ("kl_cov", "sapo", "dro", "vespo", "topr", "future_kl")
+KL_COV, SAPO, DRO, VESPO, TOPR, M2PO, FIPO = (
+    {ACTOR + "policy_loss.loss_mode": name} for name in ("kl_cov", "sapo", "dro", "vespo", "topr", "m2po", "future_kl")
 )
 FILTER = {ALGORITHM + "filter_groups.enable": True}
 IS, RS, BYPASS = (
@@ -75,6 +75,8 @@ CASES = {
     ACTOR + "policy_loss.clip_cov_ub": (0.0, CLIP_COV),
     ACTOR + "policy_loss.kl_cov_ratio": (0.5, KL_COV),
     ACTOR + "policy_loss.ppo_kl_coef": (5.0, KL_COV),
+    ACTOR + "use_bias_correction_kl": (True, {ACTOR + "use_kl_loss": True}),
+    ACTOR + "off_policy_mask_threshold": (0.0, {}),
     ACTOR + "policy_loss.dro_beta": (50.0, DRO),
     ACTOR + "policy_loss.vespo.k_pos": (9.0, VESPO),
     ACTOR + "policy_loss.vespo.lambda_pos": (0.0, VESPO),
@@ -82,6 +84,7 @@ CASES = {
     ACTOR + "policy_loss.vespo.lambda_neg": (0.0, VESPO),
     ACTOR + "policy_loss.topr_negative_ratio_lower": (1.0, TOPR),
     ACTOR + "policy_loss.topr_negative_ratio_upper": (0.5, TOPR),
+    ACTOR + "policy_loss.m2_threshold": (1e-9, M2PO),
     ACTOR + "policy_loss.decay_rate": (0.1, FIPO),
     ACTOR + "policy_loss.future_kl_clip_ratio": (0.001, FIPO),
     ACTOR + "policy_loss.future_kl_clip_high_only": (False, FIPO),

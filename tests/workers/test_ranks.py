@@ -29,7 +29,7 @@ from tests.tiny import save_tiny_model, small_run
 
 A = "actor_rollout_ref.actor."
 COV = {A + "policy_loss.clip_cov_lb": -100, A + "policy_loss.clip_cov_ub": 100, A + "policy_loss.clip_cov_ratio": 0.1,
-       A + "policy_loss.kl_cov_ratio": 0.1}  # fmt: skip
+       A + "policy_loss.kl_cov_ratio": 0.1, A + "policy_loss.m2_threshold": 0.5}  # fmt: skip
 LORA = {"actor_rollout_ref.model.lora_rank": 3, "actor_rollout_ref.model.target_modules": "[q_proj,v_proj,down_proj]"}
 VARIANTS = {
     **{f"loss {name}": {A + "policy_loss.loss_mode": name, **COV} for name in POLICY_LOSSES},

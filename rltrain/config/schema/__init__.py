@@ -188,6 +188,17 @@ class ActorConfig:
     kl_loss_type: KLKind = key("low_var_kl", only_with="use_kl_loss")
     """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over
     the vocabulary."""
+    use_bias_correction_kl: bool = key(
+        False,
+        only_with={
+            "use_kl_loss": "use_kl_loss is False",
+            "kl_loss_type!=full": "kl_loss_type=full takes no sampled tokens",
+        },
+    )
+    """Multiply the KL of a token by pi / pi_old, which makes it unbiased when the policy has moved (DeepSeek-V3.2)."""
+    off_policy_mask_threshold: float | None = key(None, least=0)
+    """Bad answers that the policy has moved away from by more than this, as the mean over tokens of log pi_engine -
+    log pi, leave the policy loss, not its denominators (DeepSeek-V3.2); null: none do."""
     ulysses_sequence_parallel_size: int = key(1, least=1)
     """Neighbouring devices that share each sequence (Ulysses) and so their token budgets. It must divide the attention
     heads."""

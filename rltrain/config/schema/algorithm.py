@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,7 +84,7 @@ class RejectionRule:
     over: str
     """Name of what is bounded: token, seq_sum, seq_mean or seq_max."""
     measure: str
-    """Estimate of the KL: k1, k2 or k3."""
+    """Estimate of the KL: k1, k2 or k3; or binary_kl, see `correction`."""
     low: float
     high: float
 
@@ -105,11 +106,11 @@ class RolloutCorrectionConfig:
     )
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Reject tokens or sequences: comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3;
-    null: none."""
+    """Reject tokens or sequences: comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3, or
+    these with binary_kl (KPop); null: none."""
     rollout_rs_threshold: str | None = key(None, only_with={"rollout_rs": "rollout_rs is null"})
-    """Bounds of rollout_rs, one for all or one each: k1 low_high in pi_engine / pi_trainer (x: 1/x to x); k2, k3 the
-    largest value."""
+    """Bounds of rollout_rs, one for all or one each: k1 low_high in pi_engine / pi_trainer (x: 1/x to x); all
+    others the largest value."""
     bypass_mode: bool = False
     """Take the engine's log-probs as the old policy's, and make no old_log_prob pass."""
     loss_type: Literal["ppo_clip", "reinforce"] = key("ppo_clip", only_with="bypass_mode")
@@ -129,9 +130,10 @@ class RolloutCorrectionConfig:
             raise ValueError(f"{len(names)} rules and {len(limits)} thresholds")
         rules = []
         for name, limit in zip(names, limits, strict=True):
-            over, _, measure = name.rpartition("_")
-            if over not in ("token", "seq_sum", "seq_mean", "seq_max") or measure not in ("k1", "k2", "k3"):
+            found = re.fullmatch("(token|seq_sum|seq_mean|seq_max)_(k1|k2|k3|binary_kl)", name)
+            if found is None:
                 raise ValueError(f"'{name}' is not a rule")
+            over, measure = found.groups()
             # k1 has a sign, and its largest value says nothing about tokens that differ in the other direction.
             if (over, measure) == ("seq_max", "k1"):
                 raise ValueError("seq_max goes with k2 or k3")

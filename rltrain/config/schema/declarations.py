@@ -119,6 +119,8 @@ POLICY_LOSSES = {
     "luspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_CLIP),
     "vespo": LossTraits(silent_at_zero=True, reads=_VESPO),
     "topr": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_TOPR),
+    # Not silent: tokens without advantage are among those that are counted.
+    "m2po": LossTraits(selects=True, reads=("policy_loss.m2_threshold",)),
     "future_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c", *_FUTURE_KL)),
 }
 

@@ -87,7 +87,7 @@ def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
     batch = Batch({"prompt": prompts, "response": answers, "response_mask": mask})
     before = peak_mib()
     with torch.set_grad_enabled(work == "update"):
-        log_probs, entropy, _ = policy(packing.pack(batch, device.torch_device), 1.0, True)
+        log_probs, entropy, *_ = policy(packing.pack(batch, device.torch_device), 1.0, True)
         if work == "update":
             (log_probs.sum() + 0.01 * entropy.sum()).backward()
     return peak_mib() - before

@@ -143,7 +143,7 @@ class Case:
                 log_probs, entropy = padded_log_probs(self.plain, self.batch)
             else:
                 batch, share = (self.batch, True) if way == "shared" else (self._apart, False)
-                log_probs, entropy, _ = self.policy(pack(batch, CPU, share=share), 1.0, True)
+                log_probs, entropy, *_ = self.policy(pack(batch, CPU, share=share), 1.0, True)
             if updates:
                 (log_probs.sum() + 0.01 * entropy.sum()).backward()
                 (self.plain if way == "padded" else self.policy).zero_grad()

@@ -26,6 +26,7 @@ CONFIGS = {
     },
     "remax": {"algorithm__adv_estimator": "remax", A + "policy_loss__loss_mode": "clip_cov", A + "use_kl_loss": False},
     "carry_over": {
+        "algorithm__adv_estimator": "optimal_token_baseline",
         CORRECTION + "rollout_is": "token", R + "tail": "carry_over", R + "oversample_ratio": 1.5,
         "data__max_response_length": 20,
         "reward_model__reward_manager": "dapo", "reward_model__overlong_buffer__enable": True,

@@ -51,6 +51,14 @@ class TokenInputs:
     """Both: one number per token."""
     baselines: Tensor | None = None
     """[n]: reward of a greedy answer to the same prompt."""
+    groups: Tensor | None = None
+    """[n]: the same number for all answers to a prompt; this and what follows where sum_pi_squared is declared."""
+    log_probs: Ragged | None = None
+    """log pi_old of every token."""
+    sum_pi_squared: Ragged | None = None
+    """Sum over the vocabulary of pi_old^2 at every token."""
+    weights: Ragged | None = None
+    """Importance weights of the rollout correction, where it has some."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +108,17 @@ def outcome_estimator(
 
 
 def token_estimator(
-    *, values: bool = False, greedy_baseline: bool = False, whitens: bool = False
+    *, values: bool = False, greedy_baseline: bool = False, whitens: bool = False, sum_pi_squared: bool = False
 ) -> Callable[[TokenEstimator], TokenEstimator]:
     """Declare a function of your own as ``(TokenInputs, AlgorithmConfig) -> TokenAdvantages``: one advantage per token.
 
     values: it gets ``values`` of a critic, which learns its ``returns``. greedy_baseline: it gets ``baselines``, for
-    which every prompt is also answered greedily. whitens: its advantages are whitened over the batch.
+    which every prompt is also answered greedily. whitens: its advantages are whitened over the batch. sum_pi_squared:
+    it gets ``log_probs``, ``sum_pi_squared`` and ``groups``, all answers of a group in one call.
     """
-    traits = EstimatorTraits(per_token=True, values=values, greedy_baseline=greedy_baseline, whitens=whitens)
+    traits = EstimatorTraits(
+        per_token=True, values=values, greedy_baseline=greedy_baseline, whitens=whitens, sum_pi_squared=sum_pi_squared
+    )
     return partial(declared, traits=traits)
 
 
@@ -150,6 +161,45 @@ def remax(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     returns = suffix_sums(inputs.rewards, 1.0)
     baselines = returns.broadcast(inputs.baselines.to(returns.values.dtype))
     return TokenAdvantages(returns.like(returns.values - baselines.values), returns)
+
+
+@built_in
+def optimal_token_baseline(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
+    """A_t = G_t - B_t, B_t = sum_i G_i,t W_i,t / sum_i W_i,t over the group's answers of more than t tokens.
+
+    G_t = sum_{u >= t} r_u; W_t = sum_{u <= t} w_u, the energy of the gradients so far: w = 1 - 2 pi + sum_v pi_v^2, the
+    squared length of 1_token - pi, times the square of the importance weight where there is one (2602.07078). Where an
+    answer has no other beside it at t, B is 0, as in verl.
+    """
+    assert inputs.groups is not None
+    assert inputs.log_probs is not None
+    assert inputs.sum_pi_squared is not None
+    returns = suffix_sums(inputs.rewards, 1.0)
+    energy = 1 - 2 * inputs.log_probs.values.exp() + inputs.sum_pi_squared.values
+    # What is 0 but for rounding must not be below it.
+    energy = energy.clamp(min=0) * (1.0 if inputs.weights is None else inputs.weights.values.square())
+    energy = _prefix_sums(returns.like(energy)).values
+    groups = torch.unique(inputs.groups, return_inverse=True)[1]
+    longest = int(returns.lengths.max()) if len(returns) else 0
+    place = groups[returns.row_ids] * longest + returns.positions
+    size = len(inputs.groups) * longest
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(size, dtype=values.dtype).index_add(0, place, values)[place]
+
+    # Less the smallest at t, so that equal returns have advantages of exactly 0.
+    start = torch.full((size,), torch.inf, dtype=returns.values.dtype)
+    above = returns.values - start.scatter_reduce(0, place, returns.values, "amin")[place]
+    baseline = summed(above * energy) / summed(energy).clamp(min=1e-8)
+    alone = summed(torch.ones_like(energy)) == 1
+    return TokenAdvantages(returns.like(torch.where(alone, returns.values, above - baseline)), returns)
+
+
+def _prefix_sums(values: Ragged) -> Ragged:
+    """S_t = x_t + S_{t-1} in every row."""
+    sums = values.values.cumsum(0)
+    before = torch.cat([sums.new_zeros(1), sums])[values.offsets[:-1]]
+    return values.like(sums - before[values.row_ids])
 
 
 def suffix_sums(rewards: Ragged, decay: float) -> Ragged:

@@ -236,6 +236,11 @@ def _comparison(config: Config) -> Iterator[str]:
             f"answer, and algorithm.adv_estimator={algorithm.adv_estimator} gives several. Leave it out, or use "
             "algorithm.adv_estimator=grpo."
         )
+    if estimator.sum_pi_squared and algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} reads the old policy at every token, and "
+            "algorithm.rollout_correction.bypass_mode=True makes no pass for it. Leave bypass_mode out."
+        )
     if not (filtering or estimator.compares):
         return
     needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"

@@ -52,6 +52,8 @@ class StepPasses:
     """How its token losses become one."""
     selects: bool
     """It treats some tokens of the mini-batch differently."""
+    reads_engine: bool
+    """The actor's loss compares the policy with the engine's log-probs, beside what the rollout correction does."""
     skips_silent: bool
     """Samples without advantage are left out of the update."""
     first_actor_step: int
@@ -177,6 +179,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         policy_loss=policy_loss,
         aggregation=actor.loss_agg_mode or loss.aggregation,
         selects=loss.selects,
+        reads_engine=actor.off_policy_mask_threshold is not None,
         # A KL or an entropy bonus has a gradient in every sample; whitening makes an advantage of 0 something else.
         skips_silent=loss.silent_at_zero and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens),
         # Without a critic nothing would learn in the steps of a warm-up.
@@ -217,13 +220,14 @@ def offloads(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
 def needs_all_old_log_probs(config: Config) -> bool:
     """Whether something needs the old log-probs of every sample before the update begins.
 
-    That is the KL in the reward, the denominators under rejection, the mean importance weight, a selection over the
-    mini-batch, a second epoch over the batch (in which a sample may be on another rank), or an alarm that is to stop
-    the run before it learns.
+    That is the KL in the reward, an estimator that reads the old policy, the denominators under rejection, the mean
+    importance weight, a selection over the mini-batch, a second epoch over the batch (in which a sample may be on
+    another rank), or an alarm that is to stop the run before it learns.
     """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     return (
         config.algorithm.use_kl_in_reward
+        or estimator_traits(config.algorithm.adv_estimator).sum_pi_squared
         or bool(correction.rollout_rs)
         or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
         or loss_traits(actor.policy_loss.loss_mode).selects

@@ -83,13 +83,15 @@ class PolicyModel(PackedModel):
         temperature: float = 1.0,
         with_entropy: bool = False,
         reference: ReferenceStates | None = None,
+        with_squares: bool = False,
         *,
         states_only: bool = False,
     ) -> TokenLogProbs | Tensor:
         """Log-probs of the labels under softmax(logits / temperature): the sampling distribution before top-k and
         top-p.
 
-        reference: also return the exact KL to it. states_only: return the hidden states at the predictors instead.
+        reference: also return the exact KL to it. with_squares: also the sum over the vocabulary of pi^2. states_only:
+        return the hidden states at the predictors instead.
         Under sequence parallelism these cover this rank's slice only, as do the states in ``reference``.
         """
         inputs, collect = share_of_row(inputs, self.group)
@@ -98,13 +100,13 @@ class PolicyModel(PackedModel):
             return hidden[inputs.predictors]
         head, config = self.model.get_output_embeddings(), self.model.config
         scaling, states = Scaling.of(config)._replace(temperature=temperature), hidden[inputs.predictors]
-        wide = has_fp32_head(config)
-        outputs = token_log_probs(head, states, inputs.labels, scaling, with_entropy, reference, wide)
+        asked = with_entropy, reference, has_fp32_head(config), with_squares
+        outputs = token_log_probs(head, states, inputs.labels, scaling, *asked)
         if not inputs.labels.numel():
             # A rank without answer tokens only keeps step: every parameter must stay in its graph.
             outputs = outputs._replace(log_probs=outputs.log_probs + 0.0 * hidden.float().sum())
-        entropy, kl = (values if values is None else collect(values) for values in (outputs.entropy, outputs.kl))
-        return TokenLogProbs(collect(outputs.log_probs), entropy, kl)
+        others = (values if values is None else collect(values) for values in outputs[1:])
+        return TokenLogProbs(collect(outputs.log_probs), *others)
 
 
 class ScalarModel(PackedModel):

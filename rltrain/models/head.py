@@ -21,11 +21,14 @@ from rltrain.config.schema.families import family
 
 
 class TokenLogProbs(NamedTuple):
-    """log pi(label), entropy of pi, exact KL(pi || pi_ref), each [answer tokens] in fp32; None where not asked for."""
+    """log pi(label), entropy of pi, exact KL(pi || pi_ref), sum over the vocabulary of pi^2, each [answer tokens] in
+    fp32; None where not asked for. The last has no gradient.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None
     kl: Tensor | None
+    sum_pi_squared: Tensor | None = None
 
 
 class ReferenceStates(NamedTuple):
@@ -109,14 +112,18 @@ def token_log_probs(
     with_entropy: bool,
     reference: ReferenceStates | None = None,
     in_fp32: bool = False,
+    with_squares: bool = False,
 ) -> TokenLogProbs:
-    """Log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), entropy and KL where asked for.
+    """Log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), and the others where asked for.
 
     in_fp32: the head's product is; the gradients of its factors are rounded to their dtype as without.
     """
-    outputs = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, with_entropy, reference, in_fp32)
-    log_probs, entropy, kl = outputs
-    return TokenLogProbs(log_probs, entropy if with_entropy else None, kl if reference else None)
+    asked = with_entropy, reference, in_fp32, with_squares
+    outputs = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, *asked)
+    log_probs, entropy, kl, squares = outputs
+    return TokenLogProbs(
+        log_probs, entropy if with_entropy else None, kl if reference else None, squares if with_squares else None
+    )
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -136,7 +143,8 @@ class _TokenLogProbs(torch.autograd.Function):
         with_entropy: bool,
         reference: ReferenceStates | None,
         in_fp32: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        with_squares: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # An output that no loss uses then has the gradient None, and backward can leave its terms out.
         ctx.set_materialize_grads(False)
         ctx.scaling, ctx.reference, ctx.in_fp32 = scaling, reference, in_fp32
@@ -145,24 +153,28 @@ class _TokenLogProbs(torch.autograd.Function):
         # Every output must be a tensor, so an empty one stands for what was not asked for.
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs[:0].clone()
         kl = torch.empty_like(log_probs) if reference else log_probs[:0].clone()
+        squares = torch.empty_like(log_probs) if with_squares else log_probs[:0].clone()
         for part in _chunks(len(labels), weight):
             logits = scaling.apply_(output_of(hidden[part]))
             # The normaliser is kept for backward, which otherwise would reduce over the vocabulary a second time.
             normaliser[part] = logits.logsumexp(-1)
             log_pi = logits.sub_(normaliser[part, None])
             log_probs[part] = log_pi.gather(-1, labels[part, None])[:, 0]
-            if with_entropy or reference:
+            if with_entropy or reference or with_squares:
                 probs = log_pi.exp()
             if with_entropy:
                 entropy[part] = -torch.linalg.vecdot(probs, log_pi)
             if reference:
                 kl[part] = torch.linalg.vecdot(probs, log_pi - _theirs(reference, part, scaling.temperature))
+            if with_squares:
+                squares[part] = torch.linalg.vecdot(probs, probs)
+        ctx.mark_non_differentiable(squares)
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, kl)
-        return log_probs, entropy, kl
+        return log_probs, entropy, kl, squares
 
     @staticmethod
     def backward(
-        ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, of_kl: Tensor | None
+        ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, of_kl: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normaliser, entropy, kl = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
@@ -203,7 +215,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 d_weight.addmm_(gradient.T, hidden[part])
             elif d_weight is not None:
                 d_weight += gradient.T @ hidden[part]
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
 def _theirs(reference: ReferenceStates, part: slice, temperature: float) -> Tensor:

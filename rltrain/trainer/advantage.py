@@ -153,6 +153,17 @@ def with_rest(paid: Ragged, rewards: Tensor) -> Ragged:
     return paid.like(values)
 
 
+def whole_groups(layout: Layout, groups: Ids) -> Layout:
+    """``layout`` with all samples of a group [n] on the rank that has most of them, as one micro-batch."""
+    ids = np.concatenate(layout.ids)
+    ranks = np.repeat(np.arange(len(layout.ids)), [len(of_rank) for of_rank in layout.ids])
+    counts = np.zeros((int(groups.max(initial=-1)) + 1, len(layout.ids)), dtype=np.int64)
+    np.add.at(counts, (groups[ids], ranks), 1)
+    owners = counts.argmax(1)[groups[ids]]
+    parts = [ids[owners == rank] for rank in range(len(layout.ids))]
+    return Layout(parts, [[(len(part),)] for part in parts])
+
+
 def _of_ranks(samples: Samples, layout: Layout, advantages: Ragged, ids: Ids) -> list[TurnAdvantages]:
     """advantages: per turn of the samples ``ids``, which ascend and are all that the layout has."""
     return [

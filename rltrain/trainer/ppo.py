@@ -26,7 +26,7 @@ from rltrain.controller.samples import Samples
 from rltrain.data.prompts import PromptStore
 from rltrain.models.optim import learning_rate
 from rltrain.trainer import metrics as m
-from rltrain.trainer.advantage import Advantages, Whitening
+from rltrain.trainer.advantage import Advantages, Whitening, whole_groups
 from rltrain.trainer.alarms import Alarms
 from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
 from rltrain.trainer.experience import Experience
@@ -103,7 +103,7 @@ class PPOTrainer:
             record = StepRecord(step, metrics, bytes_before)
             # Before any update: a run that stops here still has the weights of the step before.
             self._alarms.damaged(metrics)
-            compares = not passes.estimator.per_token
+            compares = passes.estimator.compares or not passes.estimator.per_token
             samples.update({c.LEFT_OUT: left_out(samples, compares=compares)})
             record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
             if overlap:
@@ -128,6 +128,8 @@ class PPOTrainer:
                 # and the report measures on it how evenly tokens are spread.
                 there = np.flatnonzero(~samples[c.LEFT_OUT])
                 record.layouts["adv"] = self._lay_out(samples, "old_log_prob", there)
+                if passes.estimator.sum_pi_squared:
+                    record.layouts["adv"] = whole_groups(record.layouts["adv"], samples[c.GROUP])
                 whitening, adv_metrics = self.advantages.estimate(samples, self.actor, record.layouts["adv"])
                 record.metrics |= adv_metrics
             if self.critic:

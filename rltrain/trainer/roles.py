@@ -231,6 +231,7 @@ class Policy(_Remote):
         made = [c.OLD_LOG_PROBS]
         made += [c.IS_WEIGHTS] if self._passes.importance_weights else []
         made += [c.LOSS_MASK] if self._passes.rejects else []
+        made += [c.SUM_PI_SQUARED] if self._passes.estimator.sum_pi_squared else []
         # Tokens of earlier policies must not count as a gap between engine and trainer.
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
         return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers, ranks)
@@ -253,6 +254,9 @@ class Policy(_Remote):
         columns += [c.REF_KL] if self._passes.kl_in_reward else []
         columns += [c.LOSS_MASK] if self._passes.rejects_early else []
         numbers = [c.SCORE, c.POLICY_TOKENS, *([c.BASELINE] if self._passes.greedy_baseline else [])]
+        if self._passes.estimator.sum_pi_squared:
+            columns += [c.OLD_LOG_PROBS, c.SUM_PI_SQUARED, *([c.IS_WEIGHTS] if self._passes.importance_weights else [])]
+            numbers += [c.GROUP]
         coefs = [kl_coef] * len(layout.ids)
         made = [c.ADVANTAGES, c.RETURNS]
         return self._pass(roles.Advantages.advantages, coefs, samples, layout, columns, made, numbers).collect()
@@ -276,7 +280,9 @@ class Policy(_Remote):
             # yet. The worker makes them from its own forward and compares them with the engine's, which it therefore
             # needs.
             optional = (c.OLD_LOG_PROBS, c.IS_WEIGHTS)  # the first mini-batch has none
-            columns = [*(name for name in columns if name not in optional), c.ROLLOUT_LOG_PROBS]
+            columns = [name for name in columns if name not in optional]
+        if optional or (passes.reads_engine and not passes.bypass):
+            columns += [c.ROLLOUT_LOG_PROBS]
         # An advantage per answer is a number of the driver's and travels with the call; per token it is a column that
         # stays in the store.
         numbers = [c.SAMPLE_ID] if passes.token_advantages else [c.SAMPLE_ID, c.ADVANTAGE]

@@ -107,16 +107,19 @@ class ActorRefWorker(Actor):
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """log pi(answer) under the actor's own weights, its difference from the engine's, and the correction for that.
 
-        Columns: ``old_log_probs``, and where the correction has them ``is_weights`` and ``loss_mask``. Numbers:
-        moments, and ``loss_tokens`` [n].
+        Columns: ``old_log_probs``, where the correction has them ``is_weights`` and ``loss_mask``, and where the
+        estimator asks for it ``sum_pi_squared``. Numbers: moments, and ``loss_tokens`` [n].
         """
         self.residency.enter("old_log_prob")
         self._log_probs_at = self.updater.num_steps
-        outputs = measure(self.policy, batch.split(micro_sizes), self._device, self._rollout_cfg.temperature, True)
-        log_probs, entropy = (per_policy_token(output, batch) for output in outputs)
+        squares = self._passes.estimator.sum_pi_squared
+        arguments = self._rollout_cfg.temperature, True, None, squares
+        outputs = measure(self.policy, batch.split(micro_sizes), self._device, *arguments)
+        log_probs, entropy, *others = (per_policy_token(output, batch) for output in outputs)
         if not len(batch):
             return Batch(), PassNumbers()
         columns, moments = self._compare(log_probs, batch)
+        columns |= {c.SUM_PI_SQUARED: others[0]} if squares else {}
         per_sample = {c.LOSS_TOKENS: columns[c.LOSS_MASK].sum().numpy()} if self._rules else {}
         moments["entropy"] = Moments.of(entropy.values)
         return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), PassNumbers(per_sample, moments)
@@ -227,7 +230,7 @@ class ActorRefWorker(Actor):
         temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
         # Where no pass has compared actor and engine, the update's own forward does.
         measures = not mini.has_old_log_probs or self._passes.bypass
-        log_probs, entropy, kl = self.policy(inputs, temperature, with_entropy or measures, reference)
+        log_probs, entropy, kl, _ = self.policy(inputs, temperature, with_entropy or measures, reference)
         if not len(micro):
             return idle(log_probs)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
@@ -245,8 +248,8 @@ class ActorRefWorker(Actor):
         policy_inputs = PolicyLossInputs(log_probs, self._old(micro).values, advantages, mask, selected)
         kept, threshold = None, self._actor_cfg.off_policy_mask_threshold
         if threshold is not None:
-            engine = micro.ragged(c.ROLLOUT_LOG_PROBS).values
-            kept = keeps(mask, log_probs.detach(), engine, advantages, threshold)
+            sampled = micro.ragged(c.ROLLOUT_LOG_PROBS).values
+            kept = keeps(mask, log_probs.detach(), sampled, advantages, threshold)
         share = actor_loss(
             policy_inputs,
             mini.denominators,

@@ -33,10 +33,19 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
     if cfg.use_kl_in_reward:
         rewards.values.sub_(kl_coef * batch.ragged(c.REF_KL).values)
     values = batch.ragged(c.VALUES) if c.VALUES in batch else None
+    of_tokens = (c.OLD_LOG_PROBS, c.SUM_PI_SQUARED, c.IS_WEIGHTS) if c.SUM_PI_SQUARED in batch else ()
+    log_probs, squares, weights = (
+        column.like(column.values.double()) if column else None
+        for column in (batch.ragged(name) if name in batch else None for name in of_tokens or [""] * 3)
+    )
     inputs = TokenInputs(
         rewards,
         values.like(values.values.double()) if values else None,
         shaped_reward(batch.dense(c.BASELINE).double(), cfg) if c.BASELINE in batch else None,
+        batch.dense(c.GROUP) if squares else None,
+        log_probs,
+        squares,
+        weights,
     )
     estimate = find_estimator(cfg.adv_estimator)(inputs, cfg)
     quantities = {"returns": estimate.returns.values}

@@ -307,6 +307,22 @@ def importance(log_ratios, kind, low, high):
     return weights_of_rows
 
 
+def optimal_token_baseline(rewards, groups, log_probs, squares, weights):
+    gains, energies = returns(rewards, 1.0), []
+    for row in zip(log_probs, squares, weights, strict=True):
+        each = [max(0.0, 1 - 2 * math.exp(p) + s) * w * w for p, s, w in zip(*row, strict=True)]
+        energies.append([sum(each[: t + 1]) for t in range(len(each))])
+    advantages = []
+    for i, row in enumerate(gains):
+        advantages.append([])
+        for t, gain in enumerate(row):
+            there = [j for j, other in enumerate(gains) if groups[j] == groups[i] and len(other) > t]
+            energy = sum(energies[j][t] for j in there)
+            baseline = sum(gains[j][t] * energies[j][t] for j in there) / energy if len(there) > 1 else 0.0
+            advantages[-1].append(gain - baseline)
+    return advantages
+
+
 def binary_kl(p, q):
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 

@@ -271,6 +271,34 @@ def test_remax_equals_its_loop(rows, random):
     assert estimated.advantages.values.tolist() == flat(expected)
 
 
+@given(token_rows(), st.randoms(use_true_random=False))
+def test_optimal_token_baseline_equals_its_loop(rows, random):
+    rewards = rows[0]
+    groups = [random.randint(5, 7) for _ in rewards]
+    log_probs = [[random.uniform(-3, -0.1) for _ in row] for row in rewards]
+    squares = [[math.exp(2 * p) + random.uniform(0, 0.3) for p in row] for row in log_probs]
+    weights = [[random.uniform(0.5, 2) for _ in row] for row in rewards]
+    inputs = TokenInputs(
+        ragged(rewards), None, None, torch.tensor(groups), ragged(log_probs), ragged(squares), ragged(weights)
+    )
+    estimated = ESTIMATORS["optimal_token_baseline"](inputs, AlgorithmConfig())
+    expected = slow.optimal_token_baseline(rewards, groups, log_probs, squares, weights)
+    assert estimated.advantages.values.tolist() == flat(expected)
+    assert estimated.returns.values.tolist() == flat(slow.returns(rewards, 1.0))
+
+
+def test_optimal_token_baseline_by_hand():
+    """Two answers of scores 1 and 0. At 0 the squared lengths of their gradients are 1 - 2 / 2 + 1 / 2 = 0.5 and
+    1 - 2 / 10 + 0.7 = 1.5, so B = 0.5 / 2. The second token of the first has none beside it."""
+    rewards, log_probs = ragged([[0.0, 1.0], [0.0]]), ragged([[math.log(0.5)] * 2, [math.log(0.1)]])
+    squares, groups = ragged([[0.5, 0.5], [0.7]]), torch.tensor([3, 3])
+    inputs = TokenInputs(rewards, groups=groups, log_probs=log_probs, sum_pi_squared=squares)
+    found = ESTIMATORS["optimal_token_baseline"](inputs, AlgorithmConfig()).advantages.values
+    assert found.tolist() == pytest.approx([0.75, 1.0, -0.25])
+    alike = TokenInputs(ragged([[0.0, 0.3], [0.0, 0.3]]), None, None, groups, *[ragged([[-0.3, -0.9]] * 2)] * 2)
+    assert ESTIMATORS["optimal_token_baseline"](alike, AlgorithmConfig()).advantages.values.tolist() == [0.0] * 4
+
+
 def test_gae_by_hand():
     # delta = [1 - 2, 1/2 * 0 + 4 - 1] with gamma 1/2: delta_0 = 0 + 1/2 * 1 - 2 = -3/2, delta_1 = 4 - 1 = 3.
     estimated = ESTIMATORS["gae"](

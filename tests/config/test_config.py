@@ -330,6 +330,10 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
         ),
         (["algorithm.filter_groups.enable=True", "data.gen_batch_size=1"], "Set gen_batch_size to at least 11"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "neither a number nor low_high"),
+        (
+            ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=True"],
+            "reads the old policy at every token",
+        ),
         (["algorithm.adv_estimator=gae", "trainer.critic_warmup=9", "trainer.total_training_steps=5"], "never learn"),
         (["algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=False"], "critic.use_dynamic_bsz=False needs"),
         (["trainer.val_only=True"], "has nothing to do"),

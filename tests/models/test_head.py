@@ -35,7 +35,7 @@ def gradients(function, weights, scaling, **settings):
     linear, hidden, labels, reference = make(**settings)
     scores = function(linear, hidden, labels, scaling, weights[1] != 0, reference if weights[2] else None)
     each = torch.linspace(-1, 1, 23)
-    loss = sum((w * each * part).sum() for w, part in zip(weights, scores, strict=True) if w)
+    loss = sum((w * each * part).sum() for w, part in zip(weights, scores[:3], strict=True) if w)
     loss.backward()
     return scores, [hidden.grad, *(parameter.grad for parameter in linear.parameters())]
 
@@ -51,12 +51,30 @@ def test_scores_and_gradients_are_those_of_the_definition(weights, scaling, chun
     set_chunk(monkeypatch, chunk)
     found, found_gradients = gradients(token_log_probs, weights, scaling, bias=True)
     expected, expected_gradients = gradients(plain_log_probs, weights, scaling, bias=True)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found[:3], expected[:3], strict=True):
         assert (one is None) == (other is None)
         assert one is None or distance(one, other) < 2e-5
     for one, other in zip(found_gradients, expected_gradients, strict=True):
         assert float(other.abs().max()) > 1e-3
         assert distance(one, other) < 2e-5
+
+
+@pytest.mark.parametrize("chunk", [1, 170, 10**6])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_sum_of_squares_is_that_of_the_definition_and_moves_no_gradient(with_entropy, scaling, chunk, monkeypatch):
+    set_chunk(monkeypatch, chunk)
+    linear, hidden, labels, _ = make()
+    found = {
+        asked: token_log_probs(linear, hidden, labels, scaling, with_entropy, with_squares=asked)
+        for asked in (False, True)
+    }
+    expected = torch.softmax(scaling.apply(linear(hidden)), -1).square().sum(-1)
+    assert distance(found[True].sum_pi_squared, expected) < 2e-5
+    assert found[False].sum_pi_squared is None
+    assert not found[True].sum_pi_squared.requires_grad
+    asked, unasked = (torch.autograd.grad(each.log_probs.sum(), hidden)[0] for each in found.values())
+    assert torch.equal(asked, unasked)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

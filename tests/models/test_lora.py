@@ -72,7 +72,7 @@ def weights_of(policy) -> dict[str, torch.Tensor]:
 
 
 def scores(policy, with_entropy=True) -> tuple[torch.Tensor, torch.Tensor]:
-    log_probs, entropy, _ = policy(pack(make_batch(), torch.device("cpu")), TEMPERATURE, with_entropy)
+    log_probs, entropy, *_ = policy(pack(make_batch(), torch.device("cpu")), TEMPERATURE, with_entropy)
     return log_probs.detach(), entropy.detach()
 
 

@@ -72,7 +72,7 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
         lambda _, args: lengths.append(args[0].shape[1])
     )
     if isinstance(model, PolicyModel):
-        log_probs, entropy, _ = model(inputs, 0.7, True)
+        log_probs, entropy, *_ = model(inputs, 0.7, True)
         found, loss = {"log_probs": log_probs, "entropy": entropy}, log_probs.sum() + 0.3 * entropy.sum()
     else:
         values = model(inputs)

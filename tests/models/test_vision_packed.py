@@ -123,7 +123,7 @@ def loss_of(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 def test_log_probs_and_gradients_equal_transformers(folder, share):
     policy, batch = make(folder), make_batch(folder)
     reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    log_probs, entropy, _ = policy(pack(batch, CPU, share=share), TEMPERATURE, True)
+    log_probs, entropy, *_ = policy(pack(batch, CPU, share=share), TEMPERATURE, True)
     expected = by_transformers(reference, batch)
     assert distance(log_probs, expected[0]) < 1e-5
     assert distance(entropy, expected[1]) < 1e-5
@@ -202,7 +202,7 @@ def test_a_blank_image_counts_for_nothing_in_half_precision(folders):
 def test_a_frozen_tower_is_used_and_gets_no_gradient(folder, changes):
     policy, batch = make(folder, **changes), make_batch(folder)
     reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    log_probs, entropy, _ = policy(pack(batch, CPU), TEMPERATURE, True)
+    log_probs, entropy, *_ = policy(pack(batch, CPU), TEMPERATURE, True)
     expected = by_transformers(reference, batch)
     assert distance(log_probs, expected[0]) < 1e-5
     loss_of(log_probs, entropy).backward()

@@ -29,7 +29,7 @@ GAE = {ESTIMATOR: "gae", "critic__optim__lr": 5e-3, "critic__optim__eps": 1e-2}
 VARIANTS = {
     **{name: {ESTIMATOR: name} for name in (
         "grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax",
-        "maxrl", "lite_ppo",
+        "maxrl", "lite_ppo", "optimal_token_baseline",
     )},
     "group, then batch": {
         "algorithm__adv_norm__mean_level": "group", "algorithm__adv_norm__std_level": "batch",

@@ -11,6 +11,7 @@ from rltrain.base.columns.ragged import Ragged
 from rltrain.data.images import PromptImages
 from rltrain.models.attention.packing import pack
 from rltrain.trainer import balance
+from rltrain.trainer.advantage import whole_groups
 from rltrain.trainer.balance import Layout, Workload, cost_of, lay_out, rank_tokens, spread
 from rltrain.trainer.plan import PassBudget
 from tests.batches import batch_of_rows
@@ -152,6 +153,16 @@ def test_a_mini_batch_keeps_its_samples_on_any_number_of_ranks():
         layout = lay_out(minis, apart(lengths), num_ranks, PassBudget(max_tokens=40, max_samples=None))
         first = [layout.ids[rank][: sum(layout.micro_sizes[rank][0])] for rank in range(num_ranks)]
         assert sorted(np.concatenate(first).tolist()) == list(range(8))
+
+
+def test_whole_groups_lie_where_most_of_them_lay():
+    groups = np.array([0, 0, 0, 1, 1, 2])
+    layout = Layout([np.array([0, 3]), np.array([2, 1, 4]), np.array([5])], [[(1, 1)], [(3,)], [(1,)]])
+    found = whole_groups(layout, groups)
+    assert [sorted(ids.tolist()) for ids in found.ids] == [[3, 4], [0, 1, 2], [5]]
+    assert found.micro_sizes == [[(2,)], [(3,)], [(1,)]]
+    some = whole_groups(Layout([np.array([5]), np.array([], dtype=np.int64)], [[(1,)], [(0,)]]), groups)
+    assert [ids.tolist() for ids in some.ids] == [[5], []]
 
 
 def test_ranks_get_about_the_same_number_of_tokens():

@@ -120,6 +120,13 @@ SCORER = "scorer/"
 # -- passes of the models ----------------------------------------------------------------------------------------------
 
 OLD_LOG_PROBS = _add("old_log_probs", PER_POLICY_TOKEN, "float32", "old_log_prob pass, update", "ref pass, update")
+SUM_PI_SQUARED = _add(
+    "sum_pi_squared",
+    PER_POLICY_TOKEN,
+    "float32",
+    "old_log_prob pass, where an estimator asks for it",
+    "token advantages",
+)
 HAS_OLD_LOG_PROBS = _add("has_old_log_probs", PER_SAMPLE, "bool", "driver", "metrics")
 IS_WEIGHTS = _add("is_weights", PER_POLICY_TOKEN, "float32", "correction", "actor loss")
 LOSS_MASK = _add("loss_mask", PER_POLICY_TOKEN, "bool", "correction: 0 = rejected", "losses, advantages")

@@ -158,8 +158,8 @@ class AlgorithmConfig:
 
     adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True)
     """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, maxrl, lite_ppo,
-    grpo_passk, gpg, gpg_paper, gdpo, turn_rloo and gigpo (over turns), or your own: FILE.py:NAME. grpo_vectorized and
-    rloo_vectorized are grpo and rloo."""
+    optimal_token_baseline, grpo_passk, gpg, gpg_paper, gdpo, turn_rloo and gigpo (over turns), or your own:
+    FILE.py:NAME. grpo_vectorized and rloo_vectorized are grpo and rloo."""
     gamma: float = key(1.0, least=0, most=1)
     """Discount of later rewards: of tokens (gae, reinforce_plus_plus) or of turns (turn_rloo, gigpo)."""
     lam: float = key(1.0, least=0, most=1)

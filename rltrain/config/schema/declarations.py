@@ -46,6 +46,8 @@ class EstimatorTraits:
     takes_one: bool = False
     """An answer without others has its score for an advantage, as in verl; where it does not, one answer per prompt is
     refused."""
+    sum_pi_squared: bool = False
+    """Per token, it gets the sum over the vocabulary of pi_old^2, and the answers of a group lie together."""
     reward_terms: bool = False
     """It takes the numbers named by ``gdpo_reward_keys`` in place of the reward."""
     whitens: bool = False
@@ -83,6 +85,9 @@ ESTIMATORS = {
     "rloo_vectorized": EstimatorTraits(compares=True, reads=()),
     "remax": EstimatorTraits(per_token=True, greedy_baseline=True, reads=()),
     "opo": _GROUP,
+    "optimal_token_baseline": EstimatorTraits(
+        per_token=True, compares=True, takes_one=True, sum_pi_squared=True, reads=()
+    ),
     "maxrl": EstimatorTraits(compares=True, reads=()),
     "lite_ppo": EstimatorTraits(compares=True, reads=()),
     "grpo_passk": EstimatorTraits(compares=True, reads=_BY_STD),

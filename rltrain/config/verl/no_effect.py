@@ -176,7 +176,7 @@ NO_EFFECT = {
         for name in ("backend", "token2text", "max_samples_per_step_per_worker", "project_name", "experiment_name")
     },
     _A + "actor.calculate_entropy": "entropy is always measured",
-    _A + "actor.calculate_sum_pi_squared": "only an estimator that is not here reads it",
+    _A + "actor.calculate_sum_pi_squared": "it follows from the estimator",
     _A + "actor.checkpoint.async_save=False": "see trainer.async_save, which is on",
     _A + "actor.checkpoint.load_contents": "see trainer.resume_weights_only",
     _A + "actor.checkpoint.strict=False": "a checkpoint is always read as a whole",

@@ -332,7 +332,7 @@ def update(
         for number in range(1, num_run + 1):
             packed.set_requires_gradient_sync(number == num_run or not once)
             if isinstance(packed, PolicyModel):
-                log_probs, entropy, _ = packed(inputs, 1.0, with_entropy)
+                log_probs, entropy, *_ = packed(inputs, 1.0, with_entropy)
                 loss = log_probs.sum() + (entropy.sum() if entropy_learns else 0.0)
                 del log_probs, entropy
             else:

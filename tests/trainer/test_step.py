@@ -14,6 +14,8 @@ from rltrain.base.stop import Stop
 from rltrain.models.attention.packing import pack
 from rltrain.models.weights import shard
 from rltrain.run.preflight.settings import check_plugins
+from rltrain.trainer import ppo
+from rltrain.trainer.advantage import whole_groups
 from rltrain.trainer.mini_batches import cut_prompts
 from rltrain.trainer.progress import Progress
 from rltrain.workers import actor_ref
@@ -238,3 +240,19 @@ def test_epochs_that_end_first_leave_the_schedule_its_length(make):
     trainer.step(1)
     # After 1 of 100 steps: 0.5 (1 + cos(pi / 100)) = 0.99975...
     assert trainer.step(2).metrics["actor/lr"] == pytest.approx(0.01 * 0.9997532801828658, rel=1e-12)
+
+
+def test_an_estimator_that_compares_tokens_gets_whole_groups(make, monkeypatch):
+    seen = []
+    monkeypatch.setattr(ppo, "whole_groups", lambda layout, groups: seen.append(groups) or whole_groups(layout, groups))
+    trainer = make(**{ESTIMATOR: "optimal_token_baseline"})
+    calls = []
+    estimate = trainer.advantages.estimate
+    trainer.advantages.estimate = lambda samples, *rest: calls.append(samples) or estimate(samples, *rest)
+    metrics = trainer.step(1).metrics
+    (groups,) = seen
+    assert groups.tolist() == calls[0]["group"].tolist()
+    # The baseline reads the old policy at every token, so the pass covers all of them.
+    assert metrics["perf/old_log_prob_share"] == 1.0
+    make(**{ESTIMATOR: "grpo"}).step(1)
+    assert len(seen) == 1

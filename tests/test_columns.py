@@ -14,6 +14,7 @@ from rltrain.controller.samples import Samples, assemble
 from tests.local import LocalGroup, local_trainer
 from tests.tiny import small_run
 from tests.tiny_tools import save_calling_model, tool_run
+from tests.trainer.steps import TAUGHT
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -24,7 +25,10 @@ CONFIGS = {
         "algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True, CORRECTION + "rollout_is": "token",
         CORRECTION + "rollout_rs": "token_k1", CORRECTION + "rollout_rs_threshold": 2.0,
     },
-    "remax": {"algorithm__adv_estimator": "remax", A + "policy_loss__loss_mode": "clip_cov", A + "use_kl_loss": False},
+    "remax": {
+        **TAUGHT, "algorithm__adv_estimator": "remax", A + "use_kl_loss": False,
+        A + "policy_loss__loss_mode": "clip_cov",
+    },
     "carry_over": {
         "algorithm__adv_estimator": "optimal_token_baseline",
         CORRECTION + "rollout_is": "token", R + "tail": "carry_over", R + "oversample_ratio": 1.5,

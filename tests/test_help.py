@@ -51,7 +51,7 @@ def test_help_shows_what_works_and_answers_for_the_rest():
     assert len(all_keys()) <= 320
     assert "has no effect: samples are always spread" in help_text("trainer.balance_batch")
     assert "has no effect: every step generates with" in help_text("rollout.mode")
-    assert help_text("distillation").startswith("distillation: refused: a teacher is not in this version")
+    assert help_text("skip").startswith("skip: refused: every step generates its own answers")
     assert "tail=carry_over" in help_text("async_training")
 
 
@@ -77,6 +77,7 @@ def test_help_finds_keys_and_sections_by_the_end_of_their_names():
     assert names == [
         "actor_rollout_ref.model",
         "actor_rollout_ref.ref.model",
+        "distillation.teacher.model",
         "critic.model",
         "reward_model.model",
         "reward.judge.model",

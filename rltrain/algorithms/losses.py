@@ -1,4 +1,5 @@
-"""Losses on one micro-batch: the actor's (policy loss, entropy bonus, KL to the reference), and the critic's."""
+"""Losses on one micro-batch: the actor's (policy loss, entropy bonus, KL to the reference, distance from a teacher),
+and the critic's."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.aggregation import Denominators, token_weights
+from rltrain.algorithms.distillation import TeacherLoss
 from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
 from rltrain.base.columns.batch import Batch
 from rltrain.base.columns.ragged import Ragged
@@ -59,12 +61,15 @@ def actor_loss(
     kept: Tensor | None = None,
     entropy: Tensor | None = None,
     kl: Tensor | None = None,
+    teacher: TeacherLoss | None = None,
 ) -> LossShare:
-    """agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)).
+    """agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher's).
 
     ``aggregation``: the policy loss's agg. ``weights``: importance weights w of the rollout correction. ``kept``: M,
     False on tokens that the policy loss passes over, which the denominators count all the same. All token tensors have
     shape [tokens].
+
+    ``teacher``: what one says of the tokens; it may be all that is learnt from, without the policy loss.
 
     With use_bias_correction_kl the KL is r KL, r = pi / pi_old with its gradient: the tokens are the old policy's, and
     r makes them a sample of the policy's (DeepSeek-AI 2025, V3.2, eq. 7).
@@ -72,19 +77,25 @@ def actor_loss(
     of_policy = token_weights(aggregation, inputs.mask, denominators)
     # As in verl, a loss that is defined with a mean of its own changes nothing for entropy and KL.
     per_token = token_weights(cfg.loss_agg_mode or TOKEN_MEAN, inputs.mask, denominators)
-    policy = policy_loss(inputs, cfg)
-    # As in verl the weights are those of the policy loss alone, not of entropy and KL.
-    if weights is not None and policy.per_answer:
-        # verl's: their geometric mean, with its guard for a weight of 0.
-        weights = inputs.sequence_mean((weights + 1e-10).log()).exp()
-    losses = policy.token_losses if weights is None else policy.token_losses * weights
-    statistics = policy.statistics
-    if kept is not None:
-        # A token that is passed over counts for nothing, even if its loss is infinite.
-        losses = losses.masked_fill(~kept, 0.0)
-        statistics = statistics | {"off_policy_masked": (~kept).float()}
-    shares = {"pg_loss": aggregate(losses, of_policy)}
-    loss = shares["pg_loss"]
+    shares, statistics, loss = dict[str, Tensor](), dict[str, Tensor](), inputs.log_probs.new_zeros(())
+    if teacher is not None:
+        losses, statistics = teacher.token_losses(inputs, cfg, weights)
+        shares["distillation/loss"] = aggregate(losses, per_token)
+        loss = shares["distillation/loss"]
+    if teacher is None or teacher.cfg.use_task_rewards:
+        policy = policy_loss(inputs, cfg)
+        # As in verl the weights are those of the policy loss alone, not of entropy and KL.
+        if weights is not None and policy.per_answer:
+            # verl's: their geometric mean, with its guard for a weight of 0.
+            weights = inputs.sequence_mean((weights + 1e-10).log()).exp()
+        losses = policy.token_losses if weights is None else policy.token_losses * weights
+        statistics = statistics | policy.statistics
+        if kept is not None:
+            # A token that is passed over counts for nothing, even if its loss is infinite.
+            losses = losses.masked_fill(~kept, 0.0)
+            statistics = statistics | {"off_policy_masked": (~kept).float()}
+        shares["pg_loss"] = aggregate(losses, of_policy)
+        loss = shares["pg_loss"] if teacher is None else shares["pg_loss"] + teacher.cfg.distillation_loss_coef * loss
     if entropy is not None:
         shares["entropy_loss"] = aggregate(entropy, per_token)
         loss = loss - cfg.entropy_coeff * shares["entropy_loss"]

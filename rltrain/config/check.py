@@ -19,10 +19,12 @@ from rltrain.base.plugin import is_plugin, plugin_file
 from rltrain.base.storage import matching
 from rltrain.config.agents import several_turns
 from rltrain.config.budgets import budget_problems
+from rltrain.config.distillation_rules import distillation_problems
 from rltrain.config.engine_rules import engine_problems, tail_problems
 from rltrain.config.folders import folder_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.overlap import overlap_problems
+from rltrain.config.passes import has_critic
 from rltrain.config.reward_rules import asked_of_scorers, reward_problems, reward_terms
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_met
@@ -36,7 +38,7 @@ _R = _A + "rollout."
 # Parts of the names of keys that are an upper limit.
 _LIMITS = ("clip", "limit", "_s")
 # Of models that an evaluation does not load.
-_TRAINED = (_A + "ref.", "critic.")
+_TRAINED = (_A + "ref.", "critic.", "distillation.")
 # Numbers of devices that work together, by the end of their keys, and what they make.
 _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
@@ -71,7 +73,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     # An evaluation is mostly the command of a run with one key more, and what only a step would need may stay in it.
     if "actor" in roles_of(loaded.config):
         rules += [_precision, _comparison, _correction, _shared_sequences, reward_terms, asked_of_scorers]
-        rules += [tail_problems, overlap_problems]
+        rules += [tail_problems, overlap_problems, distillation_problems]
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 
@@ -175,7 +177,7 @@ def _words_for_steps(config: Config) -> Iterator[str]:
 
 def _precision(config: Config) -> Iterator[str]:
     """What learns needs steps that do not vanish."""
-    trained = {_A + "actor.fsdp_config": True, "critic.model.fsdp_config": config.algorithm.needs_critic}
+    trained = {_A + "actor.fsdp_config": True, "critic.model.fsdp_config": has_critic(config)}
     for section in (section for section, is_trained in trained.items() if is_trained):
         if get(config, key := f"{section}.model_dtype") in HALF:
             yield f"{key}={get(config, key)}: {NO_MASTER}."
@@ -184,7 +186,7 @@ def _precision(config: Config) -> Iterator[str]:
 def _uneven_batches(config: Config) -> Iterator[str]:
     """Where the prompts of a step do not make whole mini-batches, or rounds do not make a step."""
     prompts, filtering = config.data.train_batch_size, config.algorithm.filter_groups
-    for section, used in ((_A + "actor", True), ("critic", config.algorithm.needs_critic)):
+    for section, used in ((_A + "actor", True), ("critic", has_critic(config))):
         key = f"{section}.ppo_mini_batch_size"
         mini = get(config, key)
         if used and min(prompts, mini) > 0 and prompts % mini:
@@ -241,7 +243,7 @@ def _comparison(config: Config) -> Iterator[str]:
             f"algorithm.adv_estimator={algorithm.adv_estimator} reads the old policy at every token, and "
             "algorithm.rollout_correction.bypass_mode=True makes no pass for it. Leave bypass_mode out."
         )
-    if not (filtering or estimator.compares):
+    if config.distillation.is_alone or not (filtering or estimator.compares):
         return
     needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if estimator.per_turn and not several_turns(rollout):
@@ -286,9 +288,15 @@ def _lora(config: Config) -> Iterator[str]:
 
 
 def _shared_sequences(config: Config) -> Iterator[str]:
-    """Where actor and reference compute together, they cut sequences alike."""
+    """Where the actor computes together with another model, they cut sequences alike."""
     roles, key = config.actor_rollout_ref, _A + "ref.ulysses_sequence_parallel_size"
     actor, ref = roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size
+    distillation, of_teacher = config.distillation, "distillation.teacher.ulysses_sequence_parallel_size"
+    if distillation.compares_all and (size := distillation.teacher.ulysses_sequence_parallel_size) != actor:
+        yield (
+            f"{of_teacher}={size}: with loss_mode={distillation.distillation_loss.loss_mode} actor and teacher share "
+            f"the devices of a sequence. Use {of_teacher}={actor}, as the actor."
+        )
     together = {
         f"{_A}actor.kl_loss_type=full": roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full",
         "algorithm.kl_penalty=full": config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full",

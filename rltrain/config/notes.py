@@ -74,7 +74,8 @@ def join_by_reason(notes: Sequence[str]) -> list[str]:
 
 def compares_nothing(config: Config) -> bool:
     """Whether the advantage is the score itself, because a prompt has one answer where answers are compared."""
-    return config.algorithm.estimator.takes_one and config.actor_rollout_ref.rollout.n < 2
+    takes_one = config.algorithm.estimator.takes_one and not config.distillation.is_alone
+    return takes_one and config.actor_rollout_ref.rollout.n < 2
 
 
 def other_meanings(loaded: LoadedConfig) -> Iterator[str]:

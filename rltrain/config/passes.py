@@ -14,8 +14,8 @@ from typing import Literal
 
 from rltrain.config.schema import Config
 
-_A = "actor_rollout_ref."
-Role = Literal["actor", "ref", "critic", "reward_model", "judge"]
+_A, _T = "actor_rollout_ref.", "distillation.teacher"
+Role = Literal["actor", "ref", "teacher", "critic", "reward_model", "judge"]
 # The phase in which the judge's engine has its weights and writes.
 JUDGE_PHASE = "judge"
 
@@ -43,12 +43,18 @@ def has_reference(config: Config) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
+def has_critic(config: Config) -> bool:
+    """Whether advantages are learnt from that need a value function."""
+    return config.algorithm.needs_critic and not config.distillation.is_alone
+
+
 ROLES: dict[Role, ModelRole] = {
     "actor": ModelRole(_A + "actor", _A + "actor.fsdp_config", lambda config: True),
     # Adapters that are off are a reference too.
     "ref": ModelRole(_A + "ref", _A + "ref.fsdp_config", lambda config:
                      has_reference(config) and not config.actor_rollout_ref.model.uses_lora),
-    "critic": ModelRole("critic", "critic.model.fsdp_config", lambda config: config.algorithm.needs_critic),
+    "teacher": ModelRole(_T, _T + ".fsdp_config", lambda config: config.distillation.enabled),
+    "critic": ModelRole("critic", "critic.model.fsdp_config", has_critic),
     "reward_model": ModelRole("reward_model", "reward_model.model.fsdp_config", lambda config:
                               config.reward_model.classifies, in_evaluation=True, reads_texts=True),
     "judge": ModelRole("reward_model", "reward_model.model.fsdp_config", lambda config: config.reward_model.judges,
@@ -95,6 +101,7 @@ PASSES = {
     "reward": Pass("reward_model", _keys("reward_model", "", None, "update_actor")),
     "old_log_prob": Pass("actor", _keys(_A + "rollout", "log_prob_", _A + "actor", "update_actor"), "actor_infer"),
     "ref": Pass("ref", _keys(_A + "ref", "log_prob_", _A + "ref", "update_actor"), "ref"),
+    "teacher": Pass("teacher", _keys(_T, "log_prob_", _T, "update_actor"), "teacher"),
     "values": Pass("critic", _keys("critic", "forward_", "critic", "update_critic"), "critic_infer"),
     "update_critic": Pass("critic", _keys("critic", "ppo_", "critic", "update_actor"), "critic", updates=True),
     "update_actor": Pass("actor", _keys(_A + "actor", "ppo_", _A + "actor"), "actor", updates=True),

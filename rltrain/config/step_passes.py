@@ -14,7 +14,13 @@ from typing import Literal
 from rltrain.config.agents import several_turns
 from rltrain.config.passes import PASSES, ROLES, Role, has_reference, passes_of, step_phases, updates_of
 from rltrain.config.schema import Config
-from rltrain.config.schema.declarations import REINFORCE_LOSS, EstimatorTraits, estimator_traits, loss_traits
+from rltrain.config.schema.declarations import (
+    REINFORCE_LOSS,
+    TEACHER_LOSS,
+    EstimatorTraits,
+    estimator_traits,
+    loss_traits,
+)
 from rltrain.config.schema.keys import get
 
 OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
@@ -42,6 +48,12 @@ class StepPasses:
     exact_kl_in_reward: bool
     sampled_kl_in_loss: bool
     exact_kl_in_loss: bool
+    teacher: bool
+    """A teacher's log-probs of the drawn tokens come from a pass of its own."""
+    exact_teacher: bool
+    """The update runs the teacher, and compares whole distributions."""
+    rewarded: bool
+    """Something is learnt from rewards, and not from a teacher alone."""
     importance_weights: bool
     rejects: bool
     """Both: the rollout correction weighs or rejects tokens of the loss; with ``bypass`` both follow from the policy as
@@ -106,13 +118,14 @@ class StepPasses:
         if role == "actor":
             is_reference = self.trains and self.reference and "ref" not in self.roles
             phases = ("sync", *phases, *(("ref",) if self.exact_kl_in_reward or is_reference else ()))
-        if role == "ref" and self.exact_kl_in_loss:
+        if (role == "ref" and self.exact_kl_in_loss) or (role == "teacher" and self.exact_teacher):
             phases += updates_of("actor")
         return phases
 
     def describe(self, num_mini_batches: int) -> str:
         """The phases of a step by the names of their timers."""
-        uses = {"exact KL": self.exact_kl_in_loss, "importance weights": self.importance_weights}
+        uses = {"teacher": self.exact_teacher, "exact KL": self.exact_kl_in_loss}
+        uses["importance weights"] = self.importance_weights
         uses["rejection"] = self.rejects
         some = self.old_log_probs != "all"
         remarks = {
@@ -132,7 +145,8 @@ class StepPasses:
         if name == "old_log_prob":
             return self.old_log_probs == "all" or (self.old_log_probs != "none" and num_mini_batches > 1)
         # The reference may be the actor without its adapters.
-        return self.ref if name == "ref" else PASSES[name].role in self.roles
+        own = {"ref": self.ref, "teacher": self.teacher}
+        return own[name] if name in own else PASSES[name].role in self.roles
 
 
 def make_step_passes(config: Config, images: bool = False, images_in_training: bool | None = None) -> StepPasses:
@@ -141,9 +155,11 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
     images_in_training: whether training prompts have any (None: as ``images``).
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    correction, estimator = algorithm.rollout_correction, estimator_traits(algorithm.adv_estimator)
-    reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
-    policy_loss = REINFORCE_LOSS if reinforce else actor.policy_loss.loss_mode
+    correction, distillation = algorithm.rollout_correction, config.distillation
+    rewarded = not distillation.is_alone
+    estimator = estimator_traits(algorithm.adv_estimator) if rewarded else EstimatorTraits(reads=())
+    reinforce = rewarded and correction.bypass_mode and correction.loss_type == "reinforce"
+    policy_loss = REINFORCE_LOSS if reinforce else actor.policy_loss.loss_mode if rewarded else TEACHER_LOSS
     loss = loss_traits(policy_loss)
     if images_in_training is None or config.trainer.val_only:
         # A checkpoint may have a tower that was trained.
@@ -172,6 +188,9 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         exact_kl_in_reward=exact_kl_in_reward,
         sampled_kl_in_loss=sampled_kl_in_loss,
         exact_kl_in_loss=exact_kl_in_loss,
+        teacher=distillation.enabled and not distillation.compares_all,
+        exact_teacher=distillation.compares_all,
+        rewarded=rewarded,
         # With bypass_mode and ppo_clip the loss's own ratio is taken against the engine; weights on top would count the
         # difference twice.
         importance_weights=bool(correction.rollout_is) and (reinforce or not correction.bypass_mode),
@@ -180,8 +199,9 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         aggregation=actor.loss_agg_mode or loss.aggregation,
         selects=loss.selects,
         reads_engine=actor.off_policy_mask_threshold is not None,
-        # A KL or an entropy bonus has a gradient in every sample; whitening makes an advantage of 0 something else.
-        skips_silent=loss.silent_at_zero and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens),
+        # KL, entropy bonus and teacher have a gradient in every sample; whitening makes a 0 something else.
+        skips_silent=loss.silent_at_zero
+        and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens or distillation.enabled),
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
         images=images or between_turns,
@@ -230,7 +250,7 @@ def needs_all_old_log_probs(config: Config) -> bool:
         or estimator_traits(config.algorithm.adv_estimator).sum_pi_squared
         or bool(correction.rollout_rs)
         or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
-        or loss_traits(actor.policy_loss.loss_mode).selects
+        or (loss_traits(actor.policy_loss.loss_mode).selects and not config.distillation.is_alone)
         or actor.ppo_epochs > 1
         or config.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
     )

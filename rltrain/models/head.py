@@ -1,4 +1,4 @@
-"""From hidden states to log-probs, entropy and exact KL without the logits of all tokens.
+"""From hidden states to log-probs, entropy and an exact divergence without the logits of all tokens.
 
 The logits of a batch are its largest tensor (8,192 tokens x 152k vocabulary x 4 bytes = 4.6 GiB), and automatic
 differentiation keeps several of it. So logits exist for a chunk of tokens at a time and are computed again in a
@@ -16,13 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from rltrain.algorithms.distillation import Divergence, ReverseKL
 from rltrain.base.device import device_of
 from rltrain.config.schema.families import family
+
+REVERSE_KL = ReverseKL()
 
 
 class TokenLogProbs(NamedTuple):
     """log pi(label), entropy of pi, exact KL(pi || pi_ref), sum over the vocabulary of pi^2, each [answer tokens] in
     fp32; None where not asked for. The last has no gradient.
+
+    In place of the KL may stand another divergence (`ReferenceStates`).
     """
 
     log_probs: Tensor
@@ -32,11 +37,13 @@ class TokenLogProbs(NamedTuple):
 
 
 class ReferenceStates(NamedTuple):
-    """Last hidden states of the reference at the predictors [answer tokens, hidden], and its head as a function."""
+    """Last hidden states of another model at the predictors [answer tokens, hidden], and its head as a function."""
 
     hidden: Tensor
     logits: Callable[[Tensor, float], Tensor]
-    """Hidden states and a temperature -> fp32 logits."""
+    """Hidden states and a temperature -> fp32 logits, for at least as many tokens as the policy's head has."""
+    divergence: Divergence = REVERSE_KL
+    """What is computed of the two distributions."""
 
 
 def has_fp32_head(config: PretrainedConfig) -> bool:
@@ -129,7 +136,7 @@ def token_log_probs(
 class _TokenLogProbs(torch.autograd.Function):
     """The backward pass by hand. With p = softmax(z):
 
-    d log p(l) / dz = 1_l - p;  dH / dz = -p (log p + H);  dKL(p || q) / dz = p (log p - log q - KL).
+    d log p(l) / dz = 1_l - p;  dH / dz = -p (log p + H);  that of a divergence is the divergence's own.
     """
 
     @staticmethod
@@ -154,29 +161,29 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs[:0].clone()
         kl = torch.empty_like(log_probs) if reference else log_probs[:0].clone()
         squares = torch.empty_like(log_probs) if with_squares else log_probs[:0].clone()
+        kept = torch.empty_like(kl)
         for part in _chunks(len(labels), weight):
             logits = scaling.apply_(output_of(hidden[part]))
             # The normaliser is kept for backward, which otherwise would reduce over the vocabulary a second time.
             normaliser[part] = logits.logsumexp(-1)
             log_pi = logits.sub_(normaliser[part, None])
             log_probs[part] = log_pi.gather(-1, labels[part, None])[:, 0]
-            if with_entropy or reference or with_squares:
-                probs = log_pi.exp()
             if with_entropy:
-                entropy[part] = -torch.linalg.vecdot(probs, log_pi)
+                entropy[part] = -torch.linalg.vecdot(log_pi.exp(), log_pi)
             if reference:
-                kl[part] = torch.linalg.vecdot(probs, log_pi - _theirs(reference, part, scaling.temperature))
+                theirs = _theirs(reference, part, scaling.temperature, len(weight))
+                kl[part], kept[part] = reference.divergence.value(log_pi, theirs)
             if with_squares:
-                squares[part] = torch.linalg.vecdot(probs, probs)
+                squares[part] = torch.linalg.vecdot(probs := log_pi.exp(), probs)
         ctx.mark_non_differentiable(squares)
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, kl)
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, kept)
         return log_probs, entropy, kl, squares
 
     @staticmethod
     def backward(
         ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, of_kl: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, normaliser, entropy, kl = ctx.saved_tensors
+        hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
         output_of = head_product(weight, bias, ctx.in_fp32)
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
@@ -196,12 +203,15 @@ class _TokenLogProbs(torch.autograd.Function):
                 factor = torch.zeros_like(log_pi)
                 if of_entropy is not None:
                     factor.add_(log_pi).add_(entropy[part, None]).mul_(-of_entropy[part, None])
-                if of_kl is not None:
-                    gap = _theirs(ctx.reference, part, scaling.temperature).add_(kl[part, None]).sub_(log_pi)
-                    factor.addcmul_(gap, of_kl[part, None], value=-1)
                 if of_log_probs is not None:
                     factor.sub_(of_log_probs[part, None])
+                of_divergence: Tensor | None = None
+                if of_kl is not None:
+                    theirs = _theirs(ctx.reference, part, scaling.temperature, len(weight))
+                    of_divergence = ctx.reference.divergence.gradient(log_pi, theirs, kept[part])
                 gradient = log_pi.exp_().mul_(factor)
+                if of_divergence is not None and of_kl is not None:
+                    gradient.addcmul_(of_divergence, of_kl[part, None])
             if of_log_probs is not None:
                 gradient.scatter_add_(-1, labels[part, None], of_log_probs[part, None])
             gradient = scaling.backward_(gradient, capped)
@@ -218,10 +228,10 @@ class _TokenLogProbs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
-def _theirs(reference: ReferenceStates, part: slice, temperature: float) -> Tensor:
-    """log pi_ref [part, vocabulary]."""
+def _theirs(reference: ReferenceStates, part: slice, temperature: float, vocabulary: int) -> Tensor:
+    """log pi_ref [part, vocabulary], of the policy's tokens: rows that pad a larger model's head have none."""
     # By the same operations as log pi, and not by log_softmax: the KL of equal models is then 0 and not its rounding.
-    logits = reference.logits(reference.hidden[part], temperature)
+    logits = reference.logits(reference.hidden[part], temperature)[:, :vocabulary]
     return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
 

@@ -41,7 +41,7 @@ from rltrain.workers.results import UpdateNumbers
 from rltrain.workers.tasks import MiniBatch, UpdateTask
 
 # One process on one device, whatever the run had; a loss that is not finite is counted and not raised.
-_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "distillation.teacher", "critic")
 _ALONE = ["trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.on_nonfinite=skip"]
 _ALONE += [f"{role}.ulysses_sequence_parallel_size=1" for role in _ROLES]
 # The keys by which an update runs code that is not rltrain's, and values by which it does not.

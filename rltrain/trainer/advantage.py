@@ -54,12 +54,16 @@ class Advantages:
             self.kl_coef = progress.kl_coef
 
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
-        """A(x, y) of every sample, as ``advantage`` [n]; 0 for those that are left out, of which layout has none.
+        """A(x, y) of every sample, as ``advantage`` [n]; 0 for those that are left out, of which layout has none, and
+        for all of them where nothing is learnt from rewards.
 
         A token estimator also leaves the columns ``advantages`` and ``returns``, and one of turns ``advantages``;
         ``advantage`` is then the mean over the answer, and the whitening returned is applied where the advantages enter
         the loss.
         """
+        if not self._passes.rewarded:
+            samples.update({c.ADVANTAGE: np.zeros(len(samples))})
+            return Whitening(), {}
         # Kept here, because `_kl_penalty` below sets the weight of the next step.
         coef = self.kl_coef
         samples.update({c.REWARD: shaped_reward(samples[c.SCORE], self._cfg.algorithm)})

@@ -131,14 +131,17 @@ def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right
 
 
 def update_metrics(results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], prefix: str) -> Metrics:
-    """Sum over ranks, divide token sums by ``tokens`` [optimizer steps] of the mini-batch, take the mean over steps."""
+    """Sum over ranks, divide token sums by ``tokens`` [optimizer steps] of the mini-batch, take the mean over steps.
+
+    prefix: of names that have none of their own.
+    """
     metrics: Metrics = {}
     for name, total in _over_ranks([result.shares for result in results]).items():
-        metrics[f"{prefix}/{name}"] = float(np.mean(total))
+        metrics[_named(prefix, name)] = float(np.mean(total))
     having = tokens > 0  # a step without tokens has no mean
     if having.any():
         for name, total in _over_ranks([result.token_sums for result in results]).items():
-            metrics[f"{prefix}/{name}"] = float(np.mean(total[having] / tokens[having]))
+            metrics[_named(prefix, name)] = float(np.mean(total[having] / tokens[having]))
     # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
     one = results[0]
     norms = one.grad_norm
@@ -149,6 +152,10 @@ def update_metrics(results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], 
     metrics |= {f"{prefix}/grad_norm": float(np.mean(norms))} if len(norms) else {}
     metrics[f"{prefix}/steps_skipped"] = float(np.sum(one.skipped))
     return metrics | largest([result.memory_gb for result in results])
+
+
+def _named(prefix: str, name: str) -> str:
+    return name if "/" in name else f"{prefix}/{name}"
 
 
 def _over_ranks(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:

@@ -103,9 +103,10 @@ class PPOTrainer:
             record = StepRecord(step, metrics, bytes_before)
             # Before any update: a run that stops here still has the weights of the step before.
             self._alarms.damaged(metrics)
-            compares = passes.estimator.compares or not passes.estimator.per_token
+            compares = passes.rewarded and (passes.estimator.compares or not passes.estimator.per_token)
             samples.update({c.LEFT_OUT: left_out(samples, compares=compares)})
-            record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
+            if passes.rewarded:
+                record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
             if overlap:
                 record.measured = join(overlap.measured)
                 record.metrics["perf/overlap_share"] = overlap.share
@@ -119,6 +120,10 @@ class PPOTrainer:
                     left = np.flatnonzero(samples.without(self.actor.ref_column))
                     record.layouts["ref"] = layout = self._lay_out(samples, "ref", left)
                     self.actor.ref_log_probs(samples, layout).collect()
+            if passes.teacher:
+                with timer("teacher"):  # log q(y | x)
+                    record.layouts["teacher"] = layout = self._lay_out(samples, "teacher")
+                    self.frozen.log_probs("teacher", c.TEACHER_LOG_PROBS, samples, layout)
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
                     record.layouts["values"] = layout = self._lay_out(samples, "values")

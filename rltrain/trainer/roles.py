@@ -271,6 +271,7 @@ class Policy(_Remote):
         columns = [*c.PROMPT_AND_ANSWER, self._old]
         passes = self._passes
         columns += [c.REF_LOG_PROBS] if passes.sampled_kl_in_loss else []
+        columns += [c.TEACHER_LOG_PROBS] if passes.teacher else []
         columns += [c.ADVANTAGES] if passes.token_advantages else []
         columns += [c.IS_WEIGHTS] if passes.importance_weights and not passes.bypass else []
         columns += [c.LOSS_MASK] if passes.rejects_early else []

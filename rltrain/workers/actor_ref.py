@@ -1,4 +1,4 @@
-"""Actor and reference: the training side of the policy in a worker process.
+"""Actor, and what it is compared with: the training side of the policy in a worker process.
 
 Which passes there are and what they yield is decided in `StepPasses`; nothing here reads the keys behind it.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rltrain.algorithms.aggregation import loss_mask
 from rltrain.algorithms.correction import accepted, compare, correct, importance_weights, keeps
+from rltrain.algorithms.distillation import TeacherLoss, divergence_of
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, Measured, actor_loss
 from rltrain.algorithms.moments import Moments, join
@@ -29,15 +30,14 @@ from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.data.images import EncodedPrompt
-from rltrain.models.attention.packing import PackedInputs, pack, per_policy_token
-from rltrain.models.forward import PolicyModel, final_logits, model_numbers
-from rltrain.models.head import ReferenceStates
+from rltrain.models.attention.packing import pack, per_policy_token
+from rltrain.models.forward import PolicyModel, model_numbers
 from rltrain.models.weights.export import Export
 from rltrain.models.weights.lora import adapter_weights, adapters_off, write_adapter
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import actor_spec
 from rltrain.models.weights.state import load_training_state
-from rltrain.workers.frozen import FrozenWorker, load_role, measure
+from rltrain.workers.frozen import Beside, FrozenWorker, load_role, measure
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor
@@ -47,8 +47,8 @@ from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask, Written
 from rltrain.workers.updater import Updater, idle
 
 # Prompts, answers and images reach the device packed.
-_IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES, c.IS_WEIGHTS, c.LOSS_MASK,
-            c.SELECTED)  # fmt: skip
+_IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,
+            c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED)  # fmt: skip
 
 
 class ActorRefWorker(Actor):
@@ -83,6 +83,12 @@ class ActorRefWorker(Actor):
         self.frozen = FrozenWorker(self._cfg, passes, self.residency)
         # With its adapters off the policy is one too.
         self.reference: PolicyModel = self.frozen.models.get("ref", self.policy)
+        self._exact_reference = Beside(self.reference)
+        self._beside = self._exact_reference if passes.exact_kl_in_loss else None
+        """What the update compares whole distributions with."""
+        if passes.exact_teacher:
+            teacher, loss = self.frozen.models["teacher"], self._cfg.distillation.distillation_loss
+            self._beside = Beside(teacher, divergence_of(loss))
         # Behind all models, whose forwards come first.
         self.residency.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
@@ -142,7 +148,7 @@ class ActorRefWorker(Actor):
             self.policy.eval()
             kl = torch.cat([self._exact_kl(micro) for micro in batch.split(micro_sizes)])
             columns[c.REF_KL] = per_policy_token(kl.cpu(), batch)
-            reshard(self.reference)
+            self._exact_reference.free()
             reshard(self.policy)
         if not len(batch) or not passes.kl_in_reward:
             return Batch(columns), PassNumbers()
@@ -155,18 +161,7 @@ class ActorRefWorker(Actor):
 
     def _exact_kl(self, micro: Batch) -> Tensor:
         inputs = pack(micro, self._device.torch_device)
-        return self.policy(inputs, self._rollout_cfg.temperature, False, self._reference_states(inputs)).kl
-
-    def _reference_states(self, inputs: PackedInputs) -> ReferenceStates:
-        with torch.no_grad(), adapters_off(self.reference):
-            hidden = self.reference(inputs, states_only=True)
-        # The head is needed outside the reference's own forward, and again when the backward pass recomputes logits.
-        self.reference.unshard()  # type: ignore[operator]
-        return ReferenceStates(hidden, self._reference_logits)
-
-    def _reference_logits(self, states: Tensor, temperature: float) -> Tensor:
-        with adapters_off(self.reference):
-            return final_logits(self.reference.model, states, temperature)
+        return self.policy(inputs, self._rollout_cfg.temperature, False, self._exact_reference.states(inputs)).kl
 
     @torch.no_grad()
     def text_log_probs(self, text: EncodedPrompt) -> Tensor:
@@ -219,18 +214,17 @@ class ActorRefWorker(Actor):
             self._measure,
             {name: getattr(task, name) for name in ("shift", "scale", "weight_scale", "noise_seed")},
         )
-        if self._passes.exact_kl_in_loss:
-            # `_reference_states` has gathered the reference's head, and nothing else frees it.
-            reshard(self.reference)
+        if self._beside:
+            self._beside.free()
         return numbers
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
-        reference = self._reference_states(inputs) if self._passes.exact_kl_in_loss else None
+        beside = self._beside.states(inputs) if self._beside else None
         temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
         # Where no pass has compared actor and engine, the update's own forward does.
         measures = not mini.has_old_log_probs or self._passes.bypass
-        log_probs, entropy, kl, _ = self.policy(inputs, temperature, with_entropy or measures, reference)
+        log_probs, entropy, kl, _ = self.policy(inputs, temperature, with_entropy or measures, beside)
         if not len(micro):
             return idle(log_probs)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
@@ -240,6 +234,9 @@ class ActorRefWorker(Actor):
             old = engine.like(log_probs.detach())
             columns = correct(old, engine, self._correction, weighs=self._passes.importance_weights)
             micro.update({c.OLD_LOG_PROBS: old, **columns})
+        teacher = self._teacher_loss(micro, kl)
+        if self._passes.exact_teacher:
+            kl = None
         if self._passes.sampled_kl_in_loss:
             kl = kl_per_token(log_probs, micro.ragged(c.REF_LOG_PROBS).values, self._actor_cfg.kl_loss_type)
         mask, weights = self._correct(micro, log_probs.detach(), task)
@@ -260,8 +257,16 @@ class ActorRefWorker(Actor):
             kept=kept,
             entropy=entropy if with_entropy else None,
             kl=kl,
+            teacher=teacher,
         )
         return replace(share, measured=measured)
+
+    def _teacher_loss(self, micro: Batch, divergence: Tensor | None) -> TeacherLoss | None:
+        """divergence: what the forward has computed, which is that from the teacher where the update runs it."""
+        cfg = self._cfg.distillation.distillation_loss
+        if self._passes.exact_teacher:
+            return TeacherLoss(cfg, divergence=divergence)
+        return TeacherLoss(cfg, micro.ragged(c.TEACHER_LOG_PROBS).values) if self._passes.teacher else None
 
     def _for_loss(self, micro: Batch) -> Batch:
         """The columns that the loss reads, on the device."""

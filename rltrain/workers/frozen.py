@@ -1,4 +1,5 @@
-"""Models of roles on a rank: how one is loaded, and a pass without gradients. And the policies that make no others."""
+"""Models of roles on a rank: how one is loaded, and a pass without gradients. And the policies that learn nothing:
+their log-probs, and their whole distributions beside another policy's forward."""
 
 from __future__ import annotations
 
@@ -8,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.distillation import Divergence
 from rltrain.algorithms.moments import Moments
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import Device
 from rltrain.config.passes import PASSES, Role, passes_of, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses, rests_on_host
-from rltrain.models.attention.packing import pack, per_policy_token
-from rltrain.models.forward import PackedModel, PolicyModel
+from rltrain.models.attention.packing import PackedInputs, pack, per_policy_token
+from rltrain.models.forward import PackedModel, PolicyModel, final_logits
+from rltrain.models.head import REVERSE_KL, ReferenceStates
+from rltrain.models.weights.lora import adapters_off
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.spec import specs_of
 from rltrain.workers.residency import Residency
@@ -63,3 +67,30 @@ class FrozenWorker(Frozen):
         model, micros = self.models[PASSES[name].role], batch.split(micro_sizes)
         (log_probs,) = measure(model, micros, self._residency.device, self._temperature)
         return Batch({column: per_policy_token(log_probs, batch)}), PassNumbers({}, {name: Moments.of(log_probs)})
+
+
+class Beside:
+    """The whole distribution of ``model``, without adapters, for the forward of a policy on the same samples.
+
+    The hidden states of a micro-batch are computed just before, and logits from them chunk by chunk where the policy's
+    own are: nothing of it is stored or sent, and it takes what a pass would.
+    """
+
+    def __init__(self, model: PolicyModel, divergence: Divergence = REVERSE_KL) -> None:
+        self._model, self._divergence = model, divergence
+
+    def states(self, inputs: PackedInputs) -> ReferenceStates:
+        """What `models.head` compares with; until `free`."""
+        with torch.no_grad(), adapters_off(self._model):
+            hidden = self._model(inputs, states_only=True)
+        # The head is needed outside of its own forward, and again when the backward pass recomputes logits.
+        self._model.unshard()  # type: ignore[operator]
+        return ReferenceStates(hidden, self._logits, self._divergence)
+
+    def free(self) -> None:
+        """Give the gathered head back, which nothing else frees."""
+        reshard(self._model)
+
+    def _logits(self, states: Tensor, temperature: float) -> Tensor:
+        with adapters_off(self._model):
+            return final_logits(self._model.model, states, temperature)

@@ -180,7 +180,10 @@ ANOTHER_EXPERIMENT = [
     ("trainer.v1.trainer_mode=separate_async", "tail=carry_over"),
     ("async_training.staleness_threshold=0.5", "tail=carry_over"),
     ("rollout.n_gpus_per_node=4", "tail=carry_over"),
-    ("distillation.enabled=True", "teacher"),
+    ("distillation.distillation_loss.policy_loss_mode=gspo", "vanilla"),
+    ("distillation.distillation_loss.clip_ratio_high=0.3", "the clip is the actor's"),
+    ("distillation.distillation_loss.kd_temperature=2.0", "rollout.temperature"),
+    ("distillation.teacher_models.mathematics.model_path=m", "one teacher"),
     ("model_engine=veomni", "FSDP2"),
     (f"{A}actor.strategy=megatron", "FSDP2"),
     (f"{A}actor.router_replay.mode=R2", "routing"),
@@ -209,7 +212,8 @@ def test_what_makes_another_experiment_is_refused(override, words):
         f"{A}actor.profiler.enable=True", "critic.profiler.all_ranks=True", "model_engine=dp",
         f"{A}actor.fsdp_config.strategy=fsdp", f"{A}ref.fsdp_config.use_torch_compile=True", "critic.fsdp.seed=3",
         f"{A}ref.entropy_checkpointing=True", f"{A}rollout.skip_tokenizer_init=True", f"{A}model.torch_dtype=bf16",
-        "distillation.distillation_loss.topk=32", f"{A}model.mtp.num_speculative_tokens=1",
+        "distillation.distillation_loss.topk=32", "distillation.nnodes=1", "distillation.teacher_key=data_source",
+        "distillation.teacher_models.teacher_model.inference.name=vllm", f"{A}model.mtp.num_speculative_tokens=1",
         "reward_model.rollout.gpu_memory_utilization=0.9", "reward_model.enable_resource_pool=True",
         "reward.reward_model.rollout.name=vllm", f"{A}actor.router_replay.record_file=x", f"{A}model.lora.merge=True",
         f"{A}model.tokenizer_path=m", f"{A}rollout.nnodes=0",
@@ -623,11 +627,11 @@ def test_a_budget_that_is_not_written_holds_the_longest_where_it_is_prefilled_at
 
 def test_mistakes_of_all_kinds_are_told_together():
     lines = problems(
-        "data.sed=1", "data.train_batch_size=many", f"{A}rollout.n=1", "distillation.enabled=True",
+        "data.sed=1", "data.train_batch_size=many", f"{A}rollout.n=1", "skip.rollout.enable=True",
         "algorithm.adv_estimator=rloo_vectorized",
         f"{A}actor.clip_ratio=-1", "trainer.logger=[nobody]",
     )  # fmt: skip
-    for words in ("data.sed", "many", "rollout.n must be", "distillation", "clip_ratio=-1", "'nobody'"):
+    for words in ("data.sed", "many", "rollout.n must be", "skip.rollout", "clip_ratio=-1", "'nobody'"):
         assert sum(words in line for line in lines) == 1, words
     # A value that did not fit was not taken, so nothing is said of the default in its place.
     assert not any("1024" in line for line in lines)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bench.memory import plain_log_probs
+from rltrain.algorithms.distillation import JSD, ForwardKL, ReverseKL
 from rltrain.base import device
 from rltrain.models.head import ReferenceStates, Scaling, head_product, token_log_probs
 from tests.distance import distance
@@ -75,6 +76,53 @@ def test_the_sum_of_squares_is_that_of_the_definition_and_moves_no_gradient(with
     assert not found[True].sum_pi_squared.requires_grad
     asked, unasked = (torch.autograd.grad(each.log_probs.sum(), hidden)[0] for each in found.values())
     assert torch.equal(asked, unasked)
+
+
+def plain_divergence(divergence, log_p, log_q):
+    """The definitions of Agarwal et al. 2024."""
+
+    def kl(log_a, log_b):
+        return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+    if not isinstance(divergence, JSD):
+        return kl(log_q, log_p) if isinstance(divergence, ForwardKL) else kl(log_p, log_q)
+    log_m = (divergence.beta * log_q.exp() + (1 - divergence.beta) * log_p.exp()).log()
+    return divergence.beta * kl(log_q, log_m) + (1 - divergence.beta) * kl(log_p, log_m)
+
+
+@pytest.mark.parametrize("chunk", [1, 170, 10**6])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("divergence", [ReverseKL(), ForwardKL(), JSD(0.5), JSD(0.1)], ids=str)
+def test_a_divergence_and_its_gradient_are_those_of_float64(divergence, scaling, chunk, monkeypatch):
+    """The other head has more rows, as larger models of a family have, and they count for nothing."""
+    set_chunk(monkeypatch, chunk)
+    linear, hidden, labels, _ = make(bias=True)
+    head, states = nn.Linear(24, 57, bias=False), torch.randn(23, 24)
+    other = ReferenceStates(states, lambda part, temperature: head(part).detach() / temperature, divergence)
+    found = token_log_probs(linear, hidden, labels, scaling, True, other)
+    each = torch.linspace(-1, 1, 23)
+    (each * (found.kl + 0.3 * found.entropy)).sum().backward()
+    leaves = [each.detach().double().requires_grad_() for each in (hidden, linear.weight, linear.bias)]
+    logits = nn.functional.linear(*leaves) * (scaling.multiplier if not scaling.cap else 1)
+    if scaling.cap:
+        logits = scaling.cap * torch.tanh(logits * scaling.multiplier / scaling.cap)
+    log_p = torch.log_softmax(logits / scaling.temperature, -1)
+    log_q = torch.log_softmax((states.double() @ head.weight.double().T)[:, :50] / scaling.temperature, -1)
+    expected = plain_divergence(divergence, log_p, log_q.detach())
+    (each * (expected - 0.3 * (log_p.exp() * log_p).sum(-1))).sum().backward()
+    assert distance(found.kl, expected) < 2e-5
+    for one, leaf in zip((hidden, linear.weight, linear.bias), leaves, strict=True):
+        assert float(leaf.grad.abs().max()) > 1e-3
+        assert distance(one.grad, leaf.grad) < 2e-5
+
+
+def test_a_token_that_the_policy_never_writes_has_a_finite_gradient():
+    """KL(q || p) by way of q / p would be infinite there."""
+    log_p, log_q = (torch.log_softmax(torch.tensor([row]), -1) for row in ([200.0, 0.0, 0.0], [0.0, 200.0, 0.0]))
+    for divergence in (ReverseKL(), ForwardKL(), JSD(0.5)):
+        value, kept = divergence.value(log_p, log_q)
+        assert value.isfinite().all()
+        assert divergence.gradient(log_p, log_q.clone(), kept).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

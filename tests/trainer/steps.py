@@ -26,6 +26,13 @@ COV = {
 GAE = {ESTIMATOR: "gae", "critic__optim__lr": 5e-3, "critic__optim__eps": 1e-2}
 
 
+DISTILLATION, TEACHER = "distillation__distillation_loss__", "distillation__teacher__model__path"
+
+
+# The policy as it begins is a teacher too, once it has moved.
+TAUGHT = {"distillation__enabled": True, TEACHER: "${actor_rollout_ref.model.path}"}
+
+
 VARIANTS = {
     **{name: {ESTIMATOR: name} for name in (
         "grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax",
@@ -49,6 +56,8 @@ VARIANTS = {
     "k3+": {ACTOR + "kl_loss_type": "k3+"},
     "kl in reward": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
     "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", **GAE},
+    "teacher": {**TAUGHT, DISTILLATION + "loss_mode": "jsd"},
+    "teacher alone": {**TAUGHT, **NO_KL, DISTILLATION + "use_task_rewards": False},
     "tis": {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"},
     "sequence is": {CORRECTION + "rollout_is": "sequence", CORRECTION + "rollout_is_batch_normalize": True},
     "rejection": {

@@ -106,7 +106,7 @@ def test_the_exact_kl_leaves_out_adapters(make):
     batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     inputs = pack(batch, torch.device("cpu"))
     with torch.no_grad():
-        expected = actor.policy(inputs, 0.8, False, other._reference_states(inputs)).kl
+        expected = actor.policy(inputs, 0.8, False, other._exact_reference.states(inputs)).kl
         found = actor._exact_kl(batch)
     assert float(expected.max()) > 1e-3
     assert distance(found, expected) < 1e-3

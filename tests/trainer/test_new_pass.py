@@ -32,15 +32,15 @@ OFFLOAD = f"{SECTION}.fsdp_config.param_offload"
 
 
 @pytest.fixture
-def teacher():
+def tutor():
     """The rows of a frozen policy that marks every answer, behind the pass of the reference."""
     passes, roles = dict(PASSES), dict(ROLES)
-    ROLES["teacher"] = ModelRole(SECTION, f"{SECTION}.fsdp_config", lambda config: True)
+    ROLES["tutor"] = ModelRole(SECTION, f"{SECTION}.fsdp_config", lambda config: True)
     PASSES.clear()
     for name, row in passes.items():
         PASSES[name] = row
         if name == "ref":
-            PASSES["teacher"] = Pass("teacher", row.keys, "teacher")
+            PASSES["tutor"] = Pass("tutor", row.keys, "tutor")
     yield
     for table, before in ((PASSES, passes), (ROLES, roles)):
         table.clear()
@@ -59,33 +59,33 @@ def changes(another):
 
 
 @pytest.fixture
-def cfg(teacher, tiny_model, arithmetic_files, tmp_path, changes):
+def cfg(tutor, tiny_model, arithmetic_files, tmp_path, changes):
     return load_config(small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)).config
 
 
 def test_a_step_has_it_in_its_place(cfg):
     passes = make_step_passes(cfg)
-    assert passes.describe(1) == "gen, reward, teacher, adv, update_actor"
-    assert passes.needs("teacher") == ("teacher",)
-    assert step_phases()[3:7] == ("old_log_prob", "ref", "teacher", "values")
-    assert "teacher" in device_phases()
+    assert passes.describe(1) == "gen, reward, tutor, adv, update_actor"
+    assert passes.needs("tutor") == ("tutor",)
+    assert step_phases()[3:7] == ("old_log_prob", "ref", "tutor", "teacher")
+    assert "tutor" in device_phases()
     cfg.trainer.val_only = True
-    assert "teacher" not in make_step_passes(cfg).roles, "an evaluation loads it where its row says so"
+    assert "tutor" not in make_step_passes(cfg).roles, "an evaluation loads it where its row says so"
 
 
 def test_a_report_lists_the_phases_of_a_step():
     assert set(step_phases()) < set(PHASES)
 
 
-def test_its_seconds_are_not_other_ones(teacher):
+def test_its_seconds_are_not_other_ones(tutor):
     timer = StepTimer()
-    with timer("step"), timer("teacher"):
+    with timer("step"), timer("tutor"):
         sum(range(100_000))
     seconds = timer.metrics()
-    assert 0 <= seconds["timing_s/other"] < seconds["timing_s/teacher"]
+    assert 0 <= seconds["timing_s/other"] < seconds["timing_s/tutor"]
 
 
-def test_its_rates_are_of_its_tokens_and_its_model(teacher):
+def test_its_rates_are_of_its_tokens_and_its_model(tutor):
     samples = Samples(2)
     samples.update(
         {
@@ -94,41 +94,41 @@ def test_its_rates_are_of_its_tokens_and_its_model(teacher):
             c.PROMPT_LENGTH: np.array([20, 20]),
         }
     )
-    seconds = {f"timing_s/{name}": 2.0 for name in ("step", "generate_sequences", "teacher")}
-    assert throughput_metrics(samples, seconds, 1, {"teacher": 240})["timing_per_token_ms/teacher"] == 2000 / 240
+    seconds = {f"timing_s/{name}": 2.0 for name in ("step", "generate_sequences", "tutor")}
+    assert throughput_metrics(samples, seconds, 1, {"tutor": 240})["timing_per_token_ms/tutor"] == 2000 / 240
     cost = LayoutCost(**dict.fromkeys(LayoutCost.__dataclass_fields__, 50))
-    sizes = {"matmul_parameters": 1e12, "teacher_matmul_parameters": 2e12}
-    assert flops_metrics({"teacher": cost}, seconds, sizes, 1)["perf/tflops/teacher"] == 2 * 2 * 50 / 2
-    PASSES["teacher"] = Pass("teacher", PASSES["ref"].keys)
-    assert not flops_metrics({"teacher": cost}, seconds, sizes, 1)
+    sizes = {"matmul_parameters": 1e12, "tutor_matmul_parameters": 2e12}
+    assert flops_metrics({"tutor": cost}, seconds, sizes, 1)["perf/tflops/tutor"] == 2 * 2 * 50 / 2
+    PASSES["tutor"] = Pass("tutor", PASSES["ref"].keys)
+    assert not flops_metrics({"tutor": cost}, seconds, sizes, 1)
 
 
 def test_the_plan_has_its_ranks_and_its_budget(cfg, another):
     cfg.trainer.n_gpus_per_node = cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size = 2
     plan = make_plan(cfg, 100)
-    assert plan.ranks["teacher"] == 1
-    assert plan.budgets["teacher"].max_tokens == 2 * 99
+    assert plan.ranks["tutor"] == 1
+    assert plan.budgets["tutor"].max_tokens == 2 * 99
     text = describe(plan, cfg)
-    assert "at most 198 tokens per data-parallel rank, of which there are 1: teacher" in text
-    assert f"teacher {another}" in " ".join(text.split())
+    assert "at most 198 tokens per data-parallel rank, of which there are 1: tutor" in text
+    assert f"tutor {another}" in " ".join(text.split())
 
 
 def test_its_memory_is_foretold_and_may_rest_on_the_host(cfg):
     plan = make_plan(cfg, 100)
-    spec = specs_of(cfg, get_device("cpu"), plan.passes)["teacher"]
+    spec = specs_of(cfg, get_device("cpu"), plan.passes)["tutor"]
     assert spec[0] is PolicyModel
-    here = forecast(cfg, plan, None, ("teacher", "update_actor"))
+    here = forecast(cfg, plan, None, ("tutor", "update_actor"))
     cfg.actor_rollout_ref.ref.fsdp_config.param_offload = True
-    away = forecast(cfg, plan, None, ("teacher", "update_actor"))
-    assert here["teacher"] == away["teacher"]
-    assert here["teacher"]["activations"] > 0
+    away = forecast(cfg, plan, None, ("tutor", "update_actor"))
+    assert here["tutor"] == away["tutor"]
+    assert here["tutor"]["activations"] > 0
     assert here["update_actor"]["weights"] > away["update_actor"]["weights"]
 
 
 def test_a_full_device_is_told_of_its_offload(cfg):
-    assert (OFFLOAD, ("teacher",)) in list(offloads(cfg))
+    assert (OFFLOAD, ("tutor",)) in list(offloads(cfg))
     assert f"{OFFLOAD}=True" in list(ways_out(cfg, "update_actor", 0.35))
-    assert f"{OFFLOAD}=True" not in list(ways_out(cfg, "teacher", 0.35))
+    assert f"{OFFLOAD}=True" not in list(ways_out(cfg, "tutor", 0.35))
 
 
 def test_its_model_is_looked_at(cfg, another):
@@ -136,7 +136,7 @@ def test_its_model_is_looked_at(cfg, another):
     findings = Findings()
     look_at_models(cfg, findings)
     assert not findings.problems
-    cfg.actor_rollout_ref.ref.model.path = "/no/teacher"
+    cfg.actor_rollout_ref.ref.model.path = "/no/tutor"
     look_at_models(cfg, findings)
     assert [PATH in problem for problem in findings.problems] == [True]
 
@@ -150,24 +150,24 @@ def test_its_tokens_are_those_of_the_policy(cfg, tmp_path):
     assert any(f"{PATH}=" in problem and "that of the policy" in problem for problem in findings.problems)
 
 
-def test_workers_load_it_and_measure_with_it(process_group, teacher, tiny_trainer, changes):
+def test_workers_load_it_and_measure_with_it(process_group, tutor, tiny_trainer, changes):
     trainer = tiny_trainer(**changes)
     samples = trainer.step(1).samples
     worker = trainer.worker
-    assert worker.residency.models["teacher"] is worker.actor.frozen.models["teacher"]
-    assert not any(weight.requires_grad for weight in worker.residency.models["teacher"].parameters())
-    assert trainer.model_sizes["teacher_matmul_parameters"] > trainer.model_sizes["matmul_parameters"]
-    moments = trainer.frozen.log_probs("teacher", c.REF_LOG_PROBS, samples, trainer._lay_out(samples, "teacher"))
-    assert worker.residency.phase == "teacher"
-    assert moments["teacher"].count == samples[c.POLICY_TOKENS].sum()
-    assert moments["teacher"].mean < 0
+    assert worker.residency.models["tutor"] is worker.actor.frozen.models["tutor"]
+    assert not any(weight.requires_grad for weight in worker.residency.models["tutor"].parameters())
+    assert trainer.model_sizes["tutor_matmul_parameters"] > trainer.model_sizes["matmul_parameters"]
+    moments = trainer.frozen.log_probs("tutor", c.REF_LOG_PROBS, samples, trainer._lay_out(samples, "tutor"))
+    assert worker.residency.phase == "tutor"
+    assert moments["tutor"].count == samples[c.POLICY_TOKENS].sum()
+    assert moments["tutor"].mean < 0
     assert not samples.without(c.REF_LOG_PROBS).any()
 
 
-def test_a_role_that_nobody_loads_ends_the_start(process_group, teacher, tiny_trainer, changes, monkeypatch):
+def test_a_role_that_nobody_loads_ends_the_start(process_group, tutor, tiny_trainer, changes, monkeypatch):
     def forgets(self, *_):
         self.models = {}
 
     monkeypatch.setattr(FrozenWorker, "__init__", forgets)
-    with pytest.raises(AssertionError, match=r"nobody loads .*teacher"):
+    with pytest.raises(AssertionError, match=r"nobody loads .*tutor"):
         tiny_trainer(**changes)

@@ -117,7 +117,7 @@ def test_the_exact_kl_equals_the_sum_over_the_vocabulary(make, tiny_model):
     batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     inputs = pack(batch, torch.device("cpu"))
     with torch.no_grad():
-        found = actor.policy(inputs, 0.7, False, actor._reference_states(inputs)).kl
+        found = actor.policy(inputs, 0.7, False, actor._exact_reference.states(inputs)).kl
     shard.reshard(actor.policy)
     plain, theirs = AutoModelForCausalLM.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
     state = {name.removeprefix("model."): p.full_tensor() for name, p in actor.policy.named_parameters()}

@@ -31,6 +31,8 @@ A = "actor_rollout_ref.actor."
 COV = {A + "policy_loss.clip_cov_lb": -100, A + "policy_loss.clip_cov_ub": 100, A + "policy_loss.clip_cov_ratio": 0.1,
        A + "policy_loss.kl_cov_ratio": 0.1, A + "policy_loss.m2_threshold": 0.5}  # fmt: skip
 LORA = {"actor_rollout_ref.model.lora_rank": 3, "actor_rollout_ref.model.target_modules": "[q_proj,v_proj,down_proj]"}
+TEACHER = "distillation."
+EXACT_TEACHER = {TEACHER + "distillation_loss.loss_mode": "jsd", A + "kl_loss_type": "k3"}
 VARIANTS = {
     **{f"loss {name}": {A + "policy_loss.loss_mode": name, **COV} for name in POLICY_LOSSES},
     **{
@@ -44,9 +46,14 @@ VARIANTS = {
     "two copies": {f"{role}.fsdp_config.fsdp_size": 2 for role in (A[:-1], "critic.model")},
     "lora": {**LORA, "critic.model.lora_rank": 3},
     "lora, exact kl": {**LORA, A + "kl_loss_type": "full"},
-}
+    "teacher, exact": EXACT_TEACHER,
+    "teacher, cost of a token": {
+        TEACHER + "distillation_loss.loss_mode": "k1", TEACHER + "distillation_loss.use_policy_gradient": True,
+    },
+    "teacher, alone": {**LORA, **EXACT_TEACHER, TEACHER + "distillation_loss.use_task_rewards": False},
+}  # fmt: skip
 # (processes, those of them that share sequences): the variants that are run so.
-SOME = ["loss clip_cov", "exact kl", "lora"]
+SOME = ["loss clip_cov", "exact kl", "lora", "teacher, exact"]
 CUTS = {
     (1, 1): list(VARIANTS),
     (2, 1): list(VARIANTS),
@@ -55,7 +62,7 @@ CUTS = {
     (4, 2): [*SOME, "two copies"],
 }
 # A loss of the actor's is nothing to the critic, so those variants have none.
-ACTOR_ALONE = {f"loss {name}" for name in POLICY_LOSSES if name != "vanilla"}
+ACTOR_ALONE = {f"loss {name}" for name in POLICY_LOSSES if name != "vanilla"} | {"teacher, alone"}
 CASES = [(*sizes, name) for sizes, names in CUTS.items() if sizes != (1, 1) for name in names]
 # Three prompts with two, three and two answers, which share them where they meet in a micro-batch.
 GROUPS = [0, 0, 1, 1, 1, 2, 2]
@@ -84,6 +91,7 @@ def sample_batch() -> Batch:
         "old_log_probs": old,
         "ref_log_probs": old.like(old.values + 0.1 * torch.randn(len(old.values))), "loss_mask": old.like(mask.bool()),
         "is_weights": old.like(torch.rand(len(old.values)) + 0.5), "advantage": torch.randn(7),
+        "teacher_log_probs": old.like(old.values + 0.3 * torch.randn(len(old.values))),
         "sample_id": torch.arange(7),
         **columns,
     })  # fmt: skip
@@ -94,6 +102,8 @@ def run_variant(folder: Path, name: str, group: int) -> tuple[dict, list[torch.T
     """(metrics, gradients of every optimizer step) of actor and critic. group: ranks that share sequences."""
     estimator, changes = "grpo" if name in ACTOR_ALONE else "gae", VARIANTS[name]
     changes = {A + "ulysses_sequence_parallel_size": group, "critic.ulysses_sequence_parallel_size": group} | changes
+    if any(key.startswith(TEACHER) for key in changes):
+        changes |= {TEACHER + "enabled": True, TEACHER + "teacher.model.path": folder / "teacher"}
     keys = {name.replace(".", "__"): value for name, value in changes.items()}
     files = (folder / "none", folder / "none")
     cfg = load_config(small_run(folder / "model", files, folder, algorithm__adv_estimator=estimator, **keys)).config
@@ -150,6 +160,7 @@ def found(tmp_path_factory):
     """By number of processes, of those that share sequences, and variant: what came of it."""
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_model(folder / "model", heads=4, kv_heads=2)
+    save_tiny_model(folder / "teacher", heads=4, kv_heads=2, seed=7, width=64)
     for world in (1, 2, 4):
         run_on_ranks(rank_main, world, folder)
     files = [torch.load(folder / f"world_{world}.pt", weights_only=False) for world in (1, 2, 4)]

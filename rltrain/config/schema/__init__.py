@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rltrain.config.schema.algorithm import AlgorithmConfig, KLKind
+from rltrain.config.schema.distillation import DistillationConfig
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import (
@@ -322,6 +323,8 @@ class Config:
     """Actor, rollout engine and reference."""
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     """Advantages."""
+    distillation: DistillationConfig = section(DistillationConfig, only_with=TRAINS)
+    """A teacher."""
     critic: CriticConfig = section(CriticConfig, only_with=WITH_CRITIC)
     """Value function (gae)."""
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, only_with=_WITH_SCORER)

@@ -19,6 +19,9 @@ _DEFAULT_ROUNDS = 100
 # Metrics that dynamic sampling compares whatever a scorer returns.
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 _ADAPTIVE = "type=adaptive"
+REWARDED = {
+    "distillation.is_alone=False": "distillation.distillation_loss.use_task_rewards=False learns from the teacher alone"
+}
 _WEIGHS = {
     "bypass_mode=False or loss_type=reinforce": (
         "with bypass_mode and loss_type=ppo_clip the ratio itself is taken against the engine"
@@ -156,7 +159,7 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """How advantages come from rewards."""
 
-    adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True)
+    adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True, only_with=REWARDED)
     """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, maxrl, lite_ppo,
     optimal_token_baseline, grpo_passk, gpg, gpg_paper, gdpo, turn_rloo and gigpo (over turns), or your own:
     FILE.py:NAME. grpo_vectorized and rloo_vectorized are grpo and rloo."""

@@ -21,6 +21,8 @@ ESTIMATOR_KEY = "algorithm.adv_estimator"
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
 # What algorithm.rollout_correction.loss_type=reinforce computes: the plain policy gradient.
 REINFORCE_LOSS = "gpg"
+# What the cost of a token by a teacher goes through (distillation_loss.use_policy_gradient), as in verl.
+TEACHER_LOSS = "vanilla"
 # How token losses become one where neither the user nor the loss says so.
 TOKEN_MEAN = "token-mean"
 _ANSWER_MEAN = "seq-mean-token-mean"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rltrain.config.schema.algorithm import REWARDED
 from rltrain.config.schema.fields import key
 
 # tracker -> the package it needs. The file is metrics.jsonl.
@@ -13,7 +14,7 @@ LOGGERS = {
     "swanlab": "swanlab", "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
 }  # fmt: skip
 
-WITH_CRITIC = {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
+WITH_CRITIC = REWARDED | {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
 EPOCH = "epoch"
 _SAVES = {
     "save_at_end or save_freq>0 or save_freq=epoch": "trainer.save_at_end and save_freq are off, so nothing is saved"

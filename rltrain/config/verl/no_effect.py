@@ -83,6 +83,17 @@ NO_EFFECT = {
     "critic.model.tokenizer_path": "the critic reads the actor's tokens",
     "critic.model.hf_config_path": "the configuration is read from critic.model.path",
     "critic.model.custom_chat_template": "the critic reads the actor's tokens",
+    **dict.fromkeys(
+        ("distillation.n_gpus_per_node", "distillation.nnodes", "distillation.teacher_models.*.num_replicas"),
+        "the teacher shares the devices of the run",
+    ),
+    "distillation.teacher_key": "one teacher judges all prompts",
+    "distillation.teacher_models.*.key": "one teacher judges all prompts",
+    "distillation.teacher_models.*.inference.*": "the teacher reads answers as the reference does, without an engine",
+    **dict.fromkeys(
+        ("distillation.distillation_loss.topk", "distillation.distillation_loss.tail_mass_eps"),
+        "all tokens of the vocabulary are compared, or the one that was drawn",
+    ),
     "reward.reward_manager.module.path": "see custom_reward_function",
     "reward.reward_manager.module.name!=custom_reward_manager": "see custom_reward_function",
     "reward_manager.module.path": "see custom_reward_function",

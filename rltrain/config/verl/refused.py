@@ -25,6 +25,8 @@ _MANAGER = (
     "for an answer as a function (custom_reward_function.path and name), or for many with "
     "reward_model.reward_manager=batch"
 )
+_TEACHER_LOSS = "distillation.distillation_loss."
+_ONE_TEACHER = "one teacher judges all prompts: name it with distillation.teacher.model.path"
 _LR_NAMES = "this is Megatron's name: use optim.lr_scheduler_type, lr_warmup_steps and min_lr_ratio"
 # Of rows of NO_EFFECT beside other settings. A reward model's server with a function of the user's own: in verl that
 # function asks the server.
@@ -96,6 +98,15 @@ REFUSED = {
         f"data.{name}!=${{{_R}multi_turn.{name}}}": _SHOWN.format(name)
         for name in ("tool_config_path", "function_tool_path")
     },
+    _TEACHER_LOSS + "policy_loss_mode!=vanilla": "the cost of a token goes through PPO's loss (vanilla): leave it out",
+    _TEACHER_LOSS + "kd_temperature!=1": "both distributions are those of actor_rollout_ref.rollout.temperature: leave "
+    "it out",
+    **{
+        f"{_TEACHER_LOSS}{name}!=0.2|${{{_A}actor.{name}}}": f"the clip is the actor's: use {_A}actor.{name}"
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+    },
+    **{f"distillation.{name}.*": _ONE_TEACHER for name in ("privileged_context", "teacher_selection")},
+    "distillation.teacher_models.*.model_path": _ONE_TEACHER,
     "*reward_manager.source!=register": _MANAGER,
     "reward_model.reward_manager=limited|rate_limited": "use naive: at most reward.num_workers answers are scored at "
     "once, and a limit on requests belongs into your function; of a model as "
@@ -124,11 +135,6 @@ REFUSED = {
 # out). Where the switch is off, the section says nothing.
 SECTIONS = {
     "async_training.*": ("", _SYNCHRONOUS),
-    "distillation.*": (
-        "enabled",
-        "a teacher is not in this version: leave it out; the exact KL to a fixed model is "
-        "actor_rollout_ref.actor.kl_loss_type=full",
-    ),
     "*.megatron.*": ("", _FSDP + "leave Megatron's keys out, or see --help {fsdp}"),
     "data.datagen.*": ("path", "rows are read once, before the first step: make them in a class of data.custom_cls"),
     "*.veomni.*": ("", _LEAVE),

@@ -49,6 +49,10 @@ ALIASES = {
         for old, new in SHARDING.items()
         for name in ("dtype", "mixed_precision.param_dtype")
     },
+    **{
+        f"distillation.{name}": "distillation.teacher.model.path"
+        for name in ("teacher_models.teacher_model.model_path", "teacher_model.model_path", "teacher_model.path")
+    },
     "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
     "critic.fsdp.": "critic.model.fsdp_config.",
     "critic.model.fsdp_config.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",

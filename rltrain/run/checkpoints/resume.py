@@ -23,6 +23,7 @@ from rltrain import __version__
 from rltrain.base.errors import CheckpointError
 from rltrain.base.logs import count, waiting
 from rltrain.base.storage import patiently
+from rltrain.config.passes import has_critic
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.controller.group import WorkerGroup
@@ -123,7 +124,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
                 return find_start(cfg, run, dataset, images=images)
             _refuse_other_run(cfg, folder, record, dataset, images)
         # Asked here, because the workers would find it out only after the models are loaded.
-        needs_critic = cfg.algorithm.needs_critic and not cfg.trainer.val_only
+        needs_critic = has_critic(cfg) and not cfg.trainer.val_only
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(
                 f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "

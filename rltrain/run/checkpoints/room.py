@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rltrain.base.errors import DiskError
+from rltrain.config.passes import has_critic
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
 
@@ -24,7 +25,7 @@ _BY_TIME = 2
 
 def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
     """Estimated size of a checkpoint: float32 weights and two moments per trained weight, and the exported model."""
-    critic = 12 * num_parameters if cfg.algorithm.needs_critic else 0
+    critic = 12 * num_parameters if has_critic(cfg) else 0
     exports = "hf_model" in cfg.actor_rollout_ref.actor.checkpoint.save_contents
     return 12 * num_trained + critic + (4 * num_parameters if exports else 0)
 

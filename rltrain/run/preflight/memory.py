@@ -223,6 +223,11 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
         if passes.exact_kl_in_loss:
             # The reference's embedding and head stay gathered beside the update.
             own["gathered"] += forward("update_actor", "ref")["gathered"]
+        if passes.exact_teacher:
+            # So do the teacher's. Its layers compute before the policy's, and may hold more.
+            teacher = forward("update_actor", "teacher")
+            own["gathered"] += teacher["gathered"]
+            own["activations"] = max(own["activations"], teacher["activations"])
         if passes.images_in_training and plan.images:
             own["activations"] += _of_tower(policy.spec, plan)
         return own

@@ -10,6 +10,7 @@ from typing import Any
 from rltrain.base.device import get_device
 from rltrain.base.errors import RltrainError
 from rltrain.config.budgets import budget_problems, smaller
+from rltrain.config.passes import has_critic
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
@@ -157,7 +158,7 @@ def _again(cfg: Config, plan: Plan, size: int, phases: Sequence[str]) -> dict[st
 
 def _changes(cfg: Config) -> Iterator[dict[str, Any]]:
     """Settings that need less memory, the ones that cost least time first; of one key the largest first."""
-    roles, critic = cfg.actor_rollout_ref, cfg.algorithm.needs_critic
+    roles, critic = cfg.actor_rollout_ref, has_critic(cfg)
     switches = ["actor_rollout_ref.model.enable_gradient_checkpointing", *(key for key, _ in offloads(cfg))]
     yield from ({key: True} for key in (f"{_R}free_cache_engine", *switches) if get(cfg, key) is False)
     for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):

@@ -89,6 +89,11 @@ def look_at_images(cfg: Config, found: Findings) -> None:
             # Where nobody has asked for images of tools, there may be none.
             asked = cfg.actor_rollout_ref.rollout.multi_turn.images
             (found.problems if asked else found.notes).append(problem)
+        if cfg.distillation.enabled and passes.images_in_training:
+            found.problems.append(
+                "distillation.enabled=True: prompts have images, and a teacher reads texts alone in this version. "
+                "Leave distillation out, or train on texts."
+            )
         if cfg.reward_model.enable:
             found.notes.append("the reward model reads texts alone; where a prompt has an image it reads <image>")
     elif cfg.actor_rollout_ref.actor.freeze_vision_tower:
@@ -248,6 +253,12 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
             "are others, so a KL to it means nothing. Use a model with the policy's tokenizer."
         )
     size, policy_size = config.get_text_config().vocab_size, encoder.model_vocab_size
+    if spec.role == ROLES["teacher"].section and passes.exact_teacher and policy_size and size < policy_size:
+        yield (
+            f"{named} knows {size:,} tokens and the policy {policy_size:,}, and loss_mode="
+            f"{cfg.distillation.distillation_loss.loss_mode} compares all of the policy's. Use "
+            "distillation.distillation_loss.loss_mode=k3, or a teacher of at least as many."
+        )
     is_compared = spec.role == ROLES["ref"].section and (passes.exact_kl_in_loss or passes.exact_kl_in_reward)
     if is_compared and policy_size and size != policy_size:
         yield (

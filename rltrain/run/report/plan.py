@@ -8,6 +8,7 @@ from rltrain.config.budgets import PassBudget, judge_lengths
 from rltrain.config.notes import compares_nothing
 from rltrain.config.passes import PASSES, ROLES, Role, updates_of
 from rltrain.config.schema import Config
+from rltrain.config.schema.declarations import TOKEN_MEAN
 from rltrain.config.schema.keys import get
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import specs_of
@@ -16,12 +17,11 @@ from rltrain.trainer.plan import ImageSizes, Plan, devices_per_copy
 
 def describe(plan: Plan, config: Config) -> str:
     """The plan in words and numbers."""
-    rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    alone = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
+    rollout = config.actor_rollout_ref.rollout
     if not plan.passes.trains:
         return _table(_evaluation(plan, config))
     rows = [
-        ("algorithm", f"{config.algorithm.adv_estimator} advantages{alone}, {loss} loss, {plan.passes.aggregation}"),
+        ("algorithm", _algorithm(plan, config)),
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
         ("data-parallel", f"{plan.ranks['actor']} (sequence-parallel {plan.sequence_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
@@ -42,6 +42,18 @@ def describe(plan: Plan, config: Config) -> str:
         ("saving", _saving(plan, config)),
     ]  # fmt: skip
     return _table(rows)
+
+
+def _algorithm(plan: Plan, config: Config) -> str:
+    """What is learnt from."""
+    actor, teacher = config.actor_rollout_ref.actor, config.distillation.distillation_loss
+    distance = f"{teacher.loss_mode} to the teacher" + " as a cost of each token" * teacher.use_policy_gradient
+    if config.distillation.is_alone:
+        return f"{distance} alone, {actor.loss_agg_mode or TOKEN_MEAN}"
+    alone = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
+    beside = f", and {teacher.distillation_loss_coef:g} x {distance}" if config.distillation.enabled else ""
+    estimator, loss = config.algorithm.adv_estimator, actor.policy_loss.loss_mode
+    return f"{estimator} advantages{alone}, {loss} loss, {plan.passes.aggregation}{beside}"
 
 
 def _evaluation(plan: Plan, config: Config) -> list[tuple[str, str]]:

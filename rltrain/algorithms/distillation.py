@@ -1,0 +1,128 @@
+"""Distillation: how far the policy is from a teacher at every token, and the loss of that (Agarwal et al. 2024, GKD).
+
+Notation: p the policy's distribution over the vocabulary, q the teacher's, y the token that was drawn from p. A
+divergence gets a chunk of tokens with all their log-probs, and says its gradient by hand: the logits of all tokens do
+not exist (`models.head`). Left out: the part of the gradient that goes through which answers are drawn, as in GKD.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.kl import kl_per_token
+from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
+from rltrain.config.schema import ActorConfig
+from rltrain.config.schema.declarations import TEACHER_LOSS
+from rltrain.config.schema.distillation import DistillationLossConfig
+
+
+class Divergence(Protocol):
+    """A distance D of p from q, token by token; log_p and log_q are [tokens, vocabulary]."""
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """(D, what `gradient` needs to know of each token), both [tokens]."""
+
+    def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
+        """dD / dz [tokens, vocabulary], where p = softmax(z). May write into ``log_q``."""
+
+
+class ReverseKL:
+    """KL(p || q) = sum_v p (log p - log q);  dD / dz = p (log p - log q - KL)."""
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        kl = torch.linalg.vecdot(log_p.exp(), log_p - log_q)
+        return kl, kl
+
+    def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return log_q.add_(kept[:, None]).sub_(log_p).mul_(log_p.exp()).neg_()
+
+
+class ForwardKL:
+    """KL(q || p) = sum_v q (log q - log p);  dD / dz = p - q."""
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        kl = torch.linalg.vecdot(log_q.exp(), log_q - log_p)
+        return kl, kl
+
+    def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return log_p.exp().sub_(log_q.exp_())
+
+
+@dataclass(frozen=True)
+class JSD:
+    """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p   (Agarwal et al. 2024, eq. 1).
+
+    dD / dz = (1 - beta) p (log p - log m - KL(p || m)).
+    """
+
+    beta: float
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        log_m = self._log_mean(log_p, log_q)
+        of_p = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
+        of_q = torch.linalg.vecdot(log_q.exp(), log_q - log_m)
+        return self.beta * of_q + (1 - self.beta) * of_p, of_p
+
+    def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
+        """See `Divergence`."""
+        log_m = self._log_mean(log_p, log_q)
+        return log_m.add_(kept[:, None]).sub_(log_p).mul_(log_p.exp()).mul_(self.beta - 1)
+
+    def _log_mean(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return torch.logaddexp(log_q + math.log(self.beta), log_p + math.log1p(-self.beta))
+
+
+def divergence_of(cfg: DistillationLossConfig) -> Divergence:
+    """That of an exact ``loss_mode``."""
+    if cfg.loss_mode == "jsd":
+        return JSD(cfg.jsd_beta)
+    return ReverseKL() if cfg.loss_mode == "reverse_kl" else ForwardKL()
+
+
+@dataclass(frozen=True)
+class TeacherLoss:
+    """What a teacher says of the tokens of a micro-batch."""
+
+    cfg: DistillationLossConfig
+    log_probs: Tensor | None = None
+    """log q(y) [tokens], where the distance is an estimate."""
+    divergence: Tensor | None = None
+    """D [tokens], differentiable in the policy, where it is exact."""
+
+    def token_losses(
+        self, inputs: PolicyLossInputs, actor: ActorConfig, weights: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses [tokens], and per-token statistics [tokens].
+
+        weights: importance weights of a policy loss, which the distance as a cost goes through.
+        """
+        distances, statistics = self._distances(inputs)
+        if (limit := self.cfg.loss_max_clamp) is not None:
+            distances = distances.clamp(-limit, limit)
+        if not self.cfg.use_policy_gradient:
+            return distances, statistics
+        # Lu et al. 2025: the advantage of a token is minus what the teacher says it costs.
+        costs = PolicyLossInputs(inputs.log_probs, inputs.old_log_probs, -distances.detach(), inputs.mask)
+        losses = find_policy_loss(TEACHER_LOSS).function(costs, actor).token_losses
+        return losses if weights is None else losses * weights, statistics
+
+    def _distances(self, inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.divergence is not None:
+            kl = {"distillation/kl": self.divergence.detach()} if self.cfg.loss_mode == "reverse_kl" else {}
+            return self.divergence, kl
+        assert self.log_probs is not None
+        log_p, log_q, least = inputs.log_probs, self.log_probs, self.cfg.log_prob_min_clamp
+        statistics = {"distillation/kl": (log_p - log_q).detach()}
+        if least is not None:
+            log_p, log_q = log_p.clamp(min=least), log_q.clamp(min=least)
+        return kl_per_token(log_p, log_q, self.cfg.loss_mode), statistics

@@ -1,0 +1,97 @@
+"""Keys under distillation: a teacher whose distribution the policy learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rltrain.config.schema.fields import key, section
+from rltrain.config.schema.model import ACTOR, OffloadConfig
+
+# Divergences over the whole vocabulary; every other loss_mode is an estimate from the token that was drawn.
+EXACT = ("reverse_kl", "forward_kl", "jsd")
+# log pi - log q itself: its gradient in pi does not know the teacher.
+WITHOUT_TEACHER = ("kl", "k1")
+_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
+_OF_ESTIMATES = {
+    f"distillation.distillation_loss.loss_mode!={'|'.join(EXACT)}": (
+        "whole distributions are compared within the update, which runs the teacher"
+    )
+}
+
+
+@dataclass
+class DistillationLossConfig:
+    """How far the policy is from the teacher, and what of it is a loss."""
+
+    loss_mode: str = key("k3", among=(*EXACT, *_ESTIMATES))
+    """Over the whole vocabulary: reverse_kl, forward_kl, jsd. From the token that was drawn: the names of
+    actor.kl_loss_type but full."""
+    jsd_beta: float = key(0.5, over=0, only_with="loss_mode=jsd")
+    """jsd: weight of the teacher in the mean of both, below 1. Near 0 it goes like forward_kl, near 1 like
+    reverse_kl."""
+    use_task_rewards: bool = True
+    """Learn from rewards too. False: from the teacher alone, and the advantage estimator does not run."""
+    distillation_loss_coef: float = key(1.0, least=0, only_with="use_task_rewards")
+    """Weight of the distance beside the policy loss."""
+    use_policy_gradient: bool = False
+    """The distance is a cost of the token that was drawn (its advantage is minus that, in PPO's loss with the actor's
+    clip); False: it is a loss that is differentiated."""
+    loss_max_clamp: float | None = key(None, over=0)
+    """Distances beyond +- this count as this, and have no gradient; null: no limit."""
+    log_prob_min_clamp: float | None = key(None, most=0, only_with=_OF_ESTIMATES)
+    """Log-probs of both models below this count as this; null: no limit."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether whole distributions are compared, and not the token that was drawn."""
+        return self.loss_mode in EXACT
+
+
+@dataclass
+class TeacherModelConfig:
+    """The weights of the teacher."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name of a model with the policy's tokenizer (verl's
+    teacher_models.teacher_model.model_path)."""
+
+
+@dataclass
+class TeacherConfig:
+    """The teacher, sharded and computed like the actor. Its budgets follow the actor's unless set."""
+
+    model: TeacherModelConfig = section(TeacherModelConfig)
+    """Model."""
+    fsdp_config: OffloadConfig = section(OffloadConfig)
+    """Sharding; param_offload keeps the teacher in host memory while nobody asks it."""
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_OF_ESTIMATES)
+    """Samples per forward on one device; null: as the actor's."""
+    log_prob_use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_OF_ESTIMATES)
+    """As actor.use_dynamic_bsz."""
+    log_prob_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_OF_ESTIMATES)
+    """Tokens per forward on one device; null: as the actor's."""
+    ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
+    """Devices that share each sequence. It may differ from the actor's, except where whole distributions are
+    compared."""
+
+
+@dataclass
+class DistillationConfig:
+    """On-policy distillation: answers are the policy's own, and a teacher judges every token of them."""
+
+    enabled: bool = False
+    """Learn from a teacher."""
+    teacher: TeacherConfig = section(TeacherConfig, only_with="enabled")
+    """Teacher."""
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig, only_with="enabled")
+    """Loss."""
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether the policy's whole distribution is compared with the teacher's, within the update."""
+        return self.enabled and self.distillation_loss.is_exact
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing is learnt from rewards."""
+        return self.enabled and not self.distillation_loss.use_task_rewards

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rltrain.config.schema.algorithm import REWARDED
 from rltrain.config.schema.declarations import POLICY_LOSSES
 from rltrain.config.schema.fields import key, section
 
-# For whatever belongs to the loss of `loss_mode`.
-POLICY_LOSS = {
+# For whatever belongs to the loss of `loss_mode`; a policy that learns from a teacher alone has none.
+POLICY_LOSS = REWARDED | {
     "algorithm.rollout_correction.bypass_mode=False or algorithm.rollout_correction.loss_type=ppo_clip": (
         "rollout_correction.loss_type=reinforce is a policy loss of its own"
     )

@@ -16,7 +16,6 @@ from torch import Tensor
 from rltrain.algorithms.advantages import OutcomeInputs, TurnInputs, find_estimator
 from rltrain.algorithms.groups import SCORE_ROUNDING
 from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
-from rltrain.algorithms.moments import Moments
 from rltrain.algorithms.normalisation import normalise, shaped_reward
 from rltrain.base.columns import names as c
 from rltrain.base.columns.ragged import Ragged
@@ -57,6 +56,8 @@ class Advantages:
         """A(x, y) of every sample, as ``advantage`` [n]; 0 for those that are left out, of which layout has none, and
         for all of them where nothing is learnt from rewards.
 
+        Whole answers and turns are compared with all that a baseline may know of (``uncompared``), left out or not.
+
         A token estimator also leaves the columns ``advantages`` and ``returns``, and one of turns ``advantages``;
         ``advantage`` is then the mean over the answer, and the whitening returned is applied where the advantages enter
         the loss.
@@ -64,10 +65,13 @@ class Advantages:
         if not self._passes.rewarded:
             samples.update({c.ADVANTAGE: np.zeros(len(samples))})
             return Whitening(), {}
-        # Kept here, because `_kl_penalty` below sets the weight of the next step.
+        # Kept here, because `_kl_penalty` sets the weight of the next step.
         coef = self.kl_coef
         samples.update({c.REWARD: shaped_reward(samples[c.SCORE], self._cfg.algorithm)})
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
+        if samples[c.LEFT_OUT].all():
+            samples.update({c.ADVANTAGE: np.zeros(len(samples)), c.SIGNAL: np.zeros(len(samples), dtype=bool)})
+            return Whitening(), metrics | m.outcome_advantage_metrics(samples)
         if self._passes.estimator.per_turn:
             return Whitening(), metrics | self._of_turns(samples, policy, layout, coef)
         if self._passes.token_advantages:
@@ -81,10 +85,7 @@ class Advantages:
             # Tokens stay as they are in the store: two numbers travel with the update instead of a second copy of the
             # column.
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
-        there = np.flatnonzero(~samples[c.LEFT_OUT])
-        if not len(there):
-            samples.update({c.ADVANTAGE: np.zeros(len(samples))})
-            return Whitening(), metrics | m.outcome_advantage_metrics(samples)
+        there = np.flatnonzero(~samples[c.UNCOMPARED])
         terms = {
             name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error)[there])
             for name in self._cfg.algorithm.gdpo_reward_keys
@@ -100,22 +101,18 @@ class Advantages:
         advantages = normalise(advantages.double(), groups, lengths, self._cfg.algorithm.adv_norm)
         values = np.zeros(len(samples))
         values[there] = advantages.numpy()
-        samples.update({c.ADVANTAGE: values})
+        samples.update({c.ADVANTAGE: np.where(samples[c.LEFT_OUT], 0.0, values)})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)
 
     def _of_turns(self, samples: Samples, policy: Policy, layout: Layout, coef: float) -> Metrics:
-        there = np.flatnonzero(~samples[c.LEFT_OUT])
-        moments: dict[str, Moments] = {}
-        if len(there):
-            paid, states = (_ragged(samples[name][there]) for name in (c.TURN_REWARDS, c.TURN_STATES))
-            paid = paid.like(paid.values * self._cfg.algorithm.reward_scaling)
-            rewards = with_rest(paid, torch.from_numpy(samples[c.REWARD][there]))
-            groups, rounding = torch.from_numpy(samples[c.GROUP][there]), self._rounding(samples, coef)[there]
-            inputs = TurnInputs(rewards, states, groups, torch.from_numpy(rounding))
-            advantages = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
-            moments = policy.spread_over_turns(samples, layout, _of_ranks(samples, layout, advantages, there))
-        nothing = {c.SIGNAL: np.zeros(len(samples), dtype=bool), c.ADVANTAGE: np.zeros(len(samples))}
-        samples.update({name: samples.numbers.get(name, zeros) for name, zeros in nothing.items()})
+        there = np.flatnonzero(~samples[c.UNCOMPARED])
+        paid, states = (_ragged(samples[name][there]) for name in (c.TURN_REWARDS, c.TURN_STATES))
+        paid = paid.like(paid.values * self._cfg.algorithm.reward_scaling)
+        rewards = with_rest(paid, torch.from_numpy(samples[c.REWARD][there]))
+        groups, rounding = torch.from_numpy(samples[c.GROUP][there]), self._rounding(samples, coef)[there]
+        inputs = TurnInputs(rewards, states, groups, torch.from_numpy(rounding))
+        advantages = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
+        moments = policy.spread_over_turns(samples, layout, _of_ranks(samples, layout, advantages, there))
         return m.token_advantage_metrics(moments, 0.0, 1.0)
 
     def _kl_penalty(self, samples: Samples) -> Metrics:
@@ -169,7 +166,7 @@ def whole_groups(layout: Layout, groups: Ids) -> Layout:
 
 
 def _of_ranks(samples: Samples, layout: Layout, advantages: Ragged, ids: Ids) -> list[TurnAdvantages]:
-    """advantages: per turn of the samples ``ids``, which ascend and are all that the layout has."""
+    """advantages: per turn of the samples ``ids``, which ascend; the layout has no others."""
     return [
         TurnAdvantages(
             advantages.select(np.searchsorted(ids, of_rank)).values.numpy(),

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain.algorithms.aggregation import Denominators
 from rltrain.base.errors import NonFiniteError, RewardError, SyncError
 from rltrain.base.logs import count
 from rltrain.config.notes import compares_nothing
@@ -76,6 +78,17 @@ class Alarms:
         if self._equal_steps == _EQUAL_STEPS_TOLD:
             log.warning("%s (trainer.collapse_steps=N stops such a run)", text)
         return {"reward/equal_steps": float(self._equal_steps)}
+
+    def empty(self, role: str, counts: Sequence[Denominators]) -> Metrics:
+        """Warn of mini-batches without a loss token, from which no optimizer step is made (`Updater`)."""
+        number = sum(not count.tokens for count in counts)
+        if number:
+            log.warning(
+                "%s: %d of %d mini-batches have no token that counts in the loss, so no optimizer step was made from "
+                "them: their answers were cut (algorithm.mask_truncated), have failed, or were rejected "
+                "(algorithm.rollout_correction.rollout_rs)", role, number, len(counts)
+            )  # fmt: skip
+        return {f"{role}/steps_empty": float(number)}
 
     def restore(self, metrics: Metrics) -> None:
         """Go on from the step that had ``metrics``."""

@@ -204,7 +204,8 @@ class Experience:
             refuse_failures(greedy, self._policy.failure)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
             # Without its baseline an answer cannot be judged.
-            samples.update({c.LEFT_OUT: samples[c.LEFT_OUT] | failed_of(greedy).repeat(n)})
+            failed = failed_of(greedy).repeat(n)
+            samples.update({name: samples[name] | failed for name in (c.LEFT_OUT, c.UNCOMPARED)})
 
 
 def _without_failed(values: NDArray[np.float64], failed: NDArray[np.bool_], n: int) -> NDArray[np.float64]:

@@ -1,6 +1,9 @@
-"""Trajectories that could not go on, through no fault of the policy: no loss and no baseline knows of them.
+"""Answers that no loss knows of: those that could not go on, and with `algorithm.mask_truncated` those that were cut.
 
-A process that died or a server that is gone says nothing of an answer, and a score of 0 for it would be learnt from.
+A process that died or a server that is gone says nothing of an answer, and a score of 0 for it would be learnt from: no
+baseline knows of it either. What is cut has no end that could be judged, but its reward is what the policy earns on the
+prompt as it is: it stays in the baseline, as in DAPO (Yu et al. 2025, section 3.4), which a group of the rest alone
+would put too high.
 """
 
 from __future__ import annotations
@@ -35,17 +38,22 @@ def failed_of(samples: Samples) -> NDArray[np.bool_]:
     return samples.numbers.get(c.AGENT_FAILED, np.zeros(len(samples), dtype=bool)).astype(bool)
 
 
-def left_out(samples: Samples, *, compares: bool) -> NDArray[np.bool_]:
-    """The samples [n] that nothing learns from.
+def left_out(
+    samples: Samples, *, compares: bool, mask_truncated: bool = False, by_token: bool = False
+) -> dict[str, NDArray[np.bool_]]:
+    """``left_out`` [n], of which no loss knows, and ``uncompared`` [n], of which no baseline does either.
 
     compares: an estimator compares the answers to a prompt, so one whose fellows have all failed says nothing.
+    mask_truncated: answers that were cut at the limit leave the loss; by_token: of an estimator that compares tokens
+    they leave the baseline too, which it weighs by their gradients.
     """
     failed = failed_of(samples)
-    if not (compares and failed.any()):
-        return failed
-    groups = samples[c.GROUP]
-    left, size = np.bincount(groups[~failed], minlength=groups.max() + 1), np.bincount(groups)
-    return failed | ((left[groups] == 1) & (size[groups] > 1))
+    failed = failed | samples[c.TRUNCATED] if mask_truncated and by_token else failed
+    if compares and failed.any():
+        groups = samples[c.GROUP]
+        left, size = np.bincount(groups[~failed], minlength=groups.max() + 1), np.bincount(groups)
+        failed |= (left[groups] == 1) & (size[groups] > 1)
+    return {c.LEFT_OUT: failed | samples[c.TRUNCATED] if mask_truncated else failed, c.UNCOMPARED: failed}
 
 
 def present(samples: Samples) -> Samples:

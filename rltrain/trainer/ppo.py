@@ -104,7 +104,8 @@ class PPOTrainer:
             # Before any update: a run that stops here still has the weights of the step before.
             self._alarms.damaged(metrics)
             compares = passes.rewarded and (passes.estimator.compares or not passes.estimator.per_token)
-            samples.update({c.LEFT_OUT: left_out(samples, compares=compares)})
+            masks, by_token = self.cfg.algorithm.mask_truncated, passes.estimator.per_token
+            samples.update(left_out(samples, compares=compares, mask_truncated=masks, by_token=by_token))
             if passes.rewarded:
                 record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
             if overlap:
@@ -129,6 +130,7 @@ class PPOTrainer:
                     record.layouts["values"] = layout = self._lay_out(samples, "values")
                     self.critic.values(samples, layout)
             with timer("adv"):  # A(x, y)
+                samples.update({c.LOSS_TOKENS: np.where(samples[c.LEFT_OUT], 0, samples[c.LOSS_TOKENS])})
                 # Estimators have no micro-batches. The layout says on which rank an answer's tokens are put together,
                 # and the report measures on it how evenly tokens are spread.
                 there = np.flatnonzero(~samples[c.LEFT_OUT])
@@ -218,7 +220,7 @@ class PPOTrainer:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
         # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
         record.measured = join([record.measured, join(result.measured for result in results)])
-        self._skipped("actor", results, record, held)
+        self._skipped("actor", results, record, held, counts)
 
     def _update_critic(self, critic: Critic, samples: Samples, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.critic, record.step
@@ -233,16 +235,19 @@ class PPOTrainer:
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
         record.metrics["critic/lr"] = rate
-        self._skipped("critic", results, record, held)
+        self._skipped("critic", results, record, held, counts)
 
     def _steps_held(self, role: str) -> int:
         """Steps of the run so far in which ``role`` made no optimizer step, so that its schedule did not move."""
         return int(self._metrics.get(f"{role}/steps_held", 0))
 
-    def _skipped(self, role: str, results: Sequence[UpdateNumbers], record: StepRecord, held: int) -> None:
-        """Tell of optimizer steps that were not made, and stop where they are too many. held: `_steps_held` before."""
+    def _skipped(
+        self, role: str, results: Sequence[UpdateNumbers], record: StepRecord, held: int, counts: Sequence[Denominators]
+    ) -> None:
+        """Tell of optimizer steps that were not made, and stop where they are too many. held: `_steps_held` before. counts: of
+        the mini-batches."""
         self._alarms.overflowed(role, record.metrics)
-        record.metrics |= self._alarms.skipped(role, record.metrics)
+        record.metrics |= self._alarms.skipped(role, record.metrics) | self._alarms.empty(role, counts)
         if held := held + (results[0].num_made == 0):
             record.metrics[f"{role}/steps_held"] = float(held)
 
@@ -268,6 +273,8 @@ class PPOTrainer:
         metrics |= m.sample_metrics(seen, cfg.data.max_prompt_length) | m.turn_metrics(
             samples, cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
         )
+        if cfg.algorithm.mask_truncated:
+            metrics["response/truncated_masked"] = float(seen[c.TRUNCATED].sum())
         metrics |= m.reward_metrics(seen, accuracy(seen), weighted=bool(cfg.reward.weights))
         spread = rank_tokens(record.layouts["adv"], num_tokens(samples))
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)

@@ -134,10 +134,12 @@ class Updater:
         *sums, grad_norm = torch.cat([health, own_norm[None]]).tolist()
         finite, overflowed = all(map(math.isfinite, sums)), False
         if finite:
-            self.optimizer.step()
-            self.num_steps += 1
-            if self.loss_scale:
-                self.loss_scale.made()
+            # Without a loss token there is nothing to learn, and momentum and decay would move the weights.
+            if mini.denominators.tokens:
+                self.optimizer.step()
+                self.num_steps += 1
+                if self.loss_scale:
+                    self.loss_scale.made()
         elif self.loss_scale and math.isfinite(sums[0]) and self.loss_scale.lower():
             overflowed = True
         elif self._trainer.on_nonfinite == "stop":

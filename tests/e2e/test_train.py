@@ -144,6 +144,24 @@ def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
         assert (other.get("perf/overlap_share", 0.0) > 0) == ("trainer__overlap" in changes)
 
 
+@pytest.mark.long
+def test_cut_answers_leave_the_loss_of_two_processes_as_of_one(tiny_model, arithmetic_files, tmp_path):
+    folders = []
+    for number in (1, 2):
+        folders.append(tmp_path / f"{number}")
+        changes = {
+            "trainer__n_gpus_per_node": number,
+            "algorithm__mask_truncated": True,
+            "data__max_response_length": 4,
+        }
+        assert main(small_run(tiny_model, arithmetic_files, folders[-1], **changes, trainer__save_freq=2)) == 0
+    start = load_file(tiny_model / "model.safetensors")
+    assert distance(*(moved(start, weights(folder, 2)) for folder in folders)) < 1e-4
+    for one, other in zip(*map(read_metrics, folders), strict=True):
+        assert one["actor/loss"] == pytest.approx(other["actor/loss"], abs=1e-5)
+        assert 0 < one["response/truncated_masked"] == other["response/truncated_masked"] < 16
+
+
 def test_every_timer_is_there_and_the_phases_add_up(reference_run):
     lines = [line for line in read_metrics(reference_run) if line["step"]]
     assert len(lines) == 2

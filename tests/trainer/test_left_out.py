@@ -67,8 +67,9 @@ def samples(groups: list[int], failed: list[int]) -> Samples:
 
 def test_an_answer_with_nothing_to_be_compared_with_is_left_out_too():
     made = samples([0, 0, 1, 1, 1, 2], [0, 2])
-    assert left_out(made, compares=True).tolist() == [True, True, True, False, False, False]
-    assert left_out(made, compares=False).tolist() == [True, False, True, False, False, False]
+    for compares, second in ((True, True), (False, False)):
+        both = left_out(made, compares=compares)
+        assert [both[name].tolist() for name in (c.LEFT_OUT, c.UNCOMPARED)] == [[True, second, True, *[False] * 3]] * 2
 
 
 def test_more_than_half_end_the_run_and_say_why():

@@ -33,20 +33,22 @@ GAMMA = 0.5
 
 @pytest.fixture
 def stepped(tmp_path, twisted_trainer, process_group):
-    """stepped(estimator, failed): samples of a step, and by sample the advantages of its tokens."""
+    """stepped(estimator, failed, cut): samples of a step, and by sample the advantages of its tokens."""
 
-    def step(estimator, failed=()):
+    def step(estimator, failed=(), cut=()):
         model = save_calling_model(tmp_path / "model")
         (tmp_path / "own.py").write_text(ENVIRONMENT)
         run = tool_run(model, tmp_path) | {R + "multi_turn__environment": f"{tmp_path}/own.py:Pays"}
         del run[R + "multi_turn__function_tool_path"]
-        trainer = twisted_trainer(**run, algorithm__adv_estimator=estimator, algorithm__gamma=GAMMA)
+        masks = {"algorithm__mask_truncated": bool(cut)}
+        trainer = twisted_trainer(**run, **masks, algorithm__adv_estimator=estimator, algorithm__gamma=GAMMA)
         collect, spread = trainer.experience.collect, trainer.worker.spread_over_turns
         of_driver, ids, seen = trainer.actor.spread_over_turns, [], []
 
         def collected(*arguments):
             samples, metrics = collect(*arguments)
             samples[c.AGENT_FAILED][list(failed)] = True
+            samples[c.TRUNCATED][:] = np.isin(np.arange(len(samples)), cut)
             return samples, metrics
 
         def spied(batch, turns):
@@ -117,6 +119,15 @@ def test_what_is_left_for_the_last_turn_is_no_rounding():
     exact, more = with_rest(paid, rewards).rows()
     assert exact.tolist() == [0.1, 0.2, 0.3]
     assert more.tolist() == pytest.approx([0.1, 0.2, 0.7])
+
+
+def test_a_cut_conversation_is_in_the_baseline_of_the_others_turns_and_has_no_advantage(stepped):
+    samples, seen = stepped("turn_rloo", cut=[1, 6])
+    ids = range(len(samples))
+    by_token = spread(slow.turn_rloo(rewards_of(samples, ids), samples[c.GROUP].tolist(), GAMMA), samples, ids)
+    wanted = {place: pytest.approx(row, abs=1e-4) for place, row in enumerate(by_token) if place not in (1, 6)}
+    assert seen == wanted
+    assert samples[c.ADVANTAGE][[1, 6]].tolist() == [0.0, 0.0]
 
 
 def settings(tmp_path, **changes):

@@ -57,7 +57,7 @@ TEXT = _add("text", PER_SAMPLE, "str", "rollout", "scorers, reward model, files"
 PROMPT_LENGTH = _add("prompt_length", PER_SAMPLE, "int64", "rollout", "balance, metrics")
 RESPONSE_LENGTH = _add("response_length", PER_SAMPLE, "int64", "rollout", "balance, rewards, metrics")
 POLICY_TOKENS = _add("policy_tokens", PER_SAMPLE, "int64", "rollout: sum of the mask", "advantages, metrics")
-LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "rollout; less rejected: correction", "denominators, estimators")
+LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "rollout; less rejected, left out", "denominators, estimators")
 TRUNCATED = _add("truncated", PER_SAMPLE, "bool", "rollout", "metrics, files")
 # With tools alone. num_turns: turns of the policy; the others count calls.
 NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_RUN = OF_TURNS = tuple(
@@ -149,7 +149,8 @@ RETURNS = _add("returns", PER_POLICY_TOKEN, "float32", "token estimators", "crit
 SIGNAL = _add(
     "signal", PER_SAMPLE, "bool", "estimators of tokens and turns: 1 = some advantage is not 0", "driver: what to skip"
 )
-LEFT_OUT = _add("left_out", PER_SAMPLE, "bool", "driver: the trajectory has failed", "advantages, update")
+LEFT_OUT = _add("left_out", PER_SAMPLE, "bool", "driver: no loss knows of it", "advantages, update")
+UNCOMPARED = _add("uncompared", PER_SAMPLE, "bool", "driver: no baseline knows of it (failed)", "advantages")
 SILENT = _add("silent", PER_SAMPLE, "bool", "driver: no gradient, so not computed", "callbacks")
 SELECTED = _add("selected", PER_POLICY_TOKEN, "bool", "update: tokens a loss treats differently", "actor loss")
 

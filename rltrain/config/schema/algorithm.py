@@ -187,6 +187,9 @@ class AlgorithmConfig:
     """Estimator of that KL, as in actor.kl_loss_type."""
     kl_ctrl: KLControlConfig = section(KLControlConfig, only_with="use_kl_in_reward")
     """Weight of that KL."""
+    mask_truncated: bool = False
+    """DAPO's overlong filtering: answers cut at the limit leave the loss (of critic, KL and entropy too) and what it is
+    divided by, tokens and answers alike. Their rewards stay in the baseline of their group."""
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)

@@ -32,6 +32,7 @@ _NAMES = {
     _ACTOR + "entropy_coeff": "entropy_coef entropy_loss_coef ent_coef",
     _ACTOR + "policy_loss.loss_mode": "loss_type policy_loss_type",
     "algorithm.adv_estimator": "advantage advantage_estimator estimator algo",
+    "algorithm.mask_truncated": "mask_truncated_completions apply_overlong_filtering overlong_filter",
     "trainer.total_training_steps": "max_steps total_steps num_steps train_steps training_steps",
     "trainer.total_epochs": "epochs num_epochs num_train_epochs max_epochs num_episodes",
     "trainer.save_freq": "save_steps save_interval save_every save_every_n_steps",

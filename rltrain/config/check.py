@@ -24,7 +24,7 @@ from rltrain.config.engine_rules import engine_problems, tail_problems
 from rltrain.config.folders import folder_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.overlap import overlap_problems
-from rltrain.config.passes import has_critic
+from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.reward_rules import asked_of_scorers, reward_problems, reward_terms
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_met
@@ -285,6 +285,12 @@ def _lora(config: Config) -> Iterator[str]:
             if not optional and not (names and all(isinstance(name, str) and name for name in names)):
                 way_out = "give a name, a list of names such as [q_proj,v_proj], or a pattern of full names"
                 yield f"{section}.{key}={value}: {way_out}."
+    every = config.actor_rollout_ref.ref.update_every_steps
+    if every and config.actor_rollout_ref.model.uses_lora and has_reference(config):
+        yield (
+            f"{_A}ref.update_every_steps={every}: with LoRA the reference is the policy without its adapters, which "
+            "cannot move. Leave it out, or train all weights (model.lora_rank=0)."
+        )
 
 
 def _shared_sequences(config: Config) -> Iterator[str]:

@@ -70,6 +70,8 @@ class StepPasses:
     """Samples without advantage are left out of the update."""
     first_actor_step: int
     """Until then only the critic learns."""
+    reference_moves: bool = False
+    """It takes over the policy every now and then."""
     images: bool = False
     """Some prompt of the run has some, or an answer may, so every forward of the policy calls the vision tower."""
     images_in_training: bool = False
@@ -204,6 +206,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens or distillation.enabled),
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
+        reference_moves="ref" in roles_of(config) and bool(config.actor_rollout_ref.ref.update_every_steps),
         images=images or between_turns,
         images_in_training=images_in_training or between_turns,
         images_between_turns=between_turns,

@@ -26,7 +26,7 @@ from rltrain.trainer.judge import Judge
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
-from rltrain.trainer.roles import Critic, Frozen, Policy, RewardModel, StepModels
+from rltrain.trainer.roles import Critic, Frozen, Policy, Reference, RewardModel, StepModels
 from rltrain.trainer.validation import Validation, rollout_seed
 from rltrain.workers.roles import Models
 
@@ -72,7 +72,8 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
     model = RewardModel(group) if cfg.reward_model.classifies else None
     judge = Judge(group, rollout_seed(cfg), readings_of(cfg)) if cfg.reward_model.judges else None
     critic = Critic(group, plan.passes) if plan.passes.values else None
-    models = StepModels(Policy(group, plan.passes), critic, Frozen(group), sizes)
+    reference = Reference(group) if plan.passes.reference_moves else None
+    models = StepModels(Policy(group, plan.passes), critic, Frozen(group), sizes, reference)
     return models, Rewards(cfg, data.rows, pool, model, judge)
 
 

@@ -139,8 +139,9 @@ def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> 
     total, trained = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
     identity = ready.data.rows["train"].identity()
     saver = Saver(
-        cfg, ready.folder, ppo.actor, ppo.critic, identity, total, trained, watchers, ready.plan.steps_per_epoch
-    )
+        cfg, ready.folder, ppo.actor, ppo.critic, identity, total, trained, watchers, ready.plan.steps_per_epoch,
+        ppo.reference,
+    )  # fmt: skip
     watchers.add(saver)
     # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
     saver.check_room(start.step, ready.plan.total_steps, start.size)

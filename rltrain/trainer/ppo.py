@@ -78,6 +78,7 @@ class PPOTrainer:
         self.cfg = cfg
         self.plan = plan
         self.actor, self.critic, self.frozen = models.policy, models.critic, models.frozen
+        self.reference = models.reference
         self.model_sizes = models.sizes
         self.rewards = rewards
         self.experience = experience
@@ -145,6 +146,11 @@ class PPOTrainer:
             if passes.updates_actor(step):
                 with timer("update_actor"):  # maximise the clipped surrogate
                     self._update_actor(samples, whitening, record)
+                    if self.reference:  # pi_ref <- a pi + (1 - a) pi_ref, every so many steps
+                        moves = self.cfg.actor_rollout_ref.ref.moves_after(step)
+                        record.metrics["actor/ref_moved"] = float(moves)
+                        if moves:
+                            self.reference.move()
         self._metrics = self._report(samples, timer, record)
         return Answered(step, self._metrics, samples, plan.answers_per_prompt)
 
@@ -244,8 +250,8 @@ class PPOTrainer:
     def _skipped(
         self, role: str, results: Sequence[UpdateNumbers], record: StepRecord, held: int, counts: Sequence[Denominators]
     ) -> None:
-        """Tell of optimizer steps that were not made, and stop where they are too many. held: `_steps_held` before. counts: of
-        the mini-batches."""
+        """Tell of optimizer steps that were not made, and stop where they are too many. held: `_steps_held` before.
+        counts: of the mini-batches."""
         self._alarms.overflowed(role, record.metrics)
         record.metrics |= self._alarms.skipped(role, record.metrics) | self._alarms.empty(role, counts)
         if held := held + (results[0].num_made == 0):

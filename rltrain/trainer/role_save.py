@@ -14,10 +14,13 @@ from rltrain.workers.tasks import SaveTask, Written
 class RoleSave:
     """Has what is to be saved taken, waits for that, and has it written in the background.
 
-    role: `roles.Actor` or `roles.Critic`. copied: the workers write a copy, so training may go on before `finish`.
+    role: `roles.Actor`, `roles.Critic` or `roles.Reference`. copied: the workers write a copy, so training may go on
+    before `finish`.
     """
 
-    def __init__(self, group: WorkerGroup, role: type[roles.Actor | roles.Critic], task: SaveTask) -> None:
+    def __init__(
+        self, group: WorkerGroup, role: type[roles.Actor | roles.Critic | roles.Reference], task: SaveTask
+    ) -> None:
         self._group, self._role = group, role
         self.copied = all(group.call(role.stage, task))
         self._writing: Handle[tuple[Any, Written]] | None = None

@@ -356,6 +356,23 @@ class Frozen(_Remote):
         return self._pass(roles.Frozen.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column]).collect()
 
 
+class Reference(_Remote):
+    """A reference that moves."""
+
+    def move(self) -> None:
+        """Have it take over the policy, or a part of it."""
+        self._group.call(roles.Reference.move)
+
+    def begin_save(self, task: SaveTask) -> RoleSave:
+        """Have its weights written in the background."""
+        return RoleSave(self._group, roles.Reference, task)
+
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read them back; with ``weights_only`` a new run begins, whose reference has not moved yet. Returns notes for
+        the log."""
+        return [] if weights_only else self._group.call(roles.Reference.load, folder)[0]
+
+
 @dataclass(frozen=True)
 class StepModels:
     """The models of a step but the reward model, which `Rewards` has."""
@@ -365,6 +382,8 @@ class StepModels:
     frozen: Frozen
     sizes: dict[str, float]
     """See `workers.roles.Models`."""
+    reference: Reference | None = None
+    """One that moves."""
 
 
 class RewardModel(_Remote):

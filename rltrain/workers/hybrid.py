@@ -25,6 +25,7 @@ from rltrain.workers.critic import CriticWorker
 from rltrain.workers.full_device import device_is_full, is_out_of_memory
 from rltrain.workers.judge import JudgeWorker
 from rltrain.workers.links import LinksWorker
+from rltrain.workers.reference import ReferenceWorker
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers
 from rltrain.workers.reward_model import RewardModelWorker
@@ -57,6 +58,8 @@ class HybridWorker(Models, Advantages):
             actor.text_log_probs, self._rows,
         )  # fmt: skip
         self.roles += [self.actor, self.rollout, *([self.actor.frozen] if passes.trains else [])]
+        if passes.reference_moves:
+            self.roles.append(ReferenceWorker(self._cfg, actor.policy, actor.reference, residency))
         if "critic" in passes.roles:
             self.critic = CriticWorker(self._cfg, passes, residency)
             self.roles.append(self.critic)

@@ -73,6 +73,28 @@ class Frozen(Protocol):
         """log pi(answer) under the policy of a pass. task: the pass, the column to make, and the micro-batches."""
 
 
+class Reference(Protocol):
+    """A reference that moves: `ReferenceWorker`."""
+
+    def move(self) -> None:
+        """Take over the policy, or a part of it."""
+
+    def stage(self, task: SaveTask) -> bool:
+        """Take the weights as they are now. Returns whether training may go on while `write` runs."""
+
+    def write(self) -> tuple[list[Any], Written]:
+        """Write the staged tensors, in a thread beside other calls.
+
+        Their places, which `seal` needs, stay in the store.
+        """
+
+    def seal(self, places: list[list[Any]]) -> dict[str, str]:
+        """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""
+
+    def load(self, folder: str) -> list[str]:
+        """Read them back. Returns notes for the log."""
+
+
 class Rollout(Protocol):
     """The rollout engine: `RolloutWorker`."""
 

@@ -32,7 +32,7 @@ from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale
 from rltrain.models.weights.shard import reshard
-from rltrain.models.weights.state import training_state
+from rltrain.models.weights.state import saved_weights, training_state
 from rltrain.workers.residency import like, local
 
 # What the copies may take of the memory that is free: the rest is for the step that goes on.
@@ -43,7 +43,11 @@ class StateWriter:
     """Writes model, optimizer and loss scale of a role as a DCP checkpoint, again and again. Every rank has one."""
 
     def __init__(
-        self, packed: PackedModel, optimizer: torch.optim.Optimizer, loss_scale: LossScale | None, device: Device
+        self,
+        packed: PackedModel,
+        optimizer: torch.optim.Optimizer | None,
+        loss_scale: LossScale | None,
+        device: Device,
     ) -> None:
         self._packed, self._optimizer, self._loss_scale, self._device = packed, optimizer, loss_scale, device
         self._planner = Planner()
@@ -61,9 +65,9 @@ class StateWriter:
         collective). Asked before each save, and before anything is taken for it."""
         if not copies:
             return False
-        trained = (weight for weight in self._packed.parameters() if weight.requires_grad)
         # Weights and two moments (AdamW). The memory of the last copies is used again.
-        num_bytes = more_bytes + (0 if self._hosts else sum(3 * local(weight).nbytes for weight in trained))
+        weights, copies_each = saved_weights(self._packed).values(), 3 if self._optimizer else 1
+        num_bytes = more_bytes + (0 if self._hosts else sum(copies_each * local(weight).nbytes for weight in weights))
         free = min(DEVICES["cpu"].free_memory_bytes(), memory_left())
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (socket.gethostname(), num_bytes, free))

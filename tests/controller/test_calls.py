@@ -105,6 +105,7 @@ def test_what_stays_in_the_store_follows_from_the_signature():
         "Rollout.take_finished",
         "Actor.write",
         "Critic.write",
+        "Reference.write",
     }
     assert {name for name, number in methods.items() if number == 2} == two
     assert {name for name, number in methods.items() if number == 1} == one

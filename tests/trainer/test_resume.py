@@ -26,6 +26,7 @@ from tests.trainer.steps import ACTOR, CORRECTION, GAE, numbers_of
 pytestmark = pytest.mark.usefixtures("process_group")
 
 ROLLOUT, MODEL, FILTER = "actor_rollout_ref__rollout__", "actor_rollout_ref__model__", "algorithm__filter_groups__"
+REF = "actor_rollout_ref__ref__"
 # Nine rows and four prompts a step: an epoch is two steps, and a row is left out of each.
 NUM_ROWS, STEPS = 9, 4
 CURRICULUM = {"data__sampler__name": "solve_rate"}
@@ -50,6 +51,9 @@ RUNS = {
     ),
     "carried over, curriculum": ({**CARRY, **IN_JOBS, **CURRICULUM}, "rollout/tail/carried_tokens"),
     "pictures carried over": ({**CARRY, **PICTURES}, "rollout/tail/carried_tokens"),
+    "a reference that moves": (
+        {REF + "update_every_steps": 2, REF + "update_mix": 0.5, ACTOR + "kl_loss_coef": 0.5}, "actor/ref_moved",
+    ),
     "equal rewards": ({}, "reward/equal_steps"),
     "oversampled": ({**OVERSAMPLE, **IN_JOBS}, "rollout/tail/tokens_thrown_away"),
     "carried over, rewards at the end": ({**CARRY, "reward__overlap": False}, "rollout/tail/carried_tokens"),
@@ -136,7 +140,7 @@ def stopped_run(make, cuts, validates: bool):
         trainer = make()
         cfg = trainer.cfg
         folder = RunFolder(cfg.trainer.default_local_dir)
-        saver = Saver(cfg, folder, trainer.actor, trainer.critic, "data", 1, 1)
+        saver = Saver(cfg, folder, trainer.actor, trainer.critic, "data", 1, 1, reference=trainer.reference)
         start = find_start(cfg, folder, "data")
         assert start.step == step
         saver.load(start)

@@ -235,6 +235,15 @@ class RefConfig:
     """Tokens per forward on one device; null: as the actor's."""
     ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
     """Devices that share each sequence. It may differ from the actor's, except with full KLs and with LoRA."""
+    update_every_steps: int | None = key(None, least=1)
+    """Every so many steps the reference takes over the policy (update_mix); null: it never moves. It is then part of
+    the checkpoint."""
+    update_mix: float = key(1.0, over=0, most=1, only_with={"update_every_steps": "the reference never moves"})
+    """Share a of the policy in it: reference = a * policy + (1 - a) * reference. Below 1 it is held in float32."""
+
+    def moves_after(self, step: int) -> bool:
+        """Whether the reference moves at the end of ``step`` (from 1)."""
+        return bool(self.update_every_steps) and step % (self.update_every_steps or 1) == 0
 
 
 @dataclass

@@ -27,6 +27,8 @@ _NAMES = {
     _ACTOR + "ppo_micro_batch_size_per_gpu": "per_device_train_batch_size micro_train_batch_size micro_batch_size",
     _ACTOR + "ppo_epochs": "num_iterations ppo_epoch num_ppo_epochs",
     _ACTOR + "kl_loss_coef": "beta kl_beta init_kl_coef kl_loss_coeff",
+    "actor_rollout_ref.ref.update_every_steps": "ref_model_sync_steps sync_ref_model",
+    "actor_rollout_ref.ref.update_mix": "ref_model_mixup_alpha",
     _ACTOR + "clip_ratio": "epsilon cliprange clip_eps eps_clip clip_range",
     _ACTOR + "clip_ratio_high": "epsilon_high eps_clip_high",
     _ACTOR + "entropy_coeff": "entropy_coef entropy_loss_coef ent_coef",

@@ -161,6 +161,8 @@ _NOBODY_S = "no version of verl has this key: leave it out"
 OTHERS = {
     _R + "agent.*": _NOBODY_S,
     _R + "multi_turn.*": _NOBODY_S,
+    "trainer.ref_update_freq": _RECIPE.format("SPIN (online DPO)")
+    + "; a reference that moves is actor_rollout_ref.ref.update_every_steps=N",
     **{
         pattern: _RECIPE.format(recipe)
         for recipe, patterns in {
@@ -171,7 +173,7 @@ OTHERS = {
                 *("algorithm.reward_*_coef", "reward_model.mini_batch_size", "reward_model.model.ref_*"),
                 *(f"reward_model.model.{name}" for name in ("update", "optim.*", "beta_train", "loss_type")),
             ),
-            "SPIN (online DPO)": ("*.dpo_*", "trainer.ref_update_freq"),
+            "SPIN (online DPO)": ("*.dpo_*",),
             "SPO": ("trainer.spo.*",),
             "representation-based exploration": ("reward_model.*elliptical.*",),
             "GKD (distillation)": (_A + "teacher.*",),

@@ -84,12 +84,14 @@ def frozen_spec(cfg: Config, device: Device, images: bool = False, role: Role = 
     """A policy that learns nothing: as before training, or the model that ``role`` names, sharded as the actor is."""
     actor, section = actor_spec(cfg, device, images), ROLES[role].section
     path = get(cfg, f"{section}.model.path") or actor.path
+    # Frozen weights gain nothing from a dtype wider than the one they compute in, unless they move by less than it has.
+    ref = cfg.actor_rollout_ref.ref
+    mixes = role == "ref" and ref.update_every_steps and ref.update_mix < 1
     return replace(
         actor,
         path=path,
         role=section,
-        # Frozen weights gain nothing from a dtype wider than the one they compute in.
-        master_dtype=actor.compute_dtype,
+        master_dtype=torch.float32 if mixes else actor.compute_dtype,
         gradient_checkpointing=False,
         sequence_parallel_size=get(cfg, f"{section}.ulysses_sequence_parallel_size"),
         lora=None,

@@ -94,8 +94,7 @@ def training_state(
     packed: PackedModel, optimizer: torch.optim.Optimizer | None, loss_scale: LossScale | None = None
 ) -> dict[str, Any]:
     """The tensors themselves, not copies: loading writes into them. Moments of which there are none yet are zeros."""
-    trained = ((name, parameter) for name, parameter in packed.named_parameters() if parameter.requires_grad)
-    parameters = {huggingface_name(name): parameter for name, parameter in trained}
+    parameters = saved_weights(packed)
     state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
     if optimizer is not None:
         # Not kept: a save may find a weight and its moments to come on different devices.
@@ -103,6 +102,18 @@ def training_state(
         if loss_scale:
             state[_SCALE] = loss_scale.state
     return state
+
+
+def weights_by_name(packed: PackedModel) -> dict[str, nn.Parameter]:
+    """All weights of a model by their Hugging Face names."""
+    return {huggingface_name(name): parameter for name, parameter in packed.named_parameters()}
+
+
+def saved_weights(packed: PackedModel) -> dict[str, nn.Parameter]:
+    """By Hugging Face name the weights that learn; all of a model of which nothing learns: they may be moved all the
+    same."""
+    weights = weights_by_name(packed)
+    return {name: weight for name, weight in weights.items() if weight.requires_grad} or weights
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, keep: bool = True) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from rltrain import __version__
 from rltrain.base.errors import CheckpointError
 from rltrain.base.logs import count, waiting
 from rltrain.base.storage import patiently
-from rltrain.config.passes import has_critic
+from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.controller.group import WorkerGroup
@@ -40,6 +40,7 @@ _FIRST_VERSION = "0.1.0"
 _LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 # A resumed run must agree on these, or "continues as if never stopped" would be a lie.
 _FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
+_MOVING_KEYS = ("actor_rollout_ref.ref.update_every_steps", "actor_rollout_ref.ref.update_mix")
 _OF_IMAGES = (_FREEZE, "data.min_pixels", "data.max_pixels")
 FROZEN_KEYS = (
     "actor_rollout_ref.model.path",
@@ -275,6 +276,9 @@ def frozen_values(cfg: Config) -> dict[str, Any]:
     # The data position is counted in rounds of this many prompts.
     rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
     values |= {"prompts per round": rounds or cfg.data.train_batch_size}
+    # A reference that moves is in the checkpoint, and another one would be another experiment.
+    moving = {key: get(cfg, key) for key in _MOVING_KEYS}
+    values |= moving if moving[_MOVING_KEYS[0]] and has_reference(cfg) else {}
     for section, model in (("actor_rollout_ref", cfg.actor_rollout_ref.model), ("critic", cfg.critic.model)):
         if model.uses_lora:
             values |= {f"{section}.model.{key}": getattr(model, key) for key in _LORA_KEYS if hasattr(model, key)}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rltrain.base.errors import DiskError
-from rltrain.config.passes import has_critic
+from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
 
@@ -24,10 +24,12 @@ _BY_TIME = 2
 
 
 def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
-    """Estimated size of a checkpoint: float32 weights and two moments per trained weight, and the exported model."""
+    """Estimated size of a checkpoint: float32 weights and two moments per trained weight, the exported model, and a
+    reference that moves."""
+    moves = has_reference(cfg) and cfg.actor_rollout_ref.ref.update_every_steps
     critic = 12 * num_parameters if has_critic(cfg) else 0
     exports = "hf_model" in cfg.actor_rollout_ref.actor.checkpoint.save_contents
-    return 12 * num_trained + critic + (4 * num_parameters if exports else 0)
+    return 12 * num_trained + critic + 4 * num_parameters * (exports + bool(moves))
 
 
 def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int, steps_per_epoch: int | None = None) -> list[int]:

@@ -35,7 +35,7 @@ from rltrain.run.checkpoints.room import checkpoint_bytes, describe_room, free_b
 from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.role_save import RoleSave
-from rltrain.trainer.roles import Critic, Policy
+from rltrain.trainer.roles import Critic, Policy, Reference
 from rltrain.trainer.timing import StepTimer
 from rltrain.workers.tasks import SaveTask, Written
 
@@ -85,12 +85,14 @@ class Saver(Watcher):
         num_trained: int,
         watchers: Watchers | None = None,
         steps_per_epoch: int | None = None,
+        reference: Reference | None = None,
     ) -> None:
         self._cfg, self._steps_per_epoch = cfg, steps_per_epoch
         self._watchers = watchers or Watchers()
         self._folder = folder
         self._actor = actor
-        self._roles: dict[str, Policy | Critic] = {"actor": actor, "critic": critic} if critic else {"actor": actor}
+        self._roles: dict[str, Policy | Critic | Reference] = {"actor": actor}
+        self._roles |= ({"critic": critic} if critic else {}) | ({"ref": reference} if reference else {})
         self._fingerprint = dataset_fingerprint
         self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
         self.last_step = 0

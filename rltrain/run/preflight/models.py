@@ -155,6 +155,8 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
     packed = empty_packed(kind, spec, config)
     findings.notes += [note for note in look_at_weights(kind, spec, config) if note not in findings.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
+    if role == "ref" and cfg.actor_rollout_ref.ref.update_every_steps:
+        findings.problems += _cannot_become(cfg, spec, packed)
     if is_policy:
         total = sum(weight.numel() for weight in packed.model.parameters())
         findings.num_parameters, findings.num_trained = total - (trained if spec.lora else 0), trained
@@ -165,6 +167,21 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         if spec.lora.path:
             first_adapters(packed.model, spec.lora)
         findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
+
+
+def _cannot_become(cfg: Config, spec: ModelSpec, packed: Any) -> Iterator[str]:
+    """A reference that is to take over the policy needs its weights."""
+    kind, actor = specs_of(cfg, get_device(cfg.trainer.device))["actor"]
+    sizes = [
+        {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        for model in (empty_packed(kind, actor, actor.load_config()), packed)
+    ]
+    if sizes[0] != sizes[1]:
+        every = f"actor_rollout_ref.ref.update_every_steps={cfg.actor_rollout_ref.ref.update_every_steps}"
+        yield (
+            f"{every}: {spec.section}.path={spec.path} has weights of other sizes than the policy, so it cannot take "
+            "over the policy's. Leave it out, or name a reference of the policy's sizes."
+        )
 
 
 def _chat(cfg: Config, config: Any, findings: Findings) -> None:

@@ -132,6 +132,10 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:
             rows.append((_name(role), spec.path))
+    if plan.passes.reference_moves:
+        ref = config.actor_rollout_ref.ref
+        becomes = "it becomes the policy" if ref.update_mix == 1 else f"{ref.update_mix:g} of the policy is mixed in"
+        rows.append(("reference moves", f"every {count(ref.update_every_steps or 1, 'step')} {becomes}"))
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))

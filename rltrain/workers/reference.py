@@ -1,0 +1,63 @@
+"""A reference that moves: every so many steps it becomes the policy, or a mixture with it.
+
+TR-DPO (Gorbatovski et al. 2024, eq. 6 and 7) and ProRL (Liu et al. 2025, section 2.3): a KL to the model that training
+began with holds a long run back in the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rltrain.config.schema import Config
+from rltrain.models.forward import PolicyModel
+from rltrain.models.weights.state import load_training_state, weights_by_name
+from rltrain.workers.residency import Residency, local
+from rltrain.workers.roles import Reference
+from rltrain.workers.saving import StateWriter
+from rltrain.workers.tasks import SaveTask, Written
+
+
+class ReferenceWorker(Reference):
+    """One shard of the reference. Every method is called on all ranks at once."""
+
+    def __init__(self, cfg: Config, policy: PolicyModel, reference: PolicyModel, residency: Residency) -> None:
+        self._mix = cfg.actor_rollout_ref.ref.update_mix
+        self._policy, self._reference, self._residency = policy, reference, residency
+        self._writer = StateWriter(reference, None, None, residency.device)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """reference <- a policy + (1 - a) reference, a = ref.update_mix, weight by weight and shard by shard."""
+        # Each rests where it rests while answers are generated: of weights that are frozen nothing is brought back to
+        # the host, so they must not be written to on the device.
+        self._residency.enter("gen", whole=True)
+        self._writer.reshard_and_synchronize()
+        policy = weights_by_name(self._policy)
+        for name, weight in weights_by_name(self._reference).items():
+            # Both are cut alike, as the specification of the one is made of that of the other.
+            source, target = local(policy[name]), local(weight)
+            if self._mix == 1:
+                target.copy_(source)
+            else:
+                target.lerp_(source.to(target), self._mix)
+
+    def stage(self, task: SaveTask) -> bool:
+        """Take the weights as they are now (a collective)."""
+        self._writer.reshard_and_synchronize()
+        return self._writer.stage(task.folder, self._writer.room(task.copies))
+
+    def write(self) -> tuple[list[Any], Written]:
+        """Write this rank's shards. Raises DiskError."""
+        places, digests = self._writer.write()
+        return places, Written(digests, [])
+
+    def seal(self, places: list[list[Any]]) -> dict[str, str]:
+        """Rank 0: ``.metadata``, which says what is where."""
+        return self._writer.seal(places)
+
+    def load(self, folder: str) -> list[str]:
+        """Read them back, on any number of ranks (a collective). Returns notes for the log."""
+        self._residency.enter("gen", whole=True)
+        return load_training_state(self._reference, None, folder)

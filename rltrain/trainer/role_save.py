@@ -10,17 +10,31 @@ from rltrain.models.files.hashed import Digests
 from rltrain.workers import roles
 from rltrain.workers.tasks import SaveTask, Written
 
+_Kind = type[roles.Actor | roles.Critic | roles.Reference]
+
+
+class SavedRole:
+    """A role that is part of checkpoints: ``role`` is `roles.Actor`, `roles.Critic` or `roles.Reference`."""
+
+    role: _Kind
+    _group: WorkerGroup
+
+    def begin_save(self, task: SaveTask) -> RoleSave:
+        """Have model and optimizer, and what else ``task`` says, written in the background."""
+        return RoleSave(self._group, self.role, task)
+
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read them back. Returns notes for the log."""
+        return self._group.call(self.role.load, folder, weights_only)[0]
+
 
 class RoleSave:
     """Has what is to be saved taken, waits for that, and has it written in the background.
 
-    role: `roles.Actor`, `roles.Critic` or `roles.Reference`. copied: the workers write a copy, so training may go on
-    before `finish`.
+    copied: the workers write a copy, so training may go on before `finish`.
     """
 
-    def __init__(
-        self, group: WorkerGroup, role: type[roles.Actor | roles.Critic | roles.Reference], task: SaveTask
-    ) -> None:
+    def __init__(self, group: WorkerGroup, role: _Kind, task: SaveTask) -> None:
         self._group, self._role = group, role
         self.copied = all(group.call(role.stage, task))
         self._writing: Handle[tuple[Any, Written]] | None = None

@@ -25,11 +25,11 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.progress import ResponseLengths
-from rltrain.trainer.role_save import RoleSave
+from rltrain.trainer.role_save import SavedRole
 from rltrain.workers import roles
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
 from rltrain.workers.rollout.waiting import WRITTEN
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, TurnAdvantages, UpdateTask
+from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, TurnAdvantages, UpdateTask
 
 # How long a worker may wait for a finished answer before it says that there is none yet.
 _POLL_S = 0.5
@@ -125,8 +125,10 @@ class _Remote:
         return [replace(group[0], memory_gb=largest([result.memory_gb for result in group])) for group in groups]
 
 
-class Policy(_Remote):
+class Policy(_Remote, SavedRole):
     """Actor, rollout engine and reference."""
+
+    role = roles.Actor
 
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group)
@@ -296,14 +298,6 @@ class Policy(_Remote):
             ]
         )
 
-    def begin_save(self, task: SaveTask) -> RoleSave:
-        """Have model and optimizer, and what else ``task`` says, written in the background."""
-        return RoleSave(self._group, roles.Actor, task)
-
-    def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back. Returns notes for the log."""
-        return self._group.call(roles.Actor.load, folder, weights_only)[0]
-
     @property
     def bytes_through_driver(self) -> int:
         """Arguments and results of all calls of the run so far, of every role."""
@@ -314,8 +308,10 @@ class Policy(_Remote):
         return self._group.bytes_between_nodes()
 
 
-class Critic(_Remote):
+class Critic(_Remote, SavedRole):
     """The value function."""
+
+    role = roles.Critic
 
     def __init__(self, group: WorkerGroup, passes: StepPasses) -> None:
         super().__init__(group)
@@ -338,14 +334,6 @@ class Critic(_Remote):
             ]
         )
 
-    def begin_save(self, task: SaveTask) -> RoleSave:
-        """Have model and optimizer written in the background."""
-        return RoleSave(self._group, roles.Critic, task)
-
-    def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back. Returns notes for the log."""
-        return self._group.call(roles.Critic.load, folder, weights_only)[0]
-
 
 class Frozen(_Remote):
     """Policies that learn nothing."""
@@ -356,21 +344,14 @@ class Frozen(_Remote):
         return self._pass(roles.Frozen.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column]).collect()
 
 
-class Reference(_Remote):
+class Reference(_Remote, SavedRole):
     """A reference that moves."""
+
+    role = roles.Reference
 
     def move(self) -> None:
         """Have it take over the policy, or a part of it."""
         self._group.call(roles.Reference.move)
-
-    def begin_save(self, task: SaveTask) -> RoleSave:
-        """Have its weights written in the background."""
-        return RoleSave(self._group, roles.Reference, task)
-
-    def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back; with ``weights_only`` a new run begins, whose reference has not moved yet. Returns notes for
-        the log."""
-        return [] if weights_only else self._group.call(roles.Reference.load, folder)[0]
 
 
 @dataclass(frozen=True)

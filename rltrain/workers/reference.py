@@ -57,7 +57,9 @@ class ReferenceWorker(Reference):
         """Rank 0: ``.metadata``, which says what is where."""
         return self._writer.seal(places)
 
-    def load(self, folder: str) -> list[str]:
+    def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""
+        if weights_only:  # of a new run, whose reference has not moved yet
+            return []
         self._residency.enter("gen", whole=True)
         return load_training_state(self._reference, None, folder)

@@ -91,8 +91,8 @@ class Reference(Protocol):
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
         """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""
 
-    def load(self, folder: str) -> list[str]:
-        """Read them back. Returns notes for the log."""
+    def load(self, folder: str, weights_only: bool) -> list[str]:
+        """Read them back, unless a new run begins from the weights of the policy alone. Returns notes for the log."""
 
 
 class Rollout(Protocol):

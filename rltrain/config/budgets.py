@@ -103,6 +103,12 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
+def longest_text(config: Config) -> int:
+    """Tokens of the longest prompt with the longest answer that an engine writes, of a validation too."""
+    most = config.actor_rollout_ref.rollout.val_kwargs.max_tokens or 0
+    return config.data.max_prompt_length + max(config.data.max_response_length, most)
+
+
 def budget_problems(config: Config) -> Iterator[str]:
     """Budgets that the longest sequence exceeds, and sizes that are missing."""
     longest, reported_keys = longest_sequence(config), set()

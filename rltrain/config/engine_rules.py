@@ -31,6 +31,37 @@ def engine_problems(config: Config) -> Iterator[str]:
     yield from _turns(config)
 
 
+def _ways_to_sample(config: Config) -> Iterator[str]:
+    """What of penalties and stop texts the engine, or what stands beside them, does not take."""
+    rollout, longest = config.actor_rollout_ref.rollout, config.data.max_response_length
+    engine = ENGINES[rollout.name]
+    for section, keys in ((_R, rollout), (f"{_R}val_kwargs.", rollout.val_kwargs)):
+        named, penalty = f"{section}stop={as_text(keys.stop)}", keys.repetition_penalty
+        if "" in (keys.stop or ()):
+            yield f"{named}: an empty text would end every answer at once. Leave it out."
+        if keys.stop and not engine.stops:
+            yield (
+                f"{named}: rollout.name={rollout.name} has no tokenizer, so no text ends its answers. Use "
+                f"{engines_with('stops')}, or leave it out."
+            )
+        if penalty != 1 and not engine.penalises:
+            yield (
+                f"{section}repetition_penalty={penalty}: rollout.name={rollout.name} would return log-probs with the "
+                f"penalty in them. Use {engines_with('penalises')}, or leave it out."
+            )
+        elif penalty != 1 and rollout.tail == "exact":
+            yield (
+                f"{section}repetition_penalty={penalty}: {_R}tail=exact guesses several tokens at once, and each of "
+                "them would change the penalty of the next. Leave one of the two out."
+            )
+    most = rollout.val_kwargs.max_tokens or 0
+    if most > longest and config.reward_model.enable:
+        yield (
+            f"{_R}val_kwargs.max_tokens={most}: reward_model.enable=True judges answers of at most "
+            f"data.max_response_length={longest} tokens. Use at most {longest}, or leave it out."
+        )
+
+
 def _turns(config: Config) -> Iterator[str]:
     """What several turns need, and what they cannot stand beside."""
     rollout, turns = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.multi_turn
@@ -86,6 +117,7 @@ def _engine(config: Config) -> Iterator[str]:
         # 0 is greedy, which every engine has.
         if value > 0 and not least <= value <= most:
             yield f"{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
+    yield from _ways_to_sample(config)
     taking = [f"engine_kwargs.{name}" for name, traits in ENGINES.items() if "engine_kwargs" not in traits.unused_keys]
     for name in rollout.engine_kwargs:
         if f"engine_kwargs.{name}" not in taking:

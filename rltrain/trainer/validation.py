@@ -139,9 +139,19 @@ class Validation:
 
 def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -> Sampling:
     """How answers are drawn by the keys of a section."""
-    longest, temperature = cfg.data.max_response_length, keys.temperature or 1.0
-    ignore_eos = cfg.actor_rollout_ref.rollout.ignore_eos
-    return Sampling(longest, temperature, keys.top_k, keys.top_p, greedy, ignore_eos)
+    of_training = cfg.actor_rollout_ref.rollout
+    most = keys.max_tokens if isinstance(keys, ValKwargs) else None
+    return Sampling(
+        most or cfg.data.max_response_length,
+        keys.temperature or 1.0,
+        keys.top_k,
+        keys.top_p,
+        greedy,
+        of_training.ignore_eos,
+        keys.min_p,
+        keys.repetition_penalty,
+        tuple(of_training.stop if keys.stop is None else keys.stop),
+    )
 
 
 def rollout_seed(cfg: Config) -> int:

@@ -26,7 +26,7 @@ from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import ConfigError, NonFiniteError
 from rltrain.base.seeds import sample_seeds
 from rltrain.config.agents import several_turns
-from rltrain.config.budgets import longest_sequence
+from rltrain.config.budgets import longest_text
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.step_passes import StepPasses
@@ -99,7 +99,7 @@ class RolloutWorker(Rollout):
                 store.pictures.check_here()
         self._version = version
         self.encoder = chat_encoder(cfg)
-        self._max_model_len = self._rollout.max_model_len or longest_sequence(cfg)
+        self._max_model_len = self._rollout.max_model_len or longest_text(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
         # Where one member takes all jobs, it agrees with nobody.
         alone = ENGINES[self._rollout.name].leader_serves
@@ -139,6 +139,7 @@ class RolloutWorker(Rollout):
             engines_sharing_memory=cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1,
             images=self._images,
             max_pixels=cfg.data.max_pixels,
+            decode=lambda tokens: self.encoder.decode_batch([tokens], special=True)[0],
         )
         return make_engine(settings)
 

@@ -58,7 +58,7 @@ VLLM = Package(
             "get_model input_batch rejection_sampler requests sampler",
         "vllm.v1.worker.gpu_input_batch:InputBatch": "num_prompt_tokens num_tokens_no_spec req_ids",
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
-        "vllm.v1.sample.sampler:Sampler": "greedy_sample topk_topp_sampler",
+        "vllm.v1.sample.sampler:Sampler": "apply_penalties compute_logprobs greedy_sample topk_topp_sampler",
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens target_logits_indices",
         "vllm.sampling_params:SamplingParams": "extra_args",
         "vllm.sampling_params:RequestOutputKind": "DELTA FINAL_ONLY",
@@ -140,7 +140,7 @@ SGLANG = Package(
             "load_format log_level max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static "
             "model_path random_seed sampling_backend skip_tokenizer_init sleep_on_idle tp_size trust_remote_code",
         "sglang.srt.sampling.sampling_params:SamplingParams":
-            "ignore_eos logit_bias max_new_tokens sampling_seed temperature top_k top_p",
+            "ignore_eos logit_bias max_new_tokens min_p sampling_seed temperature top_k top_p",
         "sglang.srt.constants": "kv_cache weights",
         "sglang.srt.managers.tokenizer_manager": "cached_tokens finish_reason input_token_logprobs meta_info "
         "output_token_logprobs",

@@ -59,7 +59,14 @@ def settings_of(
     max_model_len: int = 64,
 ) -> EngineSettings:
     spec = ModelSpec(model) if isinstance(model, str) else ModelInMemory(model)
-    return EngineSettings(rollout, spec, dtype, get_device(device), ALONE, [EOS], max_model_len=max_model_len)
+    return EngineSettings(
+        rollout, spec, dtype, get_device(device), ALONE, [EOS], max_model_len=max_model_len, decode=text_of
+    )
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """A character for each token."""
+    return "".join(chr(0x4E00 + token) for token in tokens)
 
 
 def rollout_of(**keys) -> RolloutConfig:

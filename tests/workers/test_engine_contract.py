@@ -22,7 +22,7 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Job, Sampling
 from tests.distance import distance
-from tests.workers.engines import EOS, engine_of, generate, jobs_of, queue_of, rollout_of, serve
+from tests.workers.engines import EOS, engine_of, generate, jobs_of, queue_of, rollout_of, serve, text_of
 from tests.workers.sglang_double import sglang_engine
 
 LONGEST = 64
@@ -162,10 +162,10 @@ def log_probs_of(model, prompt, answer, temperature=1.0):
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
 
 
-def greedy(model, prompt, length=12):
+def greedy(model, prompt, length=12, **keys):
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     generated = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0, **keys
     )
     return generated[0, len(prompt) :].tolist()
 
@@ -181,14 +181,57 @@ def test_greedy_answers_are_those_of_transformers(ready, plain):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(12), Sampling(12, temperature=0.6), Sampling(12, temperature=1.7, top_k=4), Sampling(12, top_p=0.7)],
+    [
+        Sampling(12),
+        Sampling(12, temperature=0.6),
+        Sampling(12, temperature=1.7, top_k=4),
+        Sampling(12, top_p=0.7),
+        Sampling(12, temperature=1.3, min_p=0.1),
+        Sampling(12, temperature=0.6, repetition_penalty=1.7),
+        Sampling(12, greedy=True, repetition_penalty=1.7),
+    ],
 )
-def test_log_probs_are_the_trainers_before_top_k_and_top_p(ready, plain, sampling):
+def test_log_probs_are_the_trainers_before_penalty_top_k_top_p_and_min_p(ready, plain, sampling, request):
+    lacks(request, "penalises", sampling.repetition_penalty != 1)
     generated = generate(ready, sampling, PROMPTS, 3)
     rows = zip(answers(generated), generated.log_probs.rows(), itertools.count())
     for answer, log_probs, number in rows:
         expected = log_probs_of(plain, PROMPTS[number // 3], answer, sampling.temperature)
         assert distance(log_probs, expected) < 1e-5
+
+
+def lacks(request, capability: str, needed: bool = True) -> None:
+    """Drafts know no penalty either (`tail=exact` refuses it)."""
+    name = request.node.callspec.params["engine"]
+    if needed and (not getattr(engines.ENGINES[name.split()[0]], capability) or name == "vllm drafts"):
+        pytest.skip(f"{name} is refused with it")
+
+
+@pytest.mark.parametrize("penalty", [1.7, 0.6])
+def test_a_penalty_counts_prompt_and_answer_as_transformers_does(ready, plain, penalty, request):
+    lacks(request, "penalises")
+    generated = generate(ready, Sampling(12, greedy=True, repetition_penalty=penalty), PROMPTS, 1)
+    expected = [greedy(plain, prompt, repetition_penalty=penalty) for prompt in PROMPTS]
+    assert answers(generated) == expected
+    assert expected != [greedy(plain, prompt) for prompt in PROMPTS]
+
+
+def test_a_stop_text_ends_an_answer_with_the_token_that_completes_it(ready, request):
+    lacks(request, "stops")
+    whole = answers(generate(ready, Sampling(12, ignore_eos=True), PROMPTS, 2))
+    stops = tuple(text_of(answer[start : start + 2]) for answer, start in zip(whole, (3, 0, 10), strict=False))
+    generated = generate(ready, Sampling(12, ignore_eos=True, stop=stops), PROMPTS, 2)
+    ends = [
+        min((text_of(answer).find(stop) + 2 for stop in stops if stop in text_of(answer)), default=12)
+        for answer in whole
+    ]
+    assert answers(generated) == [answer[:end] for answer, end in zip(whole, ends, strict=True)]
+    assert sum(end < 12 for end in ends) >= 2
+    stopped = [any(stop in text_of(answer) for stop in stops) for answer in whole]
+    assert generated.truncated.tolist() == [not there for there in stopped]
+    assert [len(row) for row in generated.log_probs.rows()] == ends
+    # The next call knows nothing of them.
+    assert answers(generate(ready, Sampling(12, ignore_eos=True), PROMPTS, 2)) == whole
 
 
 def distribution(engine, sampling, prompt, count=400):
@@ -205,6 +248,8 @@ def test_every_sampling_key_has_its_effect(ready, plain):
     assert set(np.flatnonzero(distribution(ready, Sampling(1, top_k=2), prompt))) <= set(order[:2])
     kept = order[: int((probs[order].cumsum(0) < 0.6).sum()) + 1]
     assert set(np.flatnonzero(distribution(ready, Sampling(1, top_p=0.6), prompt))) <= set(kept)
+    kept = [token for token in order if probs[token] >= 0.5 * probs.max()]
+    assert set(np.flatnonzero(distribution(ready, Sampling(1, min_p=0.5), prompt))) <= set(kept)
     cold, hot = (distribution(ready, Sampling(1, temperature=t), prompt) for t in (0.3, 2.0))
     assert cold.max() > probs.max() > hot.max()
     assert generate(ready, Sampling(9, ignore_eos=True), PROMPTS, 2).tokens.lengths.tolist() == [9] * 8

@@ -7,7 +7,7 @@ import torch
 from rltrain.base import device
 from rltrain.base.seeds import sample_seeds
 from rltrain.workers.rollout.contract import Sampling
-from rltrain.workers.rollout.sampling import choose, random_numbers, restrict
+from rltrain.workers.rollout.sampling import choose, penalised, random_numbers, restrict
 
 
 def test_sampling_follows_the_distribution():
@@ -38,6 +38,37 @@ def test_top_k_and_top_p_restrict():
     assert restrict(probs, -1, 0.5).tolist() == [pytest.approx([0.4, 0.3, 0, 0])]
     assert restrict(probs, -1, 0.4).tolist() == [pytest.approx([0.4, 0, 0, 0])]
     assert restrict(probs, 1_000_000, 1.0) is probs
+
+
+def test_min_p_compares_with_the_likeliest_token_that_may_be_drawn():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(64, 1)
+    noise = torch.linspace(0, 0.999, 64)
+
+    def drawn(**keys):
+        return set(choose(logits.clone(), noise, Sampling(1, **keys.pop("sampling", {})), **keys)[0].tolist())
+
+    assert drawn() == {0, 1, 2, 3}
+    assert drawn(sampling={"min_p": 0.31}) == {0, 1}
+    assert drawn(sampling={"min_p": 0.31}, never=torch.tensor([0])) == {1, 2}
+    assert drawn(sampling={"min_p": 1.0}) == {0}
+
+
+def test_a_penalty_moves_what_is_drawn_and_not_the_log_probs():
+    logits = torch.tensor([[2.0, 1.5, -1.0]])
+    seen = torch.tensor([[True, False, True]])
+    assert penalised(logits, seen, 2.0).tolist() == [[1.0, 1.5, -2.0]]
+    tokens, log_probs = choose(
+        logits.clone(), torch.zeros(1), Sampling(1, greedy=True, repetition_penalty=2.0), seen=seen
+    )
+    assert tokens.tolist() == [1]
+    assert log_probs.tolist() == pytest.approx(logits.log_softmax(-1)[:, 1].tolist())
+    many = logits.repeat(20_000, 1)
+    noise = torch.linspace(0, 0.9999, 20_000)
+    sampling = Sampling(1, temperature=0.5, repetition_penalty=2.0)
+    tokens, log_probs = choose(many.clone(), noise, sampling, seen=seen.repeat(20_000, 1))
+    law = (torch.tensor([1.0, 1.5, -2.0]) / 0.5).softmax(-1)
+    assert torch.allclose(torch.bincount(tokens, minlength=3) / 20_000, law, atol=1e-3)
+    assert torch.allclose(log_probs, (logits / 0.5).log_softmax(-1)[0][tokens], atol=1e-5)
 
 
 @pytest.mark.parametrize("vocabulary", [3, 256, 1000, 151_936])

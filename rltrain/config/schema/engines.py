@@ -37,6 +37,10 @@ class Engine:
     """Its head's product can be in float32."""
     speculation: bool = False
     """It can verify guessed tokens (``rollout.tail=exact``)."""
+    stops: bool = False
+    """Answers may end with a text (``rollout.stop``), whatever tokens it is made of."""
+    penalises: bool = False
+    """It takes ``rollout.repetition_penalty`` and returns log-probs without it."""
     counted_seeds: bool = False
     """Its random numbers depend on the sample's seed and the position alone, the same in every such engine."""
     temperatures: tuple[float, float] = (0.0, math.inf)
@@ -71,6 +75,8 @@ ENGINES = {
         embedded=True,
         images=True,
         fp32_head=True,
+        stops=True,
+        penalises=True,
         counted_seeds=True,
         unused_keys=(
             "enforce_eager",
@@ -89,6 +95,8 @@ ENGINES = {
         images=True,
         fp32_head=True,
         speculation=True,
+        stops=True,
+        penalises=True,
         counted_seeds=True,
         rigid_on_npu=True,
         # vLLM refuses more than 2. Less than 0.01 it raises to 0.01 with a warning, so that the trainer would compute

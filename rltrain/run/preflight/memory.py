@@ -21,7 +21,7 @@ from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import Device, get_device, resolve_dtype
-from rltrain.config.budgets import PassBudget, judge_lengths, longest_sequence
+from rltrain.config.budgets import PassBudget, judge_lengths, longest_text
 from rltrain.config.passes import JUDGE_PHASE, PASSES, ROLES, Role, device_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
@@ -73,7 +73,7 @@ class _Writing:
             plan.samples_per_replica,
             data.max_prompt_length,
             data.max_response_length,
-            rollout.max_model_len or longest_sequence(cfg),
+            rollout.max_model_len or longest_text(cfg),
             plan.answers_per_prompt,
             samples_per_job(
                 plan.prompts_started, plan.answers_per_prompt, plan.num_engine_replicas, rollout.max_num_seqs
@@ -325,7 +325,7 @@ def longest_cache_bytes(cfg: Config) -> int:
     text = config.get_text_config()
     if hasattr(text, "kv_lora_rank") or {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}:
         return 1  # engines keep less than all keys and values
-    longest, size = rollout.max_model_len or longest_sequence(cfg), rollout.tensor_model_parallel_size
+    longest, size = rollout.max_model_len or longest_text(cfg), rollout.tensor_model_parallel_size
     return longest * bytes_per_token(config, resolve_dtype(rollout.dtype, device)) // size
 
 

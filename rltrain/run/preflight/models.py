@@ -16,7 +16,7 @@ from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.agents import AGENT_KEY, several_turns, who_answers
-from rltrain.config.budgets import judge_lengths, longest_sequence
+from rltrain.config.budgets import judge_lengths, longest_text
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
@@ -298,7 +298,7 @@ def _positions(cfg: Config, config: Any, findings: Findings) -> Iterator[str]:
     """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rollout = cfg.actor_rollout_ref.rollout
-    longest = rollout.max_model_len or longest_sequence(cfg)
+    longest = rollout.max_model_len or longest_text(cfg)
     keys = f"{_R}max_model_len" if rollout.max_model_len else "data.max_prompt_length + data.max_response_length"
     budget = rollout.max_num_batched_tokens
     if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:

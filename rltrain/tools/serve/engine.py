@@ -78,7 +78,7 @@ class ServingEngine(HFRollout):
             self._queue.was_read(asked)
 
     def _draw(
-        self, hidden: Tensor, rows: NDArray[np.int64], noise: Tensor, sampling: Sampling
+        self, hidden: Tensor, rows: NDArray[np.int64], noise: Tensor, sampling: Sampling, seen: Tensor | None
     ) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
         logits = final_logits(self._model, hidden)
         answers = [self._queue.running(number) for number in rows.tolist()]

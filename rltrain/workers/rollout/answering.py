@@ -144,7 +144,9 @@ class Answering:
             if finish != "stop" or not (said.calls or said.problems):
                 self.give_up(key)
                 return False
-        self._open[key] = _Open(tokens[-1] if reason == "stop" and tokens else None, said)
+        # A turn that a stop text has ended lacks the token that ends one.
+        ended = reason == "stop" and tokens and tokens[-1] in self.stop_token_ids
+        self._open[key] = _Open(tokens[-1] if ended else None, said)
         if self._hosts:
             calls = [ToolCall(call.name, call.arguments) for call in said.calls]
             self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent, tools)

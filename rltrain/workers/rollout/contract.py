@@ -25,7 +25,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. ``top_k`` <= 0 and ``top_p`` = 1 are off; ``greedy`` ignores temperature, top_k, top_p."""
+    """How answers are drawn. ``top_k`` <= 0, ``top_p`` = 1, ``min_p`` = 0 and ``repetition_penalty`` = 1 are off;
+    ``greedy`` ignores temperature, top_k, top_p and min_p."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -33,6 +34,10 @@ class Sampling:
     top_p: float = 1.0
     greedy: bool = False
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn with the token that completes one."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,10 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     """New ids (without `Job.given`), with the end token if there is one."""
     log_probs: list[float] = field(default_factory=list)
-    """Log softmax(logits / temperature) of each sampled id, before top-k and top-p (greedy: temperature 1); the softmax
-    has the placeholder tokens of images too, although they are never drawn."""
+    """Log softmax(logits / temperature) of each sampled id, before penalty, top-k, top-p and min-p (greedy: temperature
+    1); the softmax has the placeholder tokens of images too, although they are never drawn."""
     reason: str = "abort"
-    """Stop (an end token), length (``max_tokens``), or the engine's word for a turn that was given up."""
+    """Stop (an end token or text), length (``max_tokens``), or the engine's word for a turn that was given up."""
     seconds: float = 0.0
     """When it ended, since the call."""
     num_reused: int = 0

@@ -1,4 +1,5 @@
-"""From logits to tokens: counted random numbers, temperature, top-k, top-p, and the log-probs of the drawn tokens.
+"""From logits to tokens: counted random numbers, temperature, penalty, top-k, top-p, min-p, and the log-probs of the
+drawn tokens.
 
 An answer must depend on its seed alone, not on the batch it is in; torch.multinomial draws from shared state. So each
 token inverts the distribution function at a number counted from (seed, position). Running totals over the vocabulary
@@ -32,35 +33,61 @@ def random_numbers(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDAr
     return np.minimum(uniforms(seeds, places, 1)[:, 0], _BELOW_ONE).astype(np.float32)
 
 
-def choose(logits: Tensor, noise: Tensor, sampling: Sampling, never: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, noise: Tensor, sampling: Sampling, never: Tensor | None = None, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the distribution function at ``noise`` (as from `random_numbers`).
 
     logits [n, vocabulary] in fp32, which are overwritten -> token ids [n] and their log-probs [n]. never: ids that are
-    not drawn; they keep their place in the log-probs.
+    not drawn; they keep their place in the log-probs. seen [n, vocabulary]: tokens that stand before, for the penalty
+    (None: there is none).
     """
     rows = max(1, device_of(logits).sampling_elements // logits.shape[-1])
-    parts = [_choose(*part, sampling, never) for part in zip(logits.split(rows), noise.split(rows), strict=True)]
+    seen_parts = [None] * -(-len(logits) // rows) if seen is None else seen.split(rows)
+    own = zip(logits.split(rows), noise.split(rows), seen_parts, strict=True)
+    parts = [_choose(*part[:2], sampling, never, part[2]) for part in own]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
 
 
-def _choose(logits: Tensor, noise: Tensor, sampling: Sampling, never: Tensor | None) -> tuple[Tensor, Tensor]:
+def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Positive logits of tokens that stand before over the penalty, negative ones times it (Keskar et al. 2019, CTRL,
+    section 4.1, as it is done since): a temperature may come before or after."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _choose(
+    logits: Tensor, noise: Tensor, sampling: Sampling, never: Tensor | None, seen: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if sampling.greedy:
-        drawn = logits if never is None else logits.index_fill(-1, never, -torch.inf)
+        drawn = logits if seen is None else penalised(logits, seen, sampling.repetition_penalty)
+        drawn = drawn if never is None else drawn.index_fill(-1, never, -torch.inf)
         tokens = drawn.argmax(-1, keepdim=True)
         return tokens[:, 0], (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True))[:, 0]
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)
-    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    # Taken before top_k and top_p, because the log-probs are those of the softmax over all tokens.
+    # Its own copy: the log-probs are those without the penalty.
+    drawn = None if seen is None else penalised(logits, seen, sampling.repetition_penalty)
+    weights = _weights(logits)
+    # Taken before top_k, top_p and min_p, because the log-probs are those of the softmax over all tokens.
     sums = _block_sums(weights)
     total = sums.sum(-1, keepdim=True)
-    if 0 < sampling.top_k < weights.shape[-1] or sampling.top_p < 1 or never is not None:
-        allowed = weights if never is None else weights.index_fill(-1, never, 0)
+    limited = 0 < sampling.top_k < weights.shape[-1] or sampling.top_p < 1 or sampling.min_p > 0
+    if limited or never is not None or drawn is not None:
+        allowed = weights if drawn is None else _weights(drawn)
+        allowed = allowed if never is None else allowed.index_fill(-1, never, 0)
+        if sampling.min_p > 0:
+            least = sampling.min_p * allowed.amax(-1, keepdim=True)
+            allowed = allowed.masked_fill(allowed < least, 0)
         allowed = restrict(allowed, sampling.top_k, sampling.top_p)
         tokens = _search(allowed, _block_sums(allowed), noise[:, None])
     else:
         tokens = _search(weights, sums, noise[:, None])
     return tokens[:, 0], (weights.gather(-1, tokens).log() - total.log())[:, 0]
+
+
+def _weights(logits: Tensor) -> Tensor:
+    """exp(logits), the largest of a row 1; overwrites them."""
+    return logits.sub_(logits.amax(-1, keepdim=True)).exp_()
 
 
 def _block_sums(weights: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import RolloutEngine
 from rltrain.workers.rollout.queue import Replica
+from rltrain.workers.rollout.stops import StopTexts
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class EngineSettings:
     section: str = "actor_rollout_ref.rollout"
     longest: str = "max_model_len"
     """Both, for messages: where its keys are, and the name of the one that bounds a text."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """The text of tokens, special ones included; None: no text ends an answer."""
+
+    def stop_texts(self, stops: Sequence[str]) -> StopTexts:
+        """What finds these texts."""
+        assert self.decode or not stops, "an engine without a tokenizer has no stop texts"
+        return StopTexts(stops, self.decode or (lambda tokens: ""))
 
     @property
     def eager(self) -> bool:

@@ -55,6 +55,7 @@ class HFRollout:
         model = empty_model(config, _ATTENTION, self._dtype, trust_remote_code=settings.model.trust_remote_code)
         self._model = model.eval()
         self._rollout, self._section, self._longest = settings.rollout, settings.section, settings.longest
+        self._stop_texts = settings.stop_texts
         self._max_model_len = settings.max_model_len
         self._memory_share = settings.rollout.gpu_memory_utilization / settings.engines_sharing_memory
         self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
@@ -108,7 +109,9 @@ class HFRollout:
     @torch.inference_mode()
     def generate(self, source: Source, sampling: Sampling) -> None:
         kv, parked = KeyValues(self._device.torch_device, self._block), ParkedRows()
-        turns = RunningTurns(sampling.max_tokens, self._max_model_len, source)
+        turns = RunningTurns(sampling.max_tokens, self._max_model_len, source, self._stop_texts(sampling.stop))
+        # Which tokens stand before, per row, where that counts.
+        seen = self._seen_of([]) if sampling.repetition_penalty != 1 else None
         rows = np.zeros(0, dtype=np.int64)
         hidden = torch.empty(0, self._model.config.get_text_config().hidden_size, dtype=self._dtype)
         hidden = hidden.to(self._device.torch_device)
@@ -118,24 +121,27 @@ class HFRollout:
                 rows = np.concatenate([rows, turns.add(jobs, {key: row.length for key, row in kept.items()})])
                 self._trim(parked, kv, source, sum(len(job.samples) for job in jobs))
                 hidden = torch.cat([hidden, self._prefill(jobs, kv, kept)])
+                seen = None if seen is None else torch.cat([seen, self._seen_of(jobs)])
                 del kept
             if not len(rows):
                 if source.wait():
                     continue
                 return self._refuse_what_is_too_large(source)
-            tokens, ended = self._sample(hidden, rows, turns, sampling)
+            tokens, ended = self._sample(hidden, rows, turns, sampling, seen)
             self._park(ended, kv, parked, source)
             if turns.num_running and source.stopped():
                 return turns.give_up()
             running = ~turns.ended[rows]
             if not running.any() or running.mean() < 1 - _DEAD:
                 order = kv.drop_dead_rows(running)
-                rows, tokens = rows[order], tokens[torch.from_numpy(order).to(tokens.device)]
+                places = torch.from_numpy(order).to(tokens.device)
+                rows, tokens = rows[order], tokens[places]
+                seen = None if seen is None else seen[places]
             if len(rows):
                 kv.begin_step()
                 # Minus one, because the token that was just drawn is counted already and is the one to be computed.
-                places = turns.prompt_lengths + turns.shifts + turns.lengths
-                positions = torch.from_numpy(places[rows] - 1)
+                columns = turns.prompt_lengths + turns.shifts + turns.lengths
+                positions = torch.from_numpy(columns[rows] - 1)
                 hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
             else:
                 hidden = hidden[:0]
@@ -175,21 +181,32 @@ class HFRollout:
             )
 
     def _sample(
-        self, hidden: Tensor, rows: NDArray[np.int64], turns: RunningTurns, sampling: Sampling
+        self, hidden: Tensor, rows: NDArray[np.int64], turns: RunningTurns, sampling: Sampling, seen: Tensor | None
     ) -> tuple[Tensor, list[EndedTurn]]:
         """One more token of each row [rows], written down, and the turns that it has ended."""
         noise = torch.from_numpy(random_numbers(turns.seeds[rows], (turns.given + turns.lengths)[rows])).to(
             hidden.device
         )
-        tokens, log_probs, ends = self._draw(hidden, rows, noise, sampling)
+        tokens, log_probs, ends = self._draw(hidden, rows, noise, sampling, seen)
+        if seen is not None:
+            seen.scatter_(-1, tokens[:, None], True)
         return tokens, turns.write(rows, tokens.cpu().numpy(), log_probs.cpu().numpy(), ends)
 
     def _draw(
-        self, hidden: Tensor, rows: NDArray[np.int64], noise: Tensor, sampling: Sampling
+        self, hidden: Tensor, rows: NDArray[np.int64], noise: Tensor, sampling: Sampling, seen: Tensor | None
     ) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
-        """Of each row: a token, its log-prob, and whether its turn ends with it. rows: numbers of the turns."""
-        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never)
+        """Of each row: a token, its log-prob, and whether its turn ends with it. rows: numbers of the turns. seen: see
+        `choose`."""
+        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never, seen)
         return tokens, log_probs, self._is_end[tokens.cpu().numpy()] & (not sampling.ignore_eos)
+
+    def _seen_of(self, jobs: Sequence[Job]) -> Tensor:
+        """Whether each token stands in prompt or given tokens [answers, vocabulary]."""
+        texts = [text for job in jobs for text in job.begun or [job.asked] * len(job.samples)]
+        seen = torch.zeros(len(texts), len(self._is_end), dtype=torch.bool)
+        for row, text in zip(seen, texts, strict=True):
+            row[torch.from_numpy(text.tokens.astype(np.int64))] = True
+        return seen.to(self._device.torch_device)
 
     def _prefill(self, jobs: Sequence[Job], kv: KeyValues, kept: Mapping[Key, KeptRow] | None = None) -> Tensor:
         """Compute the prompts, as many at once as the settings allow. kept: what is there of their beginnings.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rltrain.base.errors import DataError
 from rltrain.workers.rollout.contract import Job, Key, Source, Turn, turns_of
+from rltrain.workers.rollout.stops import StopTexts
 
 Ints = NDArray[np.int64]
 
@@ -31,10 +32,10 @@ class RunningTurns:
 
     Per turn: seeds, prompt_lengths (given tokens included), shifts (of its positions: `EncodedPrompt.position_shift`),
     given (tokens it began with), lengths (new tokens), ended. max_model_len: most tokens of prompt and answer together.
-    source: is told of every turn that has ended.
+    source: is told of every turn that has ended. stops: texts that end one.
     """
 
-    def __init__(self, max_tokens: int, max_model_len: int, source: Source) -> None:
+    def __init__(self, max_tokens: int, max_model_len: int, source: Source, stops: StopTexts) -> None:
         self.seeds: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
         self.prompt_lengths, self.shifts, self.given, self.lengths, self._limits = (
             np.zeros(0, dtype=np.int64) for _ in range(5)
@@ -43,7 +44,7 @@ class RunningTurns:
         self.num_running = 0
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
-        self._source = source
+        self._source, self._stops = source, stops
         self._started = time.perf_counter()
         self._turns: dict[int, tuple[Turn, NDArray[np.int32]]] = {}
 
@@ -91,10 +92,12 @@ class RunningTurns:
         rows = np.flatnonzero(running)
         numbers, ends = numbers[running], ends[running]
         drawn = zip(numbers.tolist(), tokens[running].tolist(), log_probs[running].tolist(), strict=True)
-        for number, token, log_prob in drawn:
-            turn, _ = self._turns[number]
+        for place, (number, token, log_prob) in enumerate(drawn):
+            turn, given = self._turns[number]
             turn.tokens.append(token)
             turn.log_probs.append(log_prob)
+            if self._stops and self._stops.end_of(given, turn.tokens, len(turn.tokens) - 1):
+                ends[place] = True
         self.lengths[numbers] += 1
         over = ends | (self.lengths[numbers] == self._limits[numbers])
         self.ended[numbers] = over

@@ -234,6 +234,7 @@ class SGLangRollout:
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k if sampling.top_k > 0 else -1,
                 "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
                 # SGLang takes the same bits as a signed number.
                 "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
             }

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import shared_memory
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +35,18 @@ from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_of
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
+from rltrain.workers.rollout.stops import StopTexts
 from rltrain.workers.rollout.vllm.images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm.sampler import CountedSampler, RandomStream
 from rltrain.workers.rollout.vllm.weights import WeightLoader, derived_weights, refuse_on_npu
 
 # Steps between two questions whether answers are still wanted, because asking waits for other processes.
 _ASK_EVERY = 16
+
+
+class _Running(NamedTuple):
+    turn: Turn
+    given: list[int]
 
 
 class VLLMRollout:
@@ -55,7 +61,7 @@ class VLLMRollout:
         rollout, replica, device = settings.rollout, settings.replica, settings.device
         config = settings.model.load_config()
         self._eos = sorted(settings.eos_token_ids)
-        self._max_num_seqs = rollout.max_num_seqs
+        self._max_num_seqs, self._stop_texts = rollout.max_num_seqs, settings.stop_texts
         self._max_model_len = settings.max_model_len
         if device.kind == "npu":
             refuse_on_npu(config)
@@ -139,6 +145,7 @@ class VLLMRollout:
     def log_probs(self, text: EncodedPrompt) -> Tensor:
         # vLLM generates one token at least; only the log-probs of the text are read.
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        self._sampler.set_sampling(Sampling(1))
         self._num_calls += 1
         self._add(
             text.tokens.tolist(),
@@ -153,7 +160,8 @@ class VLLMRollout:
     def generate(self, source: Source, sampling: Sampling) -> None:
         started = time.perf_counter()
         engine = self._llm.llm_engine
-        running: dict[str, Turn] = {}
+        running: dict[str, _Running] = {}
+        stops, deltas = self._stop_texts(sampling.stop), source.may_stop or bool(sampling.stop)
         self._sampler.set_sampling(sampling)
         self._num_calls += 1
         step = 0
@@ -167,28 +175,42 @@ class VLLMRollout:
                     if job.given_images:
                         own = [f"{prompt}/{turn.sample}/{image}" for image in range(len(job.given_images))]
                         images = self._images_of(job.begun[number], [*names, *own])
-                    running[self._ask(job, number, images, sampling, deltas=source.may_stop)] = turn
+                    name = self._ask(job, number, images, sampling, deltas=deltas)
+                    running[name] = _Running(turn, job.given[number].tolist() if job.given else [])
             if not running:
                 if source.wait():
                     continue
                 return
             step += 1
             for output in engine.step():
-                turn = running[output.request_id]
-                turn.tokens += output.outputs[0].token_ids
-                turn.log_probs += output.outputs[0].logprobs.logprobs
-                if output.finished:
+                turn = running[output.request_id].turn
+                if self._continue(output, running[output.request_id], stops):
                     del running[output.request_id]
-                    turn.num_reused = output.num_cached_tokens or 0
-                    turn.reason, turn.seconds = output.outputs[0].finish_reason, time.perf_counter() - started
+                    turn.seconds = time.perf_counter() - started
                     source.ended(turn)
             # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.
             if running and source.may_stop and step % _ASK_EVERY == 0 and source.stopped():
                 engine.abort_request(list(running))
-                for turn in running.values():
+                for turn, _ in running.values():
                     turn.seconds = time.perf_counter() - started
                     source.ended(turn)
                 return
+
+    def _continue(self, output: Any, running: _Running, stops: StopTexts) -> bool:
+        """Append what vLLM has sampled of a turn. Returns whether it has ended."""
+        turn, given = running
+        known = len(turn.tokens)
+        turn.tokens += output.outputs[0].token_ids
+        turn.log_probs += output.outputs[0].logprobs.logprobs
+        turn.num_reused = output.num_cached_tokens or 0
+        if (end := stops.end_of(given, turn.tokens, known)) is not None:
+            if not output.finished:
+                self._llm.llm_engine.abort_request([output.request_id])
+            turn.tokens, turn.log_probs, turn.reason = turn.tokens[:end], turn.log_probs[:end], "stop"
+            return True
+        if output.finished:
+            turn.reason = output.outputs[0].finish_reason
+        return bool(output.finished)
 
     def _images_of(self, text: EncodedPrompt, names: Sequence[str]) -> dict[str, Any]:
         if text.images is None:
@@ -200,13 +222,14 @@ class VLLMRollout:
     def _ask(self, job: Job, number: int, images: dict[str, Any], sampling: Sampling, *, deltas: bool) -> str:
         """Start one answer of a job, or go on with it."""
         given = job.given[number].tolist() if job.given else []
-        # top_k and top_p are not handed on: `CountedSampler` applies them itself, after the log-probs are taken.
+        # top_k, top_p and min_p are not handed on: `CountedSampler` applies them itself, after the log-probs are taken.
         # logprobs=0 asks for the log-prob of the sampled token alone.
         params = self._params(
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
             temperature=0.0 if sampling.greedy else sampling.temperature,
             extra_args=RandomStream(int(job.seeds[number]), len(given)).as_arguments(),
             logprobs=0,
+            repetition_penalty=sampling.repetition_penalty,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,

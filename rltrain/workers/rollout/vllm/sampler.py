@@ -37,7 +37,8 @@ class RandomStream(NamedTuple):
 
 
 class CountedSampler(nn.Module):
-    """Replaces vLLM's top-k/top-p sampler, and draws the whole batch at once. Returns log-probs before top-k and top-p.
+    """Replaces vLLM's top-k/top-p sampler, and draws the whole batch at once. Returns log-probs before penalty, top-k,
+    top-p and min-p.
 
     never: ids that are never drawn. They keep their place in the log-probs, because the trainer's softmax has them too.
     """
@@ -48,6 +49,8 @@ class CountedSampler(nn.Module):
         self._never = never
         # One for all requests of a call: vLLM's own top_k and top_p per request are not used.
         self._sampling = Sampling(1)
+        # Of this step, before vLLM's penalty; None: there is none.
+        self._plain_logits: Tensor | None = None
         # Of the requests of the last step, in the order of their rows.
         self._names: list[str] = []
         self._seeds, self._starts = np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
@@ -64,6 +67,10 @@ class CountedSampler(nn.Module):
         if len(never):
             greedy = sampler.greedy_sample
             sampler.greedy_sample = lambda logits: greedy(counted._without_never(logits))
+        penalise, log_probs_of = sampler.apply_penalties, sampler.compute_logprobs
+        sampler.apply_penalties = lambda logits, *rest: penalise(counted._remembered(logits), *rest)
+        # Of greedy answers, the one use of it that is left.
+        sampler.compute_logprobs = lambda logits: log_probs_of(counted._unpenalised(logits))
         # vllm-ascend's ignores the mode it is asked for, and would compute log-probs that nobody reads.
         sampler.logprobs_mode = "processed_logprobs"
         if hasattr(runner, "rejection_sampler"):
@@ -72,14 +79,29 @@ class CountedSampler(nn.Module):
 
     def set_sampling(self, sampling: Sampling) -> None:
         """Draw as ``sampling`` says from now on."""
-        self._sampling = sampling
+        self._sampling, self._plain_logits = sampling, None
 
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """logits [rows, vocabulary], divided by the temperature -> token ids [rows], log-probs [rows, vocabulary]."""
-        log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
+        plain = self._unpenalised(logits)
+        if plain is not logits:
+            plain = plain / self._sampling.temperature
+        # First, as drawing overwrites the logits.
+        log_probs = torch.log_softmax(plain, -1, dtype=torch.float32)
         return self._draw(logits), log_probs
+
+    def _remembered(self, logits: Tensor) -> Tensor:
+        """The logits, of which the penalty overwrites its own."""
+        self._plain_logits = logits.clone() if self._sampling.repetition_penalty != 1 else None
+        return logits
+
+    def _unpenalised(self, logits: Tensor) -> Tensor:
+        """The logits [rows, vocabulary] as they were before the penalty and the temperature, or where there is no
+        penalty as they are."""
+        plain, self._plain_logits = self._plain_logits, None
+        return logits if plain is None else plain
 
     def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
         """Replaces vLLM's rejection sampler: a draft is accepted while it is what would have been drawn without it.

@@ -1,0 +1,104 @@
+"""Texts that end a turn, in tokens of any kind; and what is refused of them."""
+
+import pytest
+
+from rltrain.config.budgets import longest_sequence, longest_text
+from rltrain.config.check import broken_rules
+from rltrain.config.load import load_config
+from rltrain.config.notes import other_meanings
+from rltrain.trainer.validation import sampling_of
+from rltrain.workers.rollout.stops import StopTexts
+from tests.tiny import small_run
+
+R = "actor_rollout_ref__rollout__"
+# Of one character, of several, of none, and of half a character.
+PIECES = {1: "a", 2: "</", 3: "ans", 4: "wer>!", 5: "", 6: b"\xc3", 7: b"\xa9", 8: "x"}
+
+
+def text(tokens) -> str:
+    raw = b"".join(piece if isinstance(piece, bytes) else piece.encode() for piece in map(PIECES.get, tokens))
+    return raw.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "known", "end"),
+    [
+        ([], [1, 2, 3, 4], 0, 4),
+        ([], [1, 2, 3, 4, 1, 1], 0, 4),
+        ([], [8] * 30 + [2, 3, 5, 4, 1], 0, 34),
+        # It begins in what stands before, or is in it whole.
+        ([1, 2, 3], [4, 1], 0, 1),
+        ([1, 2, 3, 4], [1, 1], 0, None),
+        ([1, 2, 3, 4], [1, 2, 3, 4], 0, 4),
+        ([2, 3, 4, 6], [7, 1], 0, None),
+        ([], [1, 2, 3], 0, None),
+        ([], [], 0, None),
+    ],
+)
+def test_it_is_found_with_the_token_that_completes_it(given, tokens, known, end):
+    stops = StopTexts(["</answer>"], text)
+    assert stops.end_of(given, tokens, known) == end
+    # Token by token.
+    ends = [count for count in range(1, len(tokens) + 1) if stops.end_of(given, tokens[:count], count - 1)]
+    assert ends[:1] == ([] if end is None else [end])
+
+
+def test_a_character_of_several_tokens_is_one():
+    assert StopTexts(["\u00e9x"], text).end_of([6], [7, 8, 1], 0) == 2
+
+
+def test_without_texts_nothing_is_read():
+    assert StopTexts([], lambda tokens: 1 / 0).end_of([1], [2, 3], 0) is None
+
+
+def settings(tmp_path, **changes):
+    return load_config(small_run(tmp_path, (tmp_path, tmp_path), tmp_path, **changes))
+
+
+def test_what_an_engine_has_not_is_refused(tmp_path):
+    def problems(**changes):
+        return broken_rules(settings(tmp_path, **changes))
+
+    stop = {R + "stop": "[end]"}
+    assert problems(**stop, **{R + "repetition_penalty": 1.2}) == []
+    sglang = {R + "name": "sglang", "trainer__n_gpus_per_node": 1}
+    (line,) = problems(**sglang, **stop)
+    assert line.startswith("actor_rollout_ref.rollout.stop=['end']: rollout.name=sglang has no tokenizer")
+    (line,) = problems(**sglang, **{R + "val_kwargs__repetition_penalty": 1.2})
+    assert line.startswith("actor_rollout_ref.rollout.val_kwargs.repetition_penalty=1.2: rollout.name=sglang would")
+    (line,) = problems(**{R + "name": "vllm", R + "tail": "exact", R + "repetition_penalty": 1.2})
+    assert "tail=exact guesses several tokens at once" in line
+    (line,) = problems(**{R + "val_kwargs__stop": "['']"})
+    assert "an empty text would end every answer at once" in line
+
+
+def test_validation_has_its_own_limit_and_the_run_s_stop_texts(tmp_path):
+    changes = {R + "stop": "[end,'</a>']", R + "val_kwargs__max_tokens": 30, R + "val_kwargs__min_p": 0.1}
+    changes |= {R + "val_kwargs__temperature": 1.0, R + "repetition_penalty": 1.2}
+    loaded = settings(tmp_path, **changes)
+    cfg = loaded.config
+    of_steps, of_validation = (
+        sampling_of(cfg, keys, greedy=False)
+        for keys in (cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs)
+    )
+    assert (of_steps.max_tokens, of_steps.min_p, of_steps.repetition_penalty) == (8, 0.0, 1.2)
+    assert (of_validation.max_tokens, of_validation.min_p, of_validation.repetition_penalty) == (30, 0.1, 1.0)
+    assert of_steps.stop == of_validation.stop == ("end", "</a>")
+    assert (longest_sequence(cfg), longest_text(cfg)) == (24, 46)
+    none = settings(tmp_path, **changes, **{R + "val_kwargs__stop": "[]"}).config
+    assert sampling_of(none, none.actor_rollout_ref.rollout.val_kwargs, greedy=False).stop == ()
+    assert any("repetition_penalty=1.2: answers are drawn from another law" in note for note in other_meanings(loaded))
+    judged = settings(tmp_path, **changes, reward_model__enable=True, reward_model__model__path=tmp_path)
+    assert any("judges answers of at most data.max_response_length=8 tokens" in line for line in broken_rules(judged))
+
+
+def test_a_run_ends_answers_and_validates_longer_ones(process_group, tiny_trainer):
+    """A text of a character that a policy of random weights soon writes."""
+    plain = tiny_trainer(data__seed=3).step(1).samples
+    changes = {R + "stop": "['1','2','3','4','5','6','7','8','9','0']", R + "val_kwargs__max_tokens": 20}
+    trainer = tiny_trainer(data__seed=3, **changes)
+    samples = trainer.step(1).samples
+    shorter = samples["response_length"] < plain["response_length"]
+    assert shorter.any()
+    assert (samples["response_length"] <= plain["response_length"]).all()
+    assert not samples["truncated"][shorter].any()

@@ -32,9 +32,9 @@ from rltrain.config.verl.spellings import (
     ALIASES,
     CLASSES,
     IMPLIES,
-    OLD_KEYS,
     OVERRIDES,
     VALUES,
+    is_old,
     sizes_not_written,
     translate_old_keys,
 )
@@ -139,7 +139,8 @@ class Reader:
 
     def modernise(self) -> None:
         """Take over what earlier versions of verl said with other keys, and switches that stand for several keys."""
-        old = {key: self.foreign.pop(key)[1] for key in OLD_KEYS if key in self.foreign}
+        written = [key for key, (_, value) in self.foreign.items() if is_old(key, value)]
+        old = {key: self.foreign.pop(key)[1] for key in written}
         try:
             for key, value, note in translate_old_keys(old, self._value):
                 self._assign(key, key, value)

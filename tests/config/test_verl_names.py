@@ -639,3 +639,49 @@ def test_mistakes_of_all_kinds_are_told_together():
 
 def test_sections_of_the_schema_are_no_rows():
     assert not [section for section in sections() if verdict(section, "x")]
+
+
+def test_colocated_asynchronous_training_is_the_tail_that_is_carried_over():
+    mode, correction = "trainer.v1.trainer_mode=colocate_async", "algorithm.rollout_correction."
+    loaded = load_config([*BASE, mode, "trainer.v1.colocate_async.num_warmup_batches=2"])
+    check(loaded)
+    config = loaded.config
+    assert config.actor_rollout_ref.rollout.tail == "carry_over"
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    said = "\n".join(notes(mode))
+    assert f"{mode} is {A}rollout.tail=carry_over here" in said
+    assert f"{correction}rollout_is=token: each token is weighed" in said
+    # What somebody has written stays.
+    own = load_config([*BASE, mode, f"{A}rollout.tail=oversample", f"{correction}bypass_mode=True"]).config
+    assert own.actor_rollout_ref.rollout.tail == "oversample"
+    assert own.algorithm.rollout_correction.rollout_is is None
+    assert "keep one of them" in "\n".join(problems(mode, "algorithm.filter_groups.enable=True")).lower()
+
+
+def test_keys_of_today_s_verl_are_read_noted_or_refused():
+    loaded = load_config(
+        [*BASE, f"{A}actor.loss_mode=clip_cov", f"{A}actor.clip_cov_lb=0.5", f"{A}actor.optim.lr_scheduler_name=cosine",
+         f"{A}actor.optim.min_lr_factor=0.1", "critic.optim.min_lr_factor=0.2", "trainer.debug=True",
+         f"{A}rollout.moe_tensor_parallel_size=4"]
+    )  # fmt: skip
+    check(loaded)
+    actor = loaded.config.actor_rollout_ref.actor
+    assert (actor.policy_loss.loss_mode, actor.policy_loss.clip_cov_lb) == ("clip_cov", 0.5)
+    assert (actor.optim.lr_scheduler_type, actor.optim.min_lr_ratio) == ("cosine", 0.1)
+    assert loaded.config.critic.optim.min_lr_ratio == 0.2
+    said = "\n".join(look_over(loaded))
+    assert f"{A}rollout.moe_tensor_parallel_size: no effect" in said
+    assert "trainer.debug: no effect" in said
+    for override, words in {
+        f"{A}actor.engine.tp=2": "FSDP2",
+        f"{A}actor.model_engine=mlite": "FSDP2",
+        f"{A}actor.optim.lr_scheduler.min_lr=1e-7": f"{A}actor.optim.lr_scheduler_type",
+        "critic.optim.lr_scheduler.min_lr=1e-7": "critic.optim.lr_scheduler_type",
+        "trainer.scheduler=one_step_off": "synchronous",
+        "trainer.checkpoint_callback_class=a.B": "trainer.callbacks",
+        f"{A}rollout.router_config_path=/r.yaml": "one queue",
+        f"{A}actor.policy_loss.gvpo_beta=0.1": "GVPO",
+    }.items():
+        (line,) = problems(override)
+        assert line.startswith(override.split("=")[0])
+        assert words in line

@@ -128,6 +128,8 @@ NO_EFFECT = {
     "trainer.npu_profile.*": _NO_PROFILER,
     "trainer.profile_steps": _NO_PROFILER,
     "trainer.use_v1": _SYNC,
+    "trainer.debug": "a run is the same whether somebody looks for a fault or not",
+    _R + "moe_tensor_parallel_size": "an engine cuts experts as all weights, by tensor_model_parallel_size",
     "trainer.remove_previous_ckpt_in_save": "see trainer.max_actor_ckpt_to_keep",
     "trainer.v1.sync": _SYNC,
     "trainer.v1.colocate_async.num_warmup_batches": _SYNC,

@@ -50,6 +50,12 @@ REFUSED = {
     "rollout.test_freq": _SYNCHRONOUS,
     "rollout.total_*": _SYNCHRONOUS,
     "model_engine!=dp|fsdp|fsdp2": _LEAVE,
+    "*.actor.model_engine!=dp|fsdp|fsdp2": _LEAVE,
+    "*.optim.lr_scheduler.*": "the schedule is {optim}.lr_scheduler_type, lr_warmup_steps and min_lr_ratio: use these",
+    "trainer.scheduler": _SYNCHRONOUS,
+    "trainer.checkpoint_callback_class": "verl's classes read its own checkpoints: name a class with on_save in "
+    "trainer.callbacks=FILE.py:NAME",
+    _R + "router_config_path": "requests are not routed, since all engines take prompts from one queue: leave it out",
     _R + "agent.agent_loop_config_path": _LOOPS,
     _R + "agent.agent_loop_manager_class": _LOOPS,
     _R + "agent.custom_async_server.*": "the engines are those of --help actor_rollout_ref.rollout.name",
@@ -138,6 +144,7 @@ SECTIONS = {
     "*.megatron.*": ("", _FSDP + "leave Megatron's keys out, or see --help {fsdp}"),
     "data.datagen.*": ("path", "rows are read once, before the first step: make them in a class of data.custom_cls"),
     "*.veomni.*": ("", _LEAVE),
+    _A + "actor.engine.*": ("", _LEAVE),
     "*.torchtitan.*": ("", _LEAVE),
     "*.automodel.*": ("", _LEAVE),
     "*.mindspeed*.*": ("", _LEAVE),
@@ -178,6 +185,7 @@ OTHERS = {
             "representation-based exploration": ("reward_model.*elliptical.*",),
             "GKD (distillation)": (_A + "teacher.*",),
             "DMPO": ("*.dmpo_*",),
+            "GVPO": ("*.gvpo_*",),
             "CoDaPO": ("algorithm.codapo_*",),
             "a cache of answers": ("trainer.gen_cache.*",),
         }.items()

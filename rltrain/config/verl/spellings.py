@@ -69,6 +69,15 @@ ALIASES = {
     _A + "actor.fsdp_config.ulysses_sequence_parallel_size": _A + "actor.ulysses_sequence_parallel_size",
     _A + "actor.policy_loss.tau_pos": _A + "actor.tau_pos",
     _A + "actor.policy_loss.tau_neg": _A + "actor.tau_neg",
+    **{
+        f"{_A}actor.{name}": f"{_A}actor.policy_loss.{name}"
+        for name in ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    },
+    **{
+        f"{role}.optim.{old}": f"{role}.optim.{new}"
+        for role in (_A + "actor", "critic")
+        for old, new in (("min_lr_factor", "min_lr_ratio"), ("lr_scheduler_name", "lr_scheduler_type"))
+    },
     _A + "actor.checkpoint.contents": _A + "actor.checkpoint.save_contents",
     _A + "ref.fsdp_config.ulysses_sequence_parallel_size": _A + "ref.ulysses_sequence_parallel_size",
     _R + "checkpoint_engine.update_weights_bucket_megabytes": _R + "update_weights_bucket_megabytes",
@@ -109,19 +118,33 @@ _IS = "algorithm.rollout_is"
 _ENDS_OF_06 = ("", "_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")
 # Keys that `translate_old_keys` reads beside ours.
 OLD_KEYS = (_TIS, _LOWER, _VETO, *(_IS + end for end in _ENDS_OF_06))
+_MODE = ("trainer.v1.trainer_mode", "colocate_async")
+_TAIL = _R + "tail"
 _BATCH, _MINI = "data.train_batch_size", _A + "actor.ppo_mini_batch_size"
 _BUDGET = _R + "max_num_batched_tokens"
+
+
+def is_old(key: str, value: Any) -> bool:
+    """Whether `translate_old_keys` reads a key that was written with a value."""
+    return key in OLD_KEYS or (key, value) == _MODE
 
 
 def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
     """(our key, its value, what to say) for what was once written with other keys.
 
-    old: the values of `OLD_KEYS` that were written. value: that of a key of ours. Raises ConfigError.
+    old: what was written that `is_old`. value: that of a key of ours. Raises ConfigError.
     """
     if (cap := _number(old, _TIS, "such as 2.0")) > 0:
         yield _C + "rollout_is", "token", f"{_TIS}={cap} is {_C}rollout_is=token with rollout_is_threshold={cap} here"
         yield _C + "rollout_is_threshold", str(cap), ""
     yield from _importance_of_06(old)
+    if _MODE[0] in old:
+        if value(_TAIL) == "off":
+            note = f"{'='.join(_MODE)} is {_TAIL}=carry_over here: what a step does not wait for goes on in the next"
+            yield _TAIL, "carry_over", note
+        if not value(_C + "bypass_mode") and not value(_C + "rollout_is"):
+            note = f"{_C}rollout_is=token: each token is weighed by the policy that has sampled it, as it may be older"
+            yield _C + "rollout_is", "token", note
     written, upper = value(_C + "rollout_rs"), value(_C + "rollout_rs_threshold")
     rule = _RULES.get(str(written))
     lower = _number(old, _LOWER, "such as 0.5", over=0)

@@ -26,7 +26,7 @@ from rltrain.config.schema.keys import all_keys, followed, get, is_known
 from rltrain.config.verl.easyr1 import Reading
 from rltrain.config.verl.keys import places_of, rename, rows_of, verdict
 from rltrain.config.verl.refused import REFUSED
-from rltrain.config.verl.spellings import CLASSES, OLD_KEYS
+from rltrain.config.verl.spellings import CLASSES, is_old
 from rltrain.run.checkpoints.foreign import has_verl_checkpoints
 from rltrain.tools.port.rules import SPREAD, parsed_or_text, rule_of
 
@@ -109,8 +109,9 @@ def _own_classes(ported: Ported, last: dict[str, str]) -> None:
 
 def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
     """Keys of which several stand for one of ours: taken as one where an old spelling is among them; returns them."""
-    keys = {key for key in written if key in OLD_KEYS or key.startswith("algorithm.rollout_correction.")}
-    if keys.isdisjoint(OLD_KEYS):
+    old = {key for key in written if is_old(key, written[key])}
+    keys = old | {key for key in written if key.startswith("algorithm.rollout_correction.")}
+    if not old:
         return set()
     # Paths that every configuration needs, so that nothing else is missing.
     required = [f"{_A}model.path=/model", "data.train_files=/data"]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # A purpose is its place in this tuple: append, never reorder.
-PURPOSES = ("train", "val", "mini_batches", "revisit", "selection", "subset", "environment")
+PURPOSES = ("train", "val", "mini_batches", "revisit", "selection", "subset", "environment", "mixing")
 # 2^64 divided by the golden ratio: SplitMix64's increment.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -72,7 +72,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     rules += [folder_problems, _names, _run]
     # An evaluation is mostly the command of a run with one key more, and what only a step would need may stay in it.
     if "actor" in roles_of(loaded.config):
-        rules += [_precision, _comparison, _correction, _shared_sequences, reward_terms, asked_of_scorers]
+        rules += [_mixing, _precision, _comparison, _correction, _shared_sequences, reward_terms, asked_of_scorers]
         rules += [tail_problems, overlap_problems, distillation_problems]
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
@@ -291,6 +291,20 @@ def _lora(config: Config) -> Iterator[str]:
             f"{_A}ref.update_every_steps={every}: with LoRA the reference is the policy without its adapters, which "
             "cannot move. Leave it out, or train all weights (model.lora_rank=0)."
         )
+
+
+def _mixing(config: Config) -> Iterator[str]:
+    """Weights of parts of the data."""
+    mixing, sampler = config.data.mixing, config.data.sampler.name
+    for name, weight in mixing.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight) or weight < 0:
+            yield f"data.mixing: the weight of '{name}' is {as_text(weight)}; it must be a finite number, at least 0."
+            return
+    if mixing and not any(mixing.values()):
+        yield f"data.mixing={as_text(mixing)}: every weight is 0, so no prompt is left. Give one that is more."
+    if mixing and sampler != "shuffle":
+        yield f"data.mixing and data.sampler.name={sampler} both choose the prompts of a batch. Keep one of them."
 
 
 def _shared_sequences(config: Config) -> Iterator[str]:

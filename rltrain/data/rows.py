@@ -114,8 +114,7 @@ class Rows:
         """Where the images of these rows stand."""
         sources = tuple((file.pictures or PictureFile(file.path, self._keys.image)).absolute for file in self._files)
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
-        source = np.searchsorted(self._starts, self._index, side="right") - 1
-        return Pictures(sources, source.astype(np.int32), numbers, self._checks.seals[self._index])
+        return Pictures(sources, self._file_numbers().astype(np.int32), numbers, self._checks.seals[self._index])
 
     def without_pictures(self) -> "Rows":
         """These rows for who reads their texts alone: the images that a program has made are not pickled along."""
@@ -128,11 +127,22 @@ class Rows:
     def data_sources(self) -> dict[str, int]:
         """Position of the first row per data source."""
         first: dict[str, int] = {}
+        for position, name in enumerate(self.sources()):
+            first.setdefault(name, position)
+        return first
+
+    def sources(self) -> list[str]:
+        """The data source of every row."""
         source = self._keys.source
         names = [record[source] for file in self._files for record in file.records([source], 0, file.table.num_rows)]
-        for position, row in enumerate(self._index.tolist()):
-            first.setdefault(names[row], position)
-        return first
+        return [names[row] for row in self._index.tolist()]
+
+    def files(self) -> list[str]:
+        """The file of every row."""
+        return [self._files[number].path for number in self._file_numbers().tolist()]
+
+    def _file_numbers(self) -> np.ndarray:
+        return np.searchsorted(self._starts, self._index, side="right") - 1
 
     def fingerprint(self) -> str:
         """A digest of the rows' content and order. How they are spread over files, and other columns, do not matter."""

@@ -16,6 +16,7 @@ from rltrain.base.plugin import is_plugin, user_traceback
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import EPOCH
 from rltrain.data.custom import EpochSampler
+from rltrain.data.mixing import mixed_order
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows
 from rltrain.data.sampler import Sampler, make_sampler
@@ -84,7 +85,9 @@ def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> S
     """
     # The order draws a round of generation, which under dynamic sampling is another number of prompts than a step
     # learns from.
-    order = BatchOrder(len(rows), plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle)
+    settings = plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle
+    mixing = cfg.data.mixing
+    order = mixed_order(rows, mixing, *settings) if mixing else BatchOrder(len(rows), *settings)
     sampler, name = make_sampler(cfg.data, order, rows), f"data.sampler.name={cfg.data.sampler.name}"
     steps = sampler.batches_per_epoch if isinstance(sampler, EpochSampler) else order.steps_per_epoch
     if steps != order.steps_per_epoch:

@@ -106,6 +106,21 @@ def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bo
     return metrics | group_metrics(samples[c.GROUP], samples[c.REWARD], right)
 
 
+def source_metrics(samples: Samples, sources: NDArray[np.object_], right: NDArray[np.float64]) -> Metrics:
+    """Means by data source. sources, right [n]: data source and accuracy of each answer.
+
+    share: of the answers of the step.
+    """
+    metrics: Metrics = {}
+    values = {"score": samples[c.SCORE], "acc": right, "response_length": samples[c.RESPONSE_LENGTH]}
+    values["clip_ratio"] = samples[c.TRUNCATED]
+    for source in dict.fromkeys(sources.tolist()):
+        own = sources == source
+        metrics[f"train/{source}/share"] = float(own.mean())
+        metrics |= {f"train/{source}/{name}/mean": float(numbers[own].mean()) for name, numbers in values.items()}
+    return metrics
+
+
 def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right: NDArray[np.float64]) -> Metrics:
     """Spread of the rewards within groups, and shares of groups by accuracy. Nothing where a prompt has one answer.
 

@@ -87,6 +87,9 @@ class PPOTrainer:
         self._alarms = Alarms(cfg, models.sizes["log_prob_gap_limit"])
         self._metrics: Metrics = {}  # of the newest step
         self._on_phase = on_phase
+        sources = np.array(rewards.data_sources("train"), dtype=object)
+        # Of one source there is nothing to tell apart.
+        self._sources = sources if len(set(sources.tolist())) > 1 else None
         self.validation = Validation(cfg, plan, self.actor, rewards, on_phase)
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
@@ -282,6 +285,8 @@ class PPOTrainer:
         if cfg.algorithm.mask_truncated:
             metrics["response/truncated_masked"] = float(seen[c.TRUNCATED].sum())
         metrics |= m.reward_metrics(seen, accuracy(seen), weighted=bool(cfg.reward.weights))
+        if self._sources is not None:
+            metrics |= m.source_metrics(seen, self._sources[seen[c.ROW]], accuracy(seen))
         spread = rank_tokens(record.layouts["adv"], num_tokens(samples))
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)
         through_driver, between_nodes = ((self._bytes() - record.bytes_before) / len(samples)).tolist()

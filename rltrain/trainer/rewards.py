@@ -71,7 +71,7 @@ class Rewards:
         return len(self._rows[split])
 
     def data_sources(self, split: str) -> list[str]:
-        return [row.data_source for row in self._rows[split]]
+        return self._rows[split].sources()
 
     def extra_infos(self, split: str) -> list[dict[str, Any]]:
         return [row.extra_info for row in self._rows[split]]

@@ -380,7 +380,8 @@ class Engine:
         seeds = np.array([np.random.randint(2**60) if seed is None else seed]).astype(np.uint64)
         noise = random_numbers(seeds, np.array([number]))
         sampling = Sampling(
-            1, params["temperature"], params.get("top_k", -1), params.get("top_p", 1.0), greedy=greedy
+            1, params["temperature"], params.get("top_k", -1), params.get("top_p", 1.0), greedy=greedy,
+            min_p=params.get("min_p", 0.0),
         )  # fmt: skip
         tokens, log_probs = choose(logits[None].clone(), torch.from_numpy(noise), sampling)
         return int(tokens), float(log_probs)

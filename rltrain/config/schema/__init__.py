@@ -95,6 +95,9 @@ class DataConfig:
     that are unknown here are put there."""
     sampler: SamplerConfig = section(SamplerConfig)
     """Which prompts come next."""
+    mixing: dict[str, Any] = key({})
+    """Free-form: the weight of each data_source or file (by its path or name) among the prompts of a batch, such as
+    {openai/gsm8k: 3, math.parquet: 1}; 0 leaves rows out. {}: all rows alike."""
     seed: int = 1
     """Decides the order of prompts, and the sampling unless rollout.seed is set."""
     train_max_samples: int = -1

@@ -278,6 +278,7 @@ def frozen_values(cfg: Config) -> dict[str, Any]:
     values |= {"prompts per round": rounds or cfg.data.train_batch_size}
     # A reference that moves is in the checkpoint, and another one would be another experiment.
     moving = {key: get(cfg, key) for key in _MOVING_KEYS}
+    values |= {"data.mixing": dict(cfg.data.mixing)} if cfg.data.mixing else {}
     values |= moving if moving[_MOVING_KEYS[0]] and has_reference(cfg) else {}
     for section, model in (("actor_rollout_ref", cfg.actor_rollout_ref.model), ("critic", cfg.critic.model)):
         if model.uses_lora:

@@ -1,0 +1,137 @@
+"""Batches that take a given share from each part of the data (`data.mixing`), from (seed, step) alone.
+
+Problem: shares of drawn prompts are right on average, and the position in each part would be part of the run's state.
+Choice: places are dealt to the parts by the multiples of the golden ratio, which fill [0, 1) evenly, so that a batch
+and each of its mini-batches has its shares to a prompt or two; each part is gone through in shuffled epochs of its own,
+and what a batch finds too little at the end of one is left out of it, as in `BatchOrder`. Step k follows from counting
+the batches before it, so nothing of it is in a checkpoint. Left out: shares that change in the course of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.base.errors import ConfigError
+from rltrain.base.seeds import stream
+from rltrain.data.order import BatchOrder
+from rltrain.data.rows import Rows
+
+# 2^64 over the golden ratio, to the next odd number (Knuth, The Art of Computer Programming 3, section 6.4).
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# By so many prompts a batch may have more of a part than its share.
+_MORE = 3
+_KEY = "data.mixing"
+
+
+class MixedOrder(BatchOrder):
+    """See `BatchOrder`. parts: the rows of each part; shares: of the prompts, in sum 1. An epoch has as many prompts as
+    there are rows in all.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        seed: int,
+        parts: Sequence[NDArray[np.int64]],
+        shares: Sequence[float],
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__(num_rows, batch_size, seed, shuffle)
+        self._parts = parts
+        self._edges = np.cumsum(shares)[:-1]
+        self._shift = np.uint64(stream(seed, "mixing").random_raw())
+        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        self._start()
+
+    def _start(self) -> None:
+        # Before step 0: the epoch of each part, and where in it the next batch begins.
+        self._step, self._epochs = 0, [0] * len(self._parts)
+        self._offsets = [0] * len(self._parts)
+
+    def rows(self, step: int) -> list[int]:
+        """Row numbers of step ``step``, counted from 0, the parts evenly among each other."""
+        if step < 0:
+            raise ValueError(f"step {step} is negative; steps are counted from 0")
+        if step < self._step:
+            self._start()
+        while self._step < step:
+            self._make_room(self._dealt(self._step))
+            self._pass(self._dealt(self._step))
+        dealt = self._dealt(step)
+        self._make_room(dealt)
+        rows = np.zeros(self.batch_size, dtype=np.int64)
+        for part, members in enumerate(self._parts):
+            places = np.flatnonzero(dealt == part)
+            start = self._offsets[part]
+            rows[places] = members[self._order(part, self._epochs[part])[start : start + len(places)]]
+        self._pass(dealt)
+        return rows.tolist()
+
+    def _dealt(self, step: int) -> NDArray[np.int64]:
+        """The part of every place of a batch."""
+        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.uint64)
+        # Products of unsigned numbers are taken modulo 2^64, on every machine.
+        points = (places * _GOLDEN + self._shift) >> np.uint64(11)
+        return np.searchsorted(self._edges, points.astype(np.float64) * 2.0**-53, side="right")
+
+    def _make_room(self, dealt: NDArray[np.int64]) -> None:
+        """Begin the next epoch of a part that has too few rows left for the batch."""
+        for part, count in enumerate(np.bincount(dealt, minlength=len(self._parts)).tolist()):
+            if self._offsets[part] + count > len(self._parts[part]):
+                self._epochs[part], self._offsets[part] = self._epochs[part] + 1, 0
+
+    def _pass(self, dealt: NDArray[np.int64]) -> None:
+        counts = np.bincount(dealt, minlength=len(self._parts)).tolist()
+        self._offsets = [offset + count for offset, count in zip(self._offsets, counts, strict=True)]
+        self._step += 1
+
+    def _order(self, part: int, epoch: int) -> NDArray[np.int64]:
+        size = len(self._parts[part])
+        if not self.shuffle:
+            return np.arange(size)
+        if part not in self._orders or self._orders[part][0] != epoch:
+            keys = stream(self.seed, "mixing", part, epoch)
+            self._orders[part] = epoch, np.argsort(keys.random_raw(size), kind="stable")
+        return self._orders[part][1]
+
+
+def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: int, shuffle: bool) -> MixedOrder:
+    """The order of ``data.mixing``. weights: by data source, or by file (its path or name).
+
+    Raises ConfigError for a name that nothing has, rows without a weight, and a part that is too small for its share.
+    """
+    sources, files = rows.sources(), rows.files()
+    names = [_named(weights, source, file) for source, file in zip(sources, files, strict=True)]
+    if None in names:
+        place = names.index(None)
+        raise ConfigError(
+            f"{_KEY} has no weight for data_source {sources[place]!r} ({rows.origin(place)}). Give it one; 0 leaves "
+            "its rows out."
+        )
+    for name in weights:
+        if name not in names:
+            known = ", ".join(dict.fromkeys([*sources, *files]))
+            raise ConfigError(f"{_KEY}: no row is of '{name}'. Data sources and files are: {known}.")
+    total = sum(map(float, weights.values()))
+    shares = {name: float(weight) / total for name, weight in weights.items() if weight}
+    of_row = np.array(names)
+    parts = [np.flatnonzero(of_row == name) for name in shares]
+    for (name, share), part in zip(shares.items(), parts, strict=True):
+        most = batch_size if len(shares) == 1 else min(batch_size, int(share * batch_size) + _MORE)
+        if len(part) < most:
+            raise ConfigError(
+                f"{_KEY}: '{name}' has {len(part)} prompts, and a batch of {batch_size} takes up to {most} of them. "
+                f"Lower its weight ({share:.0%} of the prompts) or data.train_batch_size, or give more prompts."
+            )
+    return MixedOrder(len(rows), batch_size, seed, parts, list(shares.values()), shuffle)
+
+
+def _named(weights: Mapping[str, Any], source: str, file: str) -> str | None:
+    """The name by which a row has its weight."""
+    return next((name for name in (source, file, Path(file).name) if name in weights), None)

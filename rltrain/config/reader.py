@@ -139,8 +139,9 @@ class Reader:
 
     def modernise(self) -> None:
         """Take over what earlier versions of verl said with other keys, and switches that stand for several keys."""
-        written = [key for key, (_, value) in self.foreign.items() if is_old(key, value)]
-        old = {key: self.foreign.pop(key)[1] for key in written}
+        old = {key: value for key, (_, value) in self.foreign.items() if is_old(key, value)}
+        for key in old:
+            del self.foreign[key]
         try:
             for key, value, note in translate_old_keys(old, self._value):
                 self._assign(key, key, value)

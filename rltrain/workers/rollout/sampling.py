@@ -59,9 +59,9 @@ def _choose(
     logits: Tensor, noise: Tensor, sampling: Sampling, never: Tensor | None, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if sampling.greedy:
-        drawn = logits if seen is None else penalised(logits, seen, sampling.repetition_penalty)
-        drawn = drawn if never is None else drawn.index_fill(-1, never, -torch.inf)
-        tokens = drawn.argmax(-1, keepdim=True)
+        best = logits if seen is None else penalised(logits, seen, sampling.repetition_penalty)
+        best = best if never is None else best.index_fill(-1, never, -torch.inf)
+        tokens = best.argmax(-1, keepdim=True)
         return tokens[:, 0], (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True))[:, 0]
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)

@@ -99,7 +99,7 @@ VLLM = Package(
     },
     # Names of weights, of the model's configuration, of arguments of its image processor, of Python's own and of ours.
     ours="__dataclass_fields__ _make_filename embed_tokens.weight experts get_text_config image kv_lora_rank "
-         "lm_head.weight max_pixels moe_num_experts n_routed_experts npu num_experts num_local_experts rltrain "
+         "lm_head.weight max_pixels moe_num_experts n_routed_experts npu num_experts num_local_experts rltrain stop "
          "tie_word_embeddings to_dict torch. video vllm vllm.distributed.device_communicators.cpu_communicator",
     replaced={
         "vllm.v1.worker.gpu_worker:Worker": "vllm_ascend.worker.worker:NPUWorker",

@@ -66,7 +66,7 @@ def test_help_of_a_section_lists_those_in_it_without_their_keys():
     assert text.startswith("actor_rollout_ref.rollout: ")
     assert "temperature (float)" in text
     assert text.count("temperature (float)") == 1
-    assert re.search(r"^  val_kwargs +9  How", text, re.MULTILINE)
+    assert re.search(r"^  val_kwargs +6  How", text, re.MULTILINE)
 
 
 def test_help_finds_keys_and_sections_by_the_end_of_their_names():

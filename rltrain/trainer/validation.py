@@ -148,9 +148,8 @@ def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -
         keys.top_p,
         greedy,
         of_training.ignore_eos,
-        keys.min_p,
-        keys.repetition_penalty,
-        tuple(of_training.stop if keys.stop is None else keys.stop),
+        repetition_penalty=of_training.repetition_penalty,
+        stop=tuple(of_training.stop),
     )
 
 

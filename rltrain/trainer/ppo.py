@@ -149,11 +149,7 @@ class PPOTrainer:
             if passes.updates_actor(step):
                 with timer("update_actor"):  # maximise the clipped surrogate
                     self._update_actor(samples, whitening, record)
-                    if self.reference:  # pi_ref <- a pi + (1 - a) pi_ref, every so many steps
-                        moves = self.cfg.actor_rollout_ref.ref.moves_after(step)
-                        record.metrics["actor/ref_moved"] = float(moves)
-                        if moves:
-                            self.reference.move()
+                    self._move_reference(record)  # pi_ref <- a pi + (1 - a) pi_ref, every so many steps
         self._metrics = self._report(samples, timer, record)
         return Answered(step, self._metrics, samples, plan.answers_per_prompt)
 
@@ -230,6 +226,13 @@ class PPOTrainer:
         # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
         record.measured = join([record.measured, join(result.measured for result in results)])
         self._skipped("actor", results, record, held, counts)
+
+    def _move_reference(self, record: StepRecord) -> None:
+        if self.reference:
+            moves = self.cfg.actor_rollout_ref.ref.moves_after(record.step)
+            record.metrics["actor/ref_moved"] = float(moves)
+            if moves:
+                self.reference.move()
 
     def _update_critic(self, critic: Critic, samples: Samples, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.critic, record.step

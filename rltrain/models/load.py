@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,10 +174,11 @@ def _give_ours(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
     return args, kwargs | vars(attention).pop("of_layer")
 
 
-def recompute_activations(model: PreTrainedModel, section: str) -> None:
+def recompute_activations(model: PreTrainedModel, section: str, *, offload: bool = False) -> None:
     """Gradient checkpointing of every decoder layer (transformers renamed the method on its way from 5.5 to 5.23).
 
-    Raises ConfigError for a model without. section: its part of the config.
+    offload: what a layer is recomputed from, its input, rests in host memory until then. Raises ConfigError for a model
+    that cannot recompute. section: its part of the config.
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
@@ -187,6 +190,17 @@ def recompute_activations(model: PreTrainedModel, section: str) -> None:
     # states have none.
     # Every dropout is 0, so there is no randomness to repeat.
     enable({"use_reentrant": False, "preserve_rng_state": False})
+    module: Any
+    for module in model.modules() if offload else ():
+        if recompute := getattr(module, "_gradient_checkpointing_func", None):
+            module._gradient_checkpointing_func = partial(_from_host, recompute)
+
+
+def _from_host(recompute: Callable[..., Any], layer: Callable[..., Any], *inputs: Tensor, **others: Any) -> Any:
+    """``recompute`` of a layer, whose inputs go to page-locked host memory now and come back when it is recomputed."""
+    kind = inputs[0].device.type
+    with torch.autograd.graph.save_on_cpu(pin_memory=kind != "cpu", device_type=kind):
+        return recompute(layer, *inputs, **others)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -23,13 +23,14 @@ from rltrain.config.step_passes import offloads
 from rltrain.workers.residency import Residency
 
 _R = "actor_rollout_ref.rollout."
+_OF_ACTIVATIONS = ("enable_gradient_checkpointing", "enable_activation_offload")
 # What makes room in a phase, beside its budget and what rests on the device for others.
 _OWN_KEYS = {
     "sync": (_R + "update_weights_bucket_megabytes",),
     "gen": (_R + "max_num_seqs",),
     JUDGE_PHASE: tuple(f"reward_model.rollout.{name}" for name in ("max_num_seqs", "response_length")),
-    "update_actor": ("actor_rollout_ref.model.enable_gradient_checkpointing",),
-    "update_critic": ("critic.model.enable_gradient_checkpointing",),
+    "update_actor": tuple(f"actor_rollout_ref.model.{name}" for name in _OF_ACTIVATIONS),
+    "update_critic": tuple(f"critic.model.{name}" for name in _OF_ACTIVATIONS),
 }
 
 

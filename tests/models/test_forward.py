@@ -89,6 +89,34 @@ def test_packed_values_and_gradients_equal_transformers(model_folder):
     assert distance(found, {name: parameter.grad for name, parameter in plain.named_parameters()}) < 1e-5
 
 
+def test_layers_recomputed_from_the_host_have_the_gradients_of_others(tmp_path, monkeypatch):
+    """Bit for bit, and nothing but the inputs of the layers goes there."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
+    shapes, gradients = [], []
+
+    def save_elsewhere(**_):
+        def pack(tensor):
+            shapes.append(tuple(tensor.shape))
+            return tensor.clone()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
+
+    # On a CPU what is to go to the host is there already.
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", save_elsewhere)
+    for offload in (False, True):
+        spec = ModelSpec(str(tmp_path), gradient_checkpointing=True, activation_offload=offload)
+        policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
+        scores = policy(pack(make_batch(), torch.device("cpu")), TEMPERATURE, True)
+        (scores.log_probs.sum() + 0.3 * scores.entropy.sum()).backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in policy.parameters()])
+        if not offload:
+            assert shapes == []
+    tokens, config = len(pack(make_batch(), torch.device("cpu")).tokens), policy.model.config
+    assert shapes == [(1, tokens, config.hidden_size)] * config.num_hidden_layers
+    assert all(map(torch.equal, *gradients))
+
+
 # (prompt, answers): a group, an empty answer in a group, an answer too long to share, one answer alone, a group again.
 GROUPS = [(9, [7, 1, 12]), (20, [3, 0, 5]), (1, [4, 17, 2]), (6, [5]), (9, [2, 2])]
 

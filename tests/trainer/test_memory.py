@@ -80,6 +80,26 @@ def test_what_rests_is_the_sum_by_hand(planned):
     assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
 
 
+def test_activations_on_the_host_take_no_room_of_the_device(tmp_path):
+    """What layers are recomputed from is most of what many thin layers hold."""
+    width, layers = 256, 24
+    small = {"hidden_size": width, "intermediate_size": width, "vocab_size": 512, "num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | small | {"num_attention_heads": 4}))
+    answers = Ragged.from_rows([torch.arange(1500), torch.arange(500)])
+    prompt, index = Ragged.from_rows([torch.arange(80)]), torch.zeros(2).long()
+    mask = answers.like(torch.ones(2000, dtype=torch.bool))
+    batch = Batch({c.PROMPT: DictionaryColumn(prompt, index), c.RESPONSE: answers, c.RESPONSE_MASK: mask})
+    found = []
+    for offload in (False, True):
+        spec = ModelSpec(
+            str(tmp_path), gradient_checkpointing=True, activation_offload=offload, compute_dtype=torch.bfloat16
+        )
+        work = fake_run.update(OptimConfig(), 1, False, False)
+        found.append(fake_run.peak_of(PolicyModel, spec, DEVICES["npu"], 4, batch, work))
+    freed = found[0].pop("activations") - found[1].pop("activations")
+    assert freed == pytest.approx(layers * 2080 * width * 2, rel=0.15)
+
+
 def test_gated_delta_nets_are_foretold(tmp_path):
     KINDS["qwen3_next, gated delta net"].save_pretrained(tmp_path)
     spec = ModelSpec(str(tmp_path), gradient_checkpointing=True, compute_dtype=torch.bfloat16)

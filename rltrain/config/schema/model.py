@@ -31,6 +31,7 @@ _CLASSIFIES = {
     "reward.weights put its number beside the scorer's, and it writes as reward_model.rollout says",
 }
 _GENERATES = {_SCORED: "", "reward_model.model.type=generative": "the reward model is a classifier and writes nothing"}
+_RECOMPUTED = {"enable_gradient_checkpointing": "what rests on the host is what a layer is recomputed from"}
 
 
 @dataclass
@@ -106,6 +107,9 @@ class TrainedModelConfig:
     """Free-form: fields of the model's config to replace."""
     enable_gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass."""
+    enable_activation_offload: bool = key(False, only_with=_ON_DEVICE | _RECOMPUTED)
+    """Keep what each layer is recomputed from (its input, for every token of a micro-batch) in host memory until then.
+    Room for longer micro-batches, at the price of copies that layers wait for; unverified on hardware."""
     lora_rank: int = key(0, least=0)
     """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as
     3e-5."""

@@ -200,7 +200,6 @@ NO_EFFECT = {
     "*.optim.optimizer_impl": "every model is trained by torch's AdamW",
     "*.optim.zero_indexed_step": "the first of w warm-up steps learns with 1/(w+1) of optim.lr",
     "*.optim.total_training_steps": "the plan knows the number of steps",
-    "*.model.enable_activation_offload": "it is not in this version",
     "*.model.fused_kernel_options.impl_backend": "logits are always computed in chunks",
     "*.model.lora.merge!=True": "adapters are always merged on the way to the engine",
     **{f"*.model.lora.{name}": "it counts only with Megatron's lora.rank" for name in _OF_LORA},

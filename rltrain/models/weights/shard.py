@@ -183,7 +183,7 @@ def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: Slic
 def spread(packed: PackedModel, spec: ModelSpec, mesh: DeviceMesh) -> None:
     """Cut the weights over ``mesh``, whatever device they are on, and set what is recomputed."""
     if spec.gradient_checkpointing:
-        recompute_activations(packed.model, spec.section)
+        recompute_activations(packed.model, spec.section, offload=spec.activation_offload)
     precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
     # Layers first: the root then takes the parameters that no layer holds.
     for layer in decoder_layers(packed.model):

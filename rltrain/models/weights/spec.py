@@ -36,6 +36,8 @@ class ModelSpec:
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    """See `recompute_activations`."""
     sequence_parallel_size: int = 1
     """Ranks that hold each sequence together."""
     lora: Lora | None = None
@@ -169,6 +171,7 @@ def _trained(
         master_dtype=compute_dtype if lora else dtype,  # the weights under adapters are frozen too
         compute_dtype=compute_dtype,
         gradient_checkpointing=model.enable_gradient_checkpointing,
+        activation_offload=model.enable_activation_offload,
         sequence_parallel_size=size,
         lora=lora,
         longest=longest_sequence(cfg),

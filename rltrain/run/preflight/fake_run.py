@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -202,6 +203,7 @@ def fake_model(
         stack.callback(_forget_tables)
         _forget_tables()
         enter(patch("torch.optim.adam._get_value", lambda step: 1))  # AdamW counts its steps
+        enter(patch("torch.autograd.graph.save_on_cpu", _elsewhere))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         ledger = enter(Ledger())
         with ledger.owner("weights"):
@@ -209,6 +211,13 @@ def fake_model(
         ledger.claim("weights", [*packed.parameters(), *packed.buffers()])
         ledger.cut()
         yield packed, ledger, inputs
+
+
+def _elsewhere(**_: Any) -> saved_tensors_hooks:
+    """In place of torch's save_on_cpu, as the device is a CPU here: what is saved takes no memory meanwhile."""
+    return saved_tensors_hooks(
+        lambda tensor: torch.empty_like(tensor, device="meta"), lambda saved: torch.empty_like(saved, device="cpu")
+    )
 
 
 def _forget_tables() -> None:

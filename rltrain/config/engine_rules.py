@@ -34,25 +34,26 @@ def engine_problems(config: Config) -> Iterator[str]:
 def _ways_to_sample(config: Config) -> Iterator[str]:
     """What of penalties and stop texts the engine, or what stands beside them, does not take."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_response_length
-    engine, penalty = ENGINES[rollout.name], rollout.repetition_penalty
-    stop, penalises = f"{_R}stop={as_text(rollout.stop)}", f"{_R}repetition_penalty={penalty}"
-    if "" in rollout.stop:
-        yield f"{stop}: an empty text would end every answer at once. Leave it out."
-    if rollout.stop and not engine.stops:
-        yield (
-            f"{stop}: rollout.name={rollout.name} has no tokenizer, so no text ends its answers. Use "
-            f"{engines_with('stops')}, or leave it out."
-        )
-    if penalty != 1 and not engine.penalises:
-        yield (
-            f"{penalises}: rollout.name={rollout.name} would return log-probs with the penalty in them. Use "
-            f"{engines_with('penalises')}, or leave it out."
-        )
-    elif penalty != 1 and rollout.tail == "exact":
-        yield (
-            f"{penalises}: {_R}tail=exact guesses several tokens at once, and each of them would change the penalty of "
-            "the next. Leave one of the two out."
-        )
+    engine = ENGINES[rollout.name]
+    for section, keys in ((_R, rollout), (f"{_R}val_kwargs.", rollout.val_kwargs)):
+        named, penalty = f"{section}stop={as_text(keys.stop)}", keys.repetition_penalty
+        if "" in (keys.stop or ()):
+            yield f"{named}: an empty text would end every answer at once. Leave it out."
+        if keys.stop and not engine.stops:
+            yield (
+                f"{named}: rollout.name={rollout.name} has no tokenizer, so no text ends its answers. Use "
+                f"{engines_with('stops')}, or leave it out."
+            )
+        if penalty != 1 and not engine.penalises:
+            yield (
+                f"{section}repetition_penalty={penalty}: rollout.name={rollout.name} would return log-probs with the "
+                f"penalty in them. Use {engines_with('penalises')}, or leave it out."
+            )
+        elif penalty != 1 and rollout.tail == "exact":
+            yield (
+                f"{section}repetition_penalty={penalty}: {_R}tail=exact guesses several tokens at once, and each of "
+                "them would change the penalty of the next. Leave one of the two out."
+            )
     most = rollout.val_kwargs.max_tokens or 0
     if most > longest and config.reward_model.enable:
         yield (

@@ -95,11 +95,13 @@ def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
             f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator} divides the score of an answer among its "
             "turns by the rewards that tools return; where they return none, the last turn has all of it"
         )
-    if (penalty := loaded.config.actor_rollout_ref.rollout.repetition_penalty) != 1:
-        yield (
-            f"{_A}rollout.repetition_penalty={penalty:g}: answers are drawn from another law than the one that is "
-            "trained, as with top_p: log-probs, ratio and KL are those of all tokens without it"
-        )
+    rollout = loaded.config.actor_rollout_ref.rollout
+    for name, off in (("min_p", 0), ("repetition_penalty", 1)):
+        if (value := getattr(rollout, name)) != off:
+            yield (
+                f"{_A}rollout.{name}={value:g}: answers are drawn from another law than the one that is trained, as "
+                "with top_p: log-probs, ratio and KL are those of all tokens without it"
+            )
     loss, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
     own = loss_traits(loss).aggregation
     if mode and own not in (mode, TOKEN_MEAN):

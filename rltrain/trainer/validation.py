@@ -148,8 +148,9 @@ def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -
         keys.top_p,
         greedy,
         of_training.ignore_eos,
-        repetition_penalty=of_training.repetition_penalty,
-        stop=tuple(of_training.stop),
+        keys.min_p,
+        keys.repetition_penalty,
+        tuple(of_training.stop if keys.stop is None else keys.stop),
     )
 
 

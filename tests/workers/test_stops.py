@@ -64,23 +64,29 @@ def test_what_an_engine_has_not_is_refused(tmp_path):
     sglang = {R + "name": "sglang", "trainer__n_gpus_per_node": 1}
     (line,) = problems(**sglang, **stop)
     assert line.startswith("actor_rollout_ref.rollout.stop=['end']: rollout.name=sglang has no tokenizer")
-    (line,) = problems(**sglang, **{R + "repetition_penalty": 1.2})
-    assert line.startswith("actor_rollout_ref.rollout.repetition_penalty=1.2: rollout.name=sglang would")
+    (line,) = problems(**sglang, **{R + "val_kwargs__repetition_penalty": 1.2})
+    assert line.startswith("actor_rollout_ref.rollout.val_kwargs.repetition_penalty=1.2: rollout.name=sglang would")
     (line,) = problems(**{R + "name": "vllm", R + "tail": "exact", R + "repetition_penalty": 1.2})
     assert "tail=exact guesses several tokens at once" in line
-    (line,) = problems(**{R + "stop": "['']"})
+    (line,) = problems(**{R + "val_kwargs__stop": "['']"})
     assert "an empty text would end every answer at once" in line
 
 
 def test_validation_has_its_own_limit_and_the_run_s_stop_texts(tmp_path):
-    changes = {R + "stop": "[end,'</a>']", R + "val_kwargs__max_tokens": 30, R + "repetition_penalty": 1.2}
+    changes = {R + "stop": "[end,'</a>']", R + "val_kwargs__max_tokens": 30, R + "val_kwargs__min_p": 0.1}
+    changes |= {R + "val_kwargs__temperature": 1.0, R + "repetition_penalty": 1.2}
     loaded = settings(tmp_path, **changes)
-    rollout = loaded.config.actor_rollout_ref.rollout
-    of_steps, of_validation = (sampling_of(loaded.config, keys, greedy=False) for keys in (rollout, rollout.val_kwargs))
-    assert (of_steps.max_tokens, of_validation.max_tokens) == (8, 30)
-    assert of_steps.repetition_penalty == of_validation.repetition_penalty == 1.2
+    cfg = loaded.config
+    of_steps, of_validation = (
+        sampling_of(cfg, keys, greedy=False)
+        for keys in (cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs)
+    )
+    assert (of_steps.max_tokens, of_steps.min_p, of_steps.repetition_penalty) == (8, 0.0, 1.2)
+    assert (of_validation.max_tokens, of_validation.min_p, of_validation.repetition_penalty) == (30, 0.1, 1.0)
     assert of_steps.stop == of_validation.stop == ("end", "</a>")
-    assert (longest_sequence(loaded.config), longest_text(loaded.config)) == (24, 46)
+    assert (longest_sequence(cfg), longest_text(cfg)) == (24, 46)
+    none = settings(tmp_path, **changes, **{R + "val_kwargs__stop": "[]"}).config
+    assert sampling_of(none, none.actor_rollout_ref.rollout.val_kwargs, greedy=False).stop == ()
     assert any("repetition_penalty=1.2: answers are drawn from another law" in note for note in other_meanings(loaded))
     judged = settings(tmp_path, **changes, reward_model__enable=True, reward_model__model__path=tmp_path)
     assert any("judges answers of at most data.max_response_length=8 tokens" in line for line in broken_rules(judged))

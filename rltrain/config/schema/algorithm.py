@@ -72,7 +72,10 @@ class GiGPOConfig:
 
 @dataclass
 class AdvNormConfig:
-    """Advantages of whole answers less their mean, over their standard deviation, of tokens (AReaL's adv_norm)."""
+    """Advantages once more centred and scaled.
+
+    Of whole answers, over the tokens of the batch or of a group, as AReaL's adv_norm.
+    """
 
     mean_level: Literal["batch", "group"] | None = None
     """Subtract the mean of the batch, or of the answers to a prompt; null: none."""

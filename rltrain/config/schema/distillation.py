@@ -21,7 +21,7 @@ _OF_ESTIMATES = {
 
 @dataclass
 class DistillationLossConfig:
-    """How far the policy is from the teacher, and what of it is a loss."""
+    """How far the policy is from the teacher."""
 
     loss_mode: str = key("k3", among=(*EXACT, *_ESTIMATES))
     """Over the whole vocabulary: reverse_kl, forward_kl, jsd. From the token that was drawn: the names of
@@ -77,7 +77,10 @@ class TeacherConfig:
 
 @dataclass
 class DistillationConfig:
-    """On-policy distillation: answers are the policy's own, and a teacher judges every token of them."""
+    """A teacher judges every token of the policy.
+
+    On-policy distillation: the answers are the policy's own.
+    """
 
     enabled: bool = False
     """Learn from a teacher."""

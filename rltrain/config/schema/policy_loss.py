@@ -18,7 +18,10 @@ POLICY_LOSS = REWARDED | {
 
 @dataclass
 class VespoConfig:
-    """VESPO's weight phi(W) = W^k exp(lambda (1 - W)) of an answer with the ratio W."""
+    """VESPO: phi(W) = W^k exp(lambda (1 - W)).
+
+    The weight of an answer with the ratio W.
+    """
 
     k_pos: float = key(2.0, least=0)
     """vespo: k of answers with an advantage of 0 or more."""

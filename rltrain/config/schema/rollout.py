@@ -43,8 +43,14 @@ class ValKwargs:
     """Sample among the k likeliest tokens; -1: all."""
     top_p: float = key(1.0, over=0, most=1, only_with=_SAMPLES)
     """Sample among the likeliest tokens that together hold this probability."""
+    min_p: float = key(0.0, least=0, most=1, only_with=_SAMPLES)
+    """Sample among tokens at least this many times as likely as the likeliest; 0: all."""
+    repetition_penalty: float = key(1.0, over=0)
+    """As rollout.repetition_penalty, which says nothing of validation."""
     max_tokens: int | None = key(None, least=1)
     """Most tokens of a validation answer; null: data.max_response_length."""
+    stop: list[str] | None = None
+    """Texts that end a validation answer; null: those of rollout.stop."""
 
     @property
     def greedy(self) -> bool:
@@ -131,9 +137,12 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; -1, 0, or more than the vocabulary: all."""
     top_p: float = key(1.0, over=0, most=1)
     """Sample among the likeliest tokens that together hold this probability."""
+    min_p: float = key(0.0, least=0, most=1)
+    """Sample among tokens at least this many times as likely as the likeliest; 0: all. As with top_k and top_p, the
+    log-probs that are trained are those of all tokens."""
     repetition_penalty: float = key(1.0, over=0)
     """Divides positive logits of tokens that stand in the prompt or the answer so far, and multiplies negative ones; 1:
-    none. Validation has it too. The log-probs that are trained are those without it."""
+    none. The log-probs that are trained are those without it."""
     stop: list[str] = key([])
     """Texts that end an answer or turn, with the token that completes one; the text stays in the answer."""
     do_sample: bool = True

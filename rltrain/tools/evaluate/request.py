@@ -15,8 +15,9 @@ from rltrain.data.files import files_of
 from rltrain.tools.evaluate.models import Model, digest_of_files, flat, models_of
 
 _ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
-_SHORT = {name: f"{_ANSWERS}{name}" for name in ("n", "temperature", "top_p", "top_k", "max_tokens")}
-_SHORT |= {name: f"actor_rollout_ref.rollout.{name}" for name in ("repetition_penalty", "stop")}
+_SHORT = {name: f"{_ANSWERS}{name}" for name in (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop",
+)}  # fmt: skip
 _OWN = ("model", "data", "out")
 _OTHER_WORDS = {
     "trainer.val_only": "an evaluation never trains",
@@ -34,7 +35,7 @@ _COMPARED = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.", 
 _NOT_COMPARED = {
     "data.train_files", "data.train_max_samples", "data.train_batch_size", "data.gen_batch_size", "data.val_files",
     *(f"actor_rollout_ref.rollout.{name}" for name in (
-        "n", "temperature", "top_p", "top_k", "gpu_memory_utilization", "max_num_seqs",
+        "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "gpu_memory_utilization", "max_num_seqs",
         "max_num_batched_tokens",
         "enforce_eager", "free_cache_engine",
     )),

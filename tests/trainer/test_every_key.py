@@ -53,6 +53,7 @@ IS, RS, BYPASS = (
 )
 # key -> a value that is not its default, and the surroundings in which it must show (None: it never does).
 CASES = {
+    ALGORITHM + "mask_truncated": (True, {}),
     ACTOR + "optim.lr": (0.001, {}),
     ACTOR + "optim.lr_warmup_steps": (2, {}),
     ACTOR + "optim.lr_warmup_steps_ratio": (0.5, {}),

@@ -57,7 +57,8 @@ VARIANTS = {
     "kl in reward": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
     "exact kl in reward, gae": {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full", **GAE},
     "teacher": {**TAUGHT, DISTILLATION + "loss_mode": "jsd"},
-    "teacher alone": {**TAUGHT, **NO_KL, DISTILLATION + "use_task_rewards": False},
+    # The entropy moves the policy first: of a teacher that it equals, it would learn the rounding.
+    "teacher alone": {**TAUGHT, ACTOR + "use_kl_loss": False, DISTILLATION + "use_task_rewards": False},
     "tis": {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold": "1.1"},
     "sequence is": {CORRECTION + "rollout_is": "sequence", CORRECTION + "rollout_is_batch_normalize": True},
     "rejection": {

@@ -28,7 +28,7 @@ class FakeGroup:
         seen = np.full(len(call.args[0].parts[0].rows), rank)
         if call.num_objects:
             return f"made by {rank}", PassNumbers({"seen": seen})
-        return UpdateNumbers(np.zeros(1), np.zeros(1), {"loss": np.array([rank])}, memory_gb={"peak": rank})
+        return UpdateNumbers(np.zeros(1), np.zeros(1), shares={"loss": np.array([rank])}, memory_gb={"peak": rank})
 
 
 def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:

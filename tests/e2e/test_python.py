@@ -38,7 +38,7 @@ def everything(folder):
 
 
 @pytest.mark.usefixtures("joined")
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithmetic_files, tmp_path, saves, caplog):
     steps = {"trainer__total_training_steps": 1, "trainer__save_at_end": saves}
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **steps)
@@ -88,6 +88,7 @@ def test_evaluation_of_a_checkpoint_needs_the_policy_and_the_validation_alone(
     assert {name: untrained[name] for name in wanted} != wanted
 
 
+@pytest.mark.long
 def test_evaluation_gives_the_numbers_of_a_trainer(tiny_model, arithmetic_files, tmp_path):
     """Of the model as it is, by rollout workers alone; in the caller's own Ray, which goes on."""
     ray = pytest.importorskip("ray")

@@ -222,7 +222,11 @@ def test_two_runs_of_the_same_keys_do_not_differ(traces):
         assert not differ(traces(BASE, steps), shown)
 
 
-@pytest.mark.parametrize("key", CASES)
+# A run of its own each; other tests hold what these compute, and `make test-long` that each has an effect.
+LONG = (ACTOR + "optim.", ACTOR + "policy_loss.")
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=[pytest.mark.long] * key.startswith(LONG)) for key in CASES])
 def test_a_key_has_an_effect_or_a_line_says_why_not(traces, key):
     value, surroundings = CASES[key]
     said = notes(traces.arguments(BASE | {key: value}), key)

@@ -22,7 +22,7 @@ def test_a_save_is_looked_at_while_scorers_are_waited_for(tmp_path, monkeypatch)
 
     saver = SimpleNamespace(on_wait=lambda: looked.append("save"), check_room=check_room)
     sizes = {"num_parameters": 1, "trained_parameters": 1}
-    ppo = SimpleNamespace(model_sizes=sizes, actor=None, critic=None, validation=None)
+    ppo = SimpleNamespace(model_sizes=sizes, actor=None, critic=None, reference=None, validation=None)
     group = SimpleNamespace(world=1)
     for name in ("share", "reserve", "free", "look_at_nodes", "refuse", "_environment", "try_collectives"):
         monkeypatch.setattr(starting, name, lambda *_: None)

@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,8 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
     sizes = {"log_prob_gap_limit": 1.0, "attention_width": 1, "matmul_parameters": 1, "trained_parameters": 1}
     models = StepModels(Policy(group, plan.passes), None, Frozen(group), sizes)
     sampler = BatchOrder(prompts * 4, prompts, 0, True)
-    rewards = Rewards(cfg, {"train": []}, FreeScores(), None)  # type: ignore[arg-type]
+    rows = SimpleNamespace(sources=lambda: ["arithmetic"] * prompts * 4)
+    rewards = Rewards(cfg, {"train": rows}, FreeScores(), None)  # type: ignore[dict-item]
     return PPOTrainer(cfg, plan, models, rewards, Experience(cfg, plan, models.policy, rewards, sampler))
 
 

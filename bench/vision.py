@@ -101,7 +101,7 @@ def brought_along(batch: Batch) -> Batch:
     """The batch with a prompt and an image per answer."""
     (prompt, *_), (images, *_) = batch.dictionary("prompt").values, batch.dictionary("images").values
     numbers = torch.arange(len(batch))
-    copies = DictionaryColumn([replace(images) for _ in numbers], numbers)
+    copies = DictionaryColumn([replace(images, pixel_values=images.pixel_values.copy()) for _ in numbers], numbers)
     prompts = DictionaryColumn(Ragged.from_rows([prompt for _ in numbers]), numbers)
     return Batch({**dict(batch.items()), "prompt": prompts, "images": copies})
 

@@ -34,10 +34,6 @@ class UpdateNumbers:
     """The same on all ranks."""
     skipped: Array
     """1: the numbers were not finite. The same on all ranks."""
-    overflowed: Array = field(default_factory=lambda: np.zeros(0))
-    """1: the step was not made because gradients overflowed float16, and the loss scale was halved. Likewise."""
-    loss_scale: float | None = None
-    """After the last step; None in other dtypes."""
     shares: dict[str, Array] = field(default_factory=dict)
     """Parts of the loss, which add up over ranks."""
     token_sums: dict[str, Array] = field(default_factory=dict)
@@ -46,6 +42,11 @@ class UpdateNumbers:
     """Moments of the first mini-batch, before any step."""
     memory_gb: dict[str, float] = field(default_factory=dict)
     """Peaks, by metric."""
+    overflowed: Array = field(default_factory=lambda: np.zeros(0))
+    """1: the step was not made because gradients overflowed float16, and the loss scale was halved. The same on all
+    ranks."""
+    loss_scale: float | None = None
+    """After the last step; None in other dtypes."""
 
     @property
     def num_made(self) -> int:

@@ -167,8 +167,8 @@ def test_the_mismatch_by_hand():
 def test_the_correction_by_hand():
     log_ratio = ragged([[math.log(4), 0.0], [math.log(0.25)]])
     cfg = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="2")
-    weights, mask = importance_weights(log_ratio, cfg), accepted(log_ratio, cfg.rejection_rules())
     engine = ragged([[0.0, 0.0], [0.0]])
+    weights, mask = importance_weights(log_ratio, cfg), accepted(log_ratio, engine, cfg.rejection_rules())
     moments = mismatch(engine.like(log_ratio.values), engine) | correction(weights, mask, log_ratio, cfg)
     metrics = mismatch_metrics(moments)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((2 + 1 + 0.25) / 3)

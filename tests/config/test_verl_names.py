@@ -96,6 +96,9 @@ def test_what_is_turned_off_is_not_refused(off):
 
 # Below these stand names that are no keys of verl's: arguments, options of other tools, and one section of many names.
 FREE = {
+    "distillation.teacher_models.*.key",
+    "distillation.teacher_models.*.num_replicas",
+    "distillation.teacher_models.*.inference.*",
     *("reward.reward_kwargs*", "reward_model.reward_kwargs*", "trainer.v1.sampler.sampler_kwargs*"),
     *("profile.*", "trainer.npu_profile.*", "transfer_queue.*", "*.fsdp_config.turbo_config.*"),
     *(f"{A}rollout.multi_turn.*continuous_token*", "trainer.dump_high_diff_*", "*.optim.override_optimizer_config*"),

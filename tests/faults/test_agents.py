@@ -217,7 +217,7 @@ def test_a_tool_does_its_worst(played, tmp_path, what):
     row = first(quiet, c.TOOL_CALLS)
     hurt = played(TOOLS, **keys, **{TURNS + "environment_kwargs": f"{{what: {what}, row: {row}}}"})
     others_are_as_in(quiet, hurt, row)
-    words, numbers = FAULTS[what], {name: int(each[row]) for name, each in hurt.numbers.items()}
+    words, numbers = FAULTS[what], {name: int(each[row]) for name, each in hurt.numbers.items() if each.dtype != object}
     if what in ("hold", "leave"):
         assert hurt.told[row]["agent_failed"].startswith(words)
         assert numbers[c.AGENT_FAILED] == 1

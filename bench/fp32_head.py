@@ -31,7 +31,7 @@ from rltrain.workers.tasks import GenerateTask
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
 RESULT = Path(__file__).parent / "results" / "fp32_head_cpu.md"
-PROMPTS, ANSWERS, TOKENS = 4, 4, 32
+PROMPTS, ANSWERS, TOKENS = 8, 4, 64
 
 
 def save_model(folder: Path) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 # A purpose is its place in this tuple: append, never reorder.
 PURPOSES = ("train", "val", "mini_batches", "revisit", "selection", "subset", "environment", "mixing")
 # 2^64 divided by the golden ratio: SplitMix64's increment.
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def stream(seed: int, purpose: str, *numbers: int) -> np.random.Philox:
@@ -68,7 +68,7 @@ def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: i
     with np.errstate(over="ignore"):
         # SplitMix64 adds its increment before it mixes, so the number at position 0 is that of place 1.
         places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
-        states = seeds[:, None] + places * _GOLDEN
+        states = seeds[:, None] + places * GOLDEN
     # A float64 holds 53 bits exactly. With more of them the largest numbers would be rounded up to 1.
     return (_mix(states) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -82,6 +82,6 @@ def _sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
 def _mix(state: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
     with np.errstate(over="ignore"):
         # SplitMix64's mix without the addition maps 0 to 0, and rows and samples are counted from 0.
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + _GOLDEN
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + GOLDEN
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(state ^ (state >> np.uint64(31)), dtype=np.uint64)

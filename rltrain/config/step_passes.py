@@ -248,12 +248,13 @@ def needs_all_old_log_probs(config: Config) -> bool:
     another rank), or an alarm that is to stop the run before it learns.
     """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    rewarded = not config.distillation.is_alone
     return (
         config.algorithm.use_kl_in_reward
-        or estimator_traits(config.algorithm.adv_estimator).sum_pi_squared
+        or (rewarded and estimator_traits(config.algorithm.adv_estimator).sum_pi_squared)
         or bool(correction.rollout_rs)
         or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
-        or (loss_traits(actor.policy_loss.loss_mode).selects and not config.distillation.is_alone)
+        or (rewarded and loss_traits(actor.policy_loss.loss_mode).selects)
         or actor.ppo_epochs > 1
         or config.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
     )

@@ -17,12 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.base.errors import ConfigError
-from rltrain.base.seeds import stream
+from rltrain.base.seeds import GOLDEN, stream
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows
 
-# 2^64 over the golden ratio, to the next odd number (Knuth, The Art of Computer Programming 3, section 6.4).
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # By so many prompts a batch may have more of a part than its share.
 _MORE = 3
 _KEY = "data.mixing"
@@ -76,8 +74,9 @@ class MixedOrder(BatchOrder):
     def _dealt(self, step: int) -> NDArray[np.int64]:
         """The part of every place of a batch."""
         places = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.uint64)
+        # Multiples of the golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
         # Products of unsigned numbers are taken modulo 2^64, on every machine.
-        points = (places * _GOLDEN + self._shift) >> np.uint64(11)
+        points = (places * GOLDEN + self._shift) >> np.uint64(11)
         return np.searchsorted(self._edges, points.astype(np.float64) * 2.0**-53, side="right")
 
     def _make_room(self, dealt: NDArray[np.int64]) -> None:

@@ -260,7 +260,7 @@ class PPOTrainer:
         counts: of the mini-batches."""
         self._alarms.overflowed(role, record.metrics)
         record.metrics |= self._alarms.skipped(role, record.metrics) | self._alarms.empty(role, counts)
-        if held := held + (results[0].num_made == 0):
+        if held := held + (results[0].num_made == record.metrics[f"{role}/steps_empty"]):
             record.metrics[f"{role}/steps_held"] = float(held)
 
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
@@ -19,12 +18,12 @@ from rltrain.workers.frozen import load_role, measure
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Critic
-from rltrain.workers.saving import StateWriter
-from rltrain.workers.tasks import MiniBatch, SaveTask, Written
+from rltrain.workers.saving import SavesState, StateWriter
+from rltrain.workers.tasks import MiniBatch
 from rltrain.workers.updater import Updater, idle
 
 
-class CriticWorker(Critic):
+class CriticWorker(SavesState, Critic):
     """One shard of the critic. Every method is called on all ranks at once."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
@@ -61,20 +60,6 @@ class CriticWorker(Critic):
         losses, statistics = value_loss(values, old.values, returns, self._cfg.cliprange_value)
         loss = aggregate(losses, token_weights(self._cfg.loss_agg_mode or TOKEN_MEAN, mask, mini.denominators))
         return make_loss_share(loss, {"vf_loss": loss}, statistics, mask)
-
-    def stage(self, task: SaveTask) -> bool:
-        """Take model and optimizer as they are now (a collective)."""
-        self._writer.reshard_and_synchronize()
-        return self._writer.stage(task.folder, self._writer.room(task.copies))
-
-    def write(self) -> tuple[list[Any], Written]:
-        """Write this rank's shards. Raises DiskError."""
-        places, digests = self._writer.write()
-        return places, Written(digests, [])
-
-    def seal(self, places: list[list[Any]]) -> dict[str, str]:
-        """Rank 0: ``.metadata``, which says what is where."""
-        return self._writer.seal(places)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""

@@ -6,8 +6,6 @@ began with holds a long run back in the end.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rltrain.config.schema import Config
@@ -15,11 +13,10 @@ from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.state import load_training_state, weights_by_name
 from rltrain.workers.residency import Residency, local
 from rltrain.workers.roles import Reference
-from rltrain.workers.saving import StateWriter
-from rltrain.workers.tasks import SaveTask, Written
+from rltrain.workers.saving import SavesState, StateWriter
 
 
-class ReferenceWorker(Reference):
+class ReferenceWorker(SavesState, Reference):
     """One shard of the reference. Every method is called on all ranks at once."""
 
     def __init__(self, cfg: Config, policy: PolicyModel, reference: PolicyModel, residency: Residency) -> None:
@@ -42,20 +39,6 @@ class ReferenceWorker(Reference):
                 target.copy_(source)
             else:
                 target.lerp_(source.to(target), self._mix)
-
-    def stage(self, task: SaveTask) -> bool:
-        """Take the weights as they are now (a collective)."""
-        self._writer.reshard_and_synchronize()
-        return self._writer.stage(task.folder, self._writer.room(task.copies))
-
-    def write(self) -> tuple[list[Any], Written]:
-        """Write this rank's shards. Raises DiskError."""
-        places, digests = self._writer.write()
-        return places, Written(digests, [])
-
-    def seal(self, places: list[list[Any]]) -> dict[str, str]:
-        """Rank 0: ``.metadata``, which says what is where."""
-        return self._writer.seal(places)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""

@@ -50,7 +50,7 @@ class UpdateNumbers:
 
     @property
     def num_made(self) -> int:
-        """Optimizer steps that were made."""
+        """Optimizer steps that were made, those of mini-batches without a loss token among them."""
         return len(self.skipped) - int(self.skipped.sum() + self.overflowed.sum())
 
 

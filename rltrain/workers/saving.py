@@ -34,6 +34,7 @@ from rltrain.models.optim import LossScale
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import saved_weights, training_state
 from rltrain.workers.residency import like, local
+from rltrain.workers.tasks import SaveTask, Written
 
 # What the copies may take of the memory that is free: the rest is for the step that goes on.
 _SHARE = 0.7
@@ -146,3 +147,23 @@ def told_as_disk_error(folder: str) -> Iterator[None]:
     except OSError as error:
         sentence = f"{error.filename or folder} could not be written: {error.strerror or error}"
         raise unwritten(sentence, error) from error
+
+
+class SavesState:
+    """A role whose part of a checkpoint is what its ``_writer`` writes. Every method is called on all ranks."""
+
+    _writer: StateWriter
+
+    def stage(self, task: SaveTask) -> bool:
+        """Take the state as it is now (a collective)."""
+        self._writer.reshard_and_synchronize()
+        return self._writer.stage(task.folder, self._writer.room(task.copies))
+
+    def write(self) -> tuple[list[Any], Written]:
+        """Write this rank's shards. Raises DiskError."""
+        places, digests = self._writer.write()
+        return places, Written(digests, [])
+
+    def seal(self, places: list[list[Any]]) -> dict[str, str]:
+        """Rank 0: ``.metadata``, which says what is where."""
+        return self._writer.seal(places)

@@ -2,9 +2,12 @@ import os
 import textwrap
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
+from rltrain.data.rows import read_rows
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.slot import ScoringSlot
@@ -86,3 +89,12 @@ def local_ray():
     yield ray
     if started:
         ray.shutdown()
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Twelve rows with one question."""
+    truth = {"style": "rule", "ground_truth": "42"}
+    record = {"data_source": "mine", "prompt": [{"role": "user", "content": "6 x 7?"}], "reward_model": truth}
+    pq.write_table(pa.Table.from_pylist([record] * 12), tmp_path / "rows.parquet")
+    return read_rows(str(tmp_path / "rows.parquet"))

@@ -5,8 +5,6 @@ import contextlib
 from collections import Counter
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rltrain.base.columns import names as c
@@ -15,7 +13,6 @@ from rltrain.config.schema import Config, RewardConfig
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import JudgeRolloutConfig, RewardModelConfig, RewardModelModelConfig
 from rltrain.controller.samples import StoredRows
-from rltrain.data.rows import read_rows
 from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.asking import AskingScorer
@@ -107,14 +104,6 @@ def test_a_greedy_judge_is_asked_once_and_another_three_times(asking):
 
 
 # -- in the pool -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def rows(tmp_path):
-    truth = {"style": "rule", "ground_truth": "42"}
-    record = {"data_source": "mine", "prompt": [{"role": "user", "content": "6 x 7?"}], "reward_model": truth}
-    pq.write_table(pa.Table.from_pylist([record] * 12), tmp_path / "rows.parquet")
-    return read_rows(str(tmp_path / "rows.parquet"))
 
 
 def begun(pool, ray, *lists):

@@ -4,24 +4,13 @@ import contextlib
 import time
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rltrain.base.errors import JudgeError, RewardError
 from rltrain.config.schema.judge import JudgeConfig
-from rltrain.data.rows import read_rows
 from tests.doubles.judge import HANG, JudgeDouble
 
 YES = "\\boxed{yes}"
-
-
-@pytest.fixture
-def rows(tmp_path):
-    truth = {"style": "rule", "ground_truth": "42"}
-    record = {"data_source": "mine", "prompt": [{"role": "user", "content": "6 x 7?"}], "reward_model": truth}
-    pq.write_table(pa.Table.from_pylist([record] * 12), tmp_path / "rows.parquet")
-    return read_rows(str(tmp_path / "rows.parquet"))
 
 
 @pytest.fixture

@@ -6,14 +6,11 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rltrain.base.errors import ConfigError, RewardError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
-from rltrain.data.rows import read_rows
 from rltrain.rewards.processes.remote import RemoteScorer
 
 
@@ -204,14 +201,6 @@ def test_two_ways_to_score_at_once_are_refused():
 def test_too_little_memory_for_a_scorer_is_refused():
     with pytest.raises(ConfigError, match=r"reward\.memory_limit_mb=5"):
         check(load_config(["reward.memory_limit_mb=5"]))
-
-
-@pytest.fixture
-def rows(tmp_path):
-    truth = {"style": "rule", "ground_truth": "42"}
-    record = {"data_source": "mine", "prompt": [{"role": "user", "content": "?"}], "reward_model": truth}
-    pq.write_table(pa.Table.from_pylist([record] * 4), tmp_path / "rows.parquet")
-    return read_rows(str(tmp_path / "rows.parquet"))
 
 
 def test_the_pool_scores_at_the_address_and_checks_it_first(local_ray, serve, pool, rows):

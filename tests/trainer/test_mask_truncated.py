@@ -88,6 +88,7 @@ def test_without_an_answer_that_ended_no_step_is_made_and_that_is_said(make, cap
     assert all(not part.any() for part in moved)
     assert answered.metrics["actor/steps_empty"] == 2
     assert answered.metrics["actor/steps_skipped"] == 0
+    assert answered.metrics["actor/steps_held"] == 1
     assert "actor: 2 of 2 mini-batches have no token that counts in the loss" in caplog.text
     # One of two: the other is a step as ever.
     caplog.clear()
@@ -95,6 +96,7 @@ def test_without_an_answer_that_ended_no_step_is_made_and_that_is_said(make, cap
     trainer.experience.collect, collect = (lambda *rest: half(collect(*rest))), trainer.experience.collect
     metrics = trainer.step(2).metrics
     assert metrics["actor/steps_empty"] == 1
+    assert metrics["actor/steps_held"] == 1
     assert not torch.equal(before, actor_weights(trainer))
     assert "actor: 1 of 2 mini-batches" in caplog.text
 

@@ -75,8 +75,9 @@ def test_how_long_tools_take_changes_no_token(process_group, tiny_trainer, tools
 
 
 def test_it_is_measured_how_long_an_engine_waits_with_nothing_to_do(process_group, tiny_trainer, tools, tmp_path):
-    (tmp_path / "nap.py").write_text(TOOLS.replace("    return", "    import time\n    time.sleep(0.3)\n    return"))
-    few = {R + "max_num_seqs": 4, R + "n": 2, R + "multi_turn__function_tool_path": tmp_path / "nap.py"}
+    (tmp_path / "nap.py").write_text(TOOLS.replace("    return", "    import time\n    time.sleep(1.5)\n    return"))
+    # So many answers that some call on any CPU, and so short that all are sampled before the first call has ended.
+    few = {R + "n": 8, "data__max_response_length": 200, R + "multi_turn__function_tool_path": tmp_path / "nap.py"}
     trainer = tiny_trainer(**tools | few | {R + "multi_turn__max_assistant_turns": 2})
     metrics = trainer.step(1).metrics
     # All answers that call wait side by side, and some tokens may be sampled meanwhile.

@@ -48,6 +48,7 @@ def make_trainer(
     (None: only a reward model scores). on_phase(name): called when a phase begins.
     """
     models, rewards = _load(cfg, plan, data, group, pool)
+    log.info("%s parameters are trained", f"{int(models.sizes['trained_parameters']):,}")
     experience = Experience(cfg, plan, models.policy, rewards, sampler_of(cfg, plan, data.rows["train"]))
     return PPOTrainer(cfg, plan, models, rewards, experience, data.prompts["train"], on_phase)
 
@@ -68,8 +69,7 @@ def make_evaluation(
 def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[StepModels, Rewards]:
     """The models that the workers have loaded, and rewards."""
     sizes = group.call(Models.init_models, plan.passes)[0]
-    total, trained = (int(sizes[name]) for name in ("num_parameters", "trained_parameters"))
-    log.info("%s, %s parameters, %s of them trained", count(group.world, "worker"), f"{total:,}", f"{trained:,}")
+    log.info("%s, %s parameters", count(group.world, "worker"), f"{int(sizes['num_parameters']):,}")
     model = RewardModel(group) if cfg.reward_model.classifies else None
     judge = Judge(group, rollout_seed(cfg), readings_of(cfg)) if cfg.reward_model.judges else None
     critic = Critic(group, plan.passes) if plan.passes.values else None

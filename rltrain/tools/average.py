@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from rltrain import __version__
 from rltrain.base.errors import CheckpointError, ConfigError, command
+from rltrain.base.storage import read_json
 from rltrain.models.files.folder import AVERAGE, new_folder
 from rltrain.models.files.hashed import Digests
 from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean
@@ -52,14 +53,22 @@ class Averager:
             write_mean(adapters, values, folder, written)
         else:
             Average([self._parts[number] for number in chosen], values, self._dtype).write(folder, written)
-        models = [
+        files = {str(Path(path).name): digest for path, digest in written.items()}
+        content = {"rltrain": __version__, "models": self.described(shares), "files": files, **(more or {})}
+        (folder / AVERAGE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def say_notes(self) -> None:
+        """On what is lost of the models."""
+        for note in self.notes:
+            sys.stderr.write(f"note: {note}\n")
+
+    def described(self, shares: dict[int, float]) -> list[dict[str, object]]:
+        """The models of a mean, as its manifest lists them."""
+        return [
             {"name": self.models[number].name, "path": _absolute(self.models[number].path), "share": share,
              "files": self._digest(number)}
             for number, share in shares.items()
         ]  # fmt: skip
-        files = {str(Path(path).name): digest for path, digest in written.items()}
-        content = {"rltrain": __version__, "models": models, "files": files, **(more or {})}
-        (folder / AVERAGE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _digest(self, number: int) -> dict[str, str]:
         if number not in self._digests:
@@ -67,6 +76,25 @@ class Averager:
             paths = [Path(model.path) / WEIGHTS] if self.are_adapters else self._parts[number].entries.paths
             self._digests[number] = {path.name: digest_of(path) for path in paths}
         return self._digests[number]
+
+
+def mean_at(folder: Path, names: Sequence[str]) -> Path:
+    """The folder with the mean of models, written where it is not there. Raises RltrainError as `Averager` does.
+
+    Raises ConfigError where the folder is the mean of something else, or the models are adapters.
+    """
+    averager, shares = Averager(names, None), dict.fromkeys(range(len(names)), 1 / len(names))
+    if averager.are_adapters:
+        raise ConfigError(f"{names[0]} is an adapter. Name the exported model of its run (global_step_N).")
+    if folder.exists():
+        then = read_json(folder / AVERAGE) or {}
+        if then.get("models") != averager.described(shares):
+            raise ConfigError(f"{folder} is not the mean of {', '.join(names)}. Give another out=FOLDER.")
+        return folder
+    averager.say_notes()
+    with new_folder(folder) as new:
+        averager.write(new, shares)
+    return folder
 
 
 def _absolute(path: str) -> str:
@@ -141,8 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("--weights and --greedy contradict each other: a greedy soup is uniform. Give one of them.")
     with new_folder(arguments.out) as folder:
         averager = Averager(names, arguments.dtype)
-        for note in averager.notes:
-            sys.stderr.write(f"note: {note}\n")
+        averager.say_notes()
         if arguments.greedy:
             shares = _greedy(averager, folder, arguments.greedy, settings, arguments.metric)
         else:

@@ -16,10 +16,10 @@ from rltrain.models.weights.average import DTYPES, Average, read_part, read_shar
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
-from rltrain.run.checkpoints.manifest import has_digests, size_of
+from rltrain.run.checkpoints.manifest import has_digests, is_thinned, size_of
 from rltrain.run.checkpoints.model_folder import find_step, whole_export
 from rltrain.run.checkpoints.room import sized
-from rltrain.run.checkpoints.thin import damage, is_thinned, optimizer_bytes, thin
+from rltrain.run.checkpoints.thin import damage, optimizer_bytes, thin
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:

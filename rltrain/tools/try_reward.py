@@ -146,11 +146,11 @@ class _Judge:
         # Of the rest of a run nothing is known.
         if problems := [problem for problem in broken_rules(loaded) if "reward.judge" in problem]:
             raise ConfigError("\n".join(problems))
-        self._judged = JudgedScorer(loaded.config)
+        self._judged, self._deadline_s = JudgedScorer(loaded.config), judge.deadline_s
         self._questions = Questions(rows, judge.images)
 
     def score(self, position: int, call: ScorerCall) -> Scored:
-        (score,) = self._judged.score_all([call], [partial(self._questions, position)])
+        (score,) = self._judged.score_all([call], [partial(self._questions, position)], self._deadline_s)
         if score.value is None:
             raise RewardError(f"{score.status}: {score.error}")
         return score.value, score.extras

@@ -10,6 +10,8 @@ from rltrain.base.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import frozen_values
+from rltrain.tools.evaluate.__main__ import main
+from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.models import models_of
 from rltrain.tools.evaluate.request import identity, read_request
 from tests.tiny import save_tiny_model
@@ -158,6 +160,19 @@ def test_several_greedy_answers_and_unknown_keys_are_refused(tiny_model, arithme
         request = read(f"model={tiny_model}", f"data={arithmetic_files[1]}", *words)
         with pytest.raises(ConfigError, match=told):
             request.settings(request.models[0])
+
+
+def test_a_folder_of_another_evaluation_is_told_before_the_first_model_is_evaluated(
+    tiny_model, arithmetic_files, tmp_path, capsys
+):
+    Kept(tmp_path / "b", {"model": "another"}).begin()
+    for name in ("a", "b"):
+        shutil.copytree(tiny_model, tmp_path / "models" / name)
+    models = f"model={tmp_path}/models/a,{tmp_path}/models/b"
+    lengths = ["data.max_prompt_length=16", "data.max_response_length=8", "trainer.device=cpu"]
+    assert main([models, f"data={arithmetic_files[1]}", f"out={tmp_path}", *lengths]) == 2
+    assert f"{tmp_path / 'b'} holds an evaluation of something else" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
 
 
 def test_what_changes_answers_changes_the_identity_and_what_does_not_does_not(tiny_model, arithmetic_files, tmp_path):

@@ -70,7 +70,7 @@ def test_a_generation_longer_than_the_notice_is_given_up(start, tiny_model, arit
         actor_rollout_ref__rollout__ignore_eos=True, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=40000,
     )  # fmt: skip
     process = start(args)
-    wait_for_line(process, "of them trained")
+    wait_for_line(process, "parameters are trained")
     time.sleep(4)  # well into the generation
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()

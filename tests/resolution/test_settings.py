@@ -1,6 +1,7 @@
 """The words of a search, the bounds that are tried, and what is refused."""
 
 import importlib.util
+import json
 
 import pyarrow.parquet as pq
 import pytest
@@ -75,6 +76,9 @@ def test_named_bounds_are_combined_and_those_that_change_no_image_are_left_out(m
         (["data=a.parquet"], "data=a.parquet: dev=FILES is searched on"),
         (["max_pixels=10,many"], "max_pixels=10,many: 'many' is no number of pixels"),
         (["min_pixels=0"], "min_pixels=0: '0' is no number of pixels"),
+        (["average=a,b", "out=c"], "average=a,b and model= contradict each other"),
+        (["average=a"], "average=a: there is nothing to average"),
+        (["average=a,b"], "average=a,b needs out=FOLDER"),
     ],
 )
 def test_words_that_mean_nothing_are_told(more, message, model, files, capfd):
@@ -115,3 +119,23 @@ def test_a_dry_run_shows_what_images_cost_and_answers_nothing(model, files, tmp_
     told = capfd.readouterr().out
     assert "min_none_max_none (default) │ 9.0" in told
     assert not (tmp_path / "out").exists()
+
+
+def test_a_search_for_a_mean_makes_it_once_and_takes_no_other_for_it(model, files, tmp_path, capfd):
+    other = save_tiny_vision_model(tmp_path / "other", "qwen2_5_vl", tied=False)
+    given = words(model, files, f"out={tmp_path / 'out'}")[1:]
+
+    def for_mean(*models):
+        return read_search([f"average={','.join(map(str, models))}", *given], [], []).for_mean()
+
+    assert main([f"average={model},{other}", *given, "--dry-run"]) == 0
+    assert not (tmp_path / "out").exists()
+    request = for_mean(model, other)
+    mean = tmp_path / "out" / "mean"
+    assert (request.model.folder, request.root) == (mean, tmp_path / "out")
+    assert [part["share"] for part in json.loads((mean / "average.json").read_text())["models"]] == [0.5, 0.5]
+    written = (mean / "average.json").stat().st_mtime_ns
+    assert for_mean(model, other) == request
+    assert (mean / "average.json").stat().st_mtime_ns == written
+    with pytest.raises(ConfigError, match=r"out/mean is not the mean of .*Give another out=FOLDER"):
+        for_mean(other, model)

@@ -168,3 +168,19 @@ def test_a_judge_that_says_nothing_of_most_answers_ends_the_run_as_one_behind_a_
     attach(local_ray, messages := scoring.messages(np.ones(4, bool)), lambda text: Reply(YES if "good" in text else ""))
     with pytest.raises(JudgeError, match=r"reward\.judge fails on more than half of a batch \(at least 3 of 4: 3 rej"):
         scoring.hear(messages, Counter(), again=False)
+
+
+def test_messages_that_cannot_be_asked_end_the_run_as_what_has_to_be_mended(local_ray, pool, rows):
+    made = pool(rows, judge=JudgeConfig(), reward_model=here())
+    scoring = begun(made, local_ray, ["long", "long", "long", "good"])
+    too_long = Reply("", unasked="the message has 99 tokens")
+    attach(
+        local_ray,
+        messages := scoring.messages(np.ones(4, bool)),
+        lambda text: too_long if "long" in text else Reply(YES),
+    )
+    with pytest.raises(
+        RewardError, match=r"asking the judge fails on more than half .* 3 rejected(.|\n)*has 99 tokens"
+    ):
+        scoring.hear(messages, Counter(), again=False)
+    assert RewardError.exit_code == 2

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.doubles.judge import JudgeDouble
+from tests.doubles.judge import HANG, JudgeDouble
 
 REWARD = """
     from my_rule import last
@@ -117,3 +117,15 @@ def test_a_judge_without_an_address_is_one_sentence(attempt):
     code, text = attempt("--kwargs", "model=grader", reward="judge")
     assert code == 2
     assert "a judge needs --kwargs url=" in text
+
+
+def test_a_judge_that_does_not_answer_is_waited_for_until_the_deadline(attempt, tmp_path):
+    (tmp_path / "answers.txt").write_text("4711")
+    judge = JudgeDouble(lambda message, _: HANG)
+    words = ["--answers", tmp_path / "answers.txt", "--kwargs", f"url={judge.url}", "model=grader", "deadline_s=0.5"]
+    try:
+        code, text = attempt(*words, reward="judge")
+    finally:
+        judge.close()
+    assert code == 2
+    assert "timeout: not judged within 0.5 s (reward.judge.deadline_s)" in text

@@ -13,7 +13,7 @@ from rltrain.config.load import load_config
 from rltrain.models.files.safe import SafeReader, read_metadata
 from rltrain.run.checkpoints import thin as thinning
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.manifest import find_damage
+from rltrain.run.checkpoints.manifest import checkpoint_digest, find_damage, is_thinned
 from rltrain.run.checkpoints.resume import find_start
 from rltrain.tools.checkpoint import main
 from tests.local import LocalGroup
@@ -69,6 +69,9 @@ def test_a_thinned_checkpoint_has_its_weights_and_no_optimizer(run, saved, capsy
     ]
     assert sizes[1] < 0.5 * sizes[0]
     assert thinning.damage(run / "global_step_1") is None
+    # By which an evaluation that was made before finds its answers again.
+    digests = [checkpoint_digest(folder / "global_step_1") for folder in (saved, run)]
+    assert digests[0] == digests[1] != checkpoint_digest(run / "global_step_2")
     exported = "global_step_1/huggingface/model.safetensors"
     assert (run / exported).read_bytes() == (saved / exported).read_bytes()
     assert tensors(run / "global_step_3" / "actor").keys() == tensors(saved / "global_step_3" / "actor").keys()
@@ -90,11 +93,11 @@ def test_the_newest_and_the_best_stay_until_they_are_named(run, capsys):
     (run / "config.yaml").write_text("trainer:\n  keep_best: val-core/x/acc/mean@1\n")
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "val-core/x/acc/mean@1": 1.0}) + "\n")
     assert main(["thin", str(run), "--keep", "4"]) == 0
-    assert not any(thinning.is_thinned(run / f"global_step_{step}") for step in (1, 2, 3))
+    assert not any(is_thinned(run / f"global_step_{step}") for step in (1, 2, 3))
     assert main(["thin", str(run)]) == 0
-    assert [thinning.is_thinned(run / f"global_step_{step}") for step in (1, 2, 3)] == [False, True, False]
+    assert [is_thinned(run / f"global_step_{step}") for step in (1, 2, 3)] == [False, True, False]
     assert main(["thin", str(run), "--keep", "0", "--best"]) == 0
-    assert all(thinning.is_thinned(run / f"global_step_{step}") for step in (1, 2, 3))
+    assert all(is_thinned(run / f"global_step_{step}") for step in (1, 2, 3))
 
 
 @pytest.mark.parametrize("moment", ["copying", "committing", "between"])
@@ -116,7 +119,7 @@ def test_a_checkpoint_stays_where_thinning_is_cut_short(run, saved, monkeypatch,
     assert not list(run.glob(".tmp_*"))
     assert not list(run.glob("replaced_*"))
     assert find_damage(run / "global_step_1") is None
-    assert not thinning.is_thinned(run / "global_step_1")
+    assert not is_thinned(run / "global_step_1")
 
 
 def test_no_run_goes_on_from_a_thinned_checkpoint_but_one_starts_from_its_weights(run):

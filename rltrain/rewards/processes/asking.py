@@ -16,7 +16,7 @@ from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.grader import READINGS, Grader
 from rltrain.rewards.processes.judged import of_rule
-from rltrain.rewards.processes.score import JUDGE, Asked, Score, ScorerCall
+from rltrain.rewards.processes.score import UNASKED, Asked, Score, ScorerCall
 
 
 def readings_of(cfg: Config) -> int:
@@ -46,7 +46,7 @@ class AskingScorer:
                 messages.append(self._grader.message(call, question()))
                 scores.append(Asked(rule, len(messages) - 1, len(messages[-1])))
             except RltrainError as error:
-                scores.append(Score(None, "rejected", str(error), kind=JUDGE).about(call))
+                scores.append(Score(None, "rejected", str(error), kind=UNASKED).about(call))
         return scores, messages
 
     def read(
@@ -56,7 +56,7 @@ class AskingScorer:
         scores: list[Score | Asked] = []
         for call, one, reply in zip(calls, asked, replies, strict=True):
             if reply.unasked:
-                scores.append(Score(None, "rejected", reply.unasked, kind=JUDGE).about(call))
+                scores.append(Score(None, "rejected", reply.unasked, kind=UNASKED).about(call))
                 continue
             verdict = self._grader.read(reply, call)
             if verdict.status == "ok":

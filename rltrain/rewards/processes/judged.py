@@ -20,7 +20,7 @@ from rltrain.rewards.judge.message import Question, messages_of
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.judge.server import JudgeServer, Unanswered
 from rltrain.rewards.processes.grader import READINGS, Grader
-from rltrain.rewards.processes.score import JUDGE, Score, ScorerCall
+from rltrain.rewards.processes.score import JUDGE, UNASKED, Score, ScorerCall
 
 _T = TypeVar("_T")
 
@@ -45,11 +45,16 @@ class JudgedScorer:
         self._said: dict[str, None] = {}
         self._counting = threading.Lock()
 
-    def score_all(self, calls: Sequence[ScorerCall], questions: Sequence[Callable[[], Question]]) -> list[Score]:
-        """Score answers; what ``questions`` make is asked for where the judge is."""
+    def score_all(
+        self, calls: Sequence[ScorerCall], questions: Sequence[Callable[[], Question]], within_s: float | None = None
+    ) -> list[Score]:
+        """Score answers; what ``questions`` make is asked for where the judge is.
+
+        within_s: how long each may take; None: until `give_up`.
+        """
         grader, rules = self._grader, self._grader.rules(calls)
         asked = [at for at, rule in enumerate(rules) if grader.is_asked(rule)]
-        judging = self._judge_all([calls[at] for at in asked], [questions[at] for at in asked])
+        judging = self._judge_all([calls[at] for at in asked], [questions[at] for at in asked], within_s)
         verdicts = dict(zip(asked, self._in_loop(judging), strict=True))
         return [
             grader.together(rule, verdicts[at]).about(call) if at in verdicts else of_rule(rule)
@@ -173,7 +178,7 @@ class JudgedScorer:
             sentence = f"{self._judge.url}: {error}"
             return Score(None, "rejected" if error.is_refused else "crashed", sentence, kind=JUDGE)
         if isinstance(error, RltrainError):
-            return Score(None, "rejected", str(error), kind=JUDGE)
+            return Score(None, "rejected", str(error), kind=JUDGE if error.passing else UNASKED)
         raise error
 
     def _in_loop(self, awaitable: Any) -> Any:

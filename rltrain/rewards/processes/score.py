@@ -11,8 +11,8 @@ from rltrain.base.errors import storable
 ScorerCall = tuple[str, str, Any, dict[str, Any]]
 
 MAX_ERROR_CHARS = 4000
-# The kind of a failure that is the judge's.
-JUDGE = "judge"
+# The kinds of failures of a judge, and of answers about which no judge can be asked.
+JUDGE, UNASKED = "judge", "unasked"
 # A norm of gradients squares what it adds up, in float32.
 MOST = 1e15
 _MAX_EXTRAS = 64

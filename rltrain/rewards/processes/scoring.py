@@ -19,7 +19,7 @@ from rltrain.base.columns import names as c
 from rltrain.base.errors import JudgeError, RewardError
 from rltrain.controller.samples import Samples, StoredRows
 from rltrain.rewards.processes.columns import Columns, columns_of
-from rltrain.rewards.processes.score import JUDGE, Asked, Score
+from rltrain.rewards.processes.score import JUDGE, UNASKED, Asked, Score
 
 if TYPE_CHECKING:
     from rltrain.rewards.processes.pool import RewardPool
@@ -217,8 +217,10 @@ class Scoring:
 
 
 def _too_many(failures: list[Score], total: int) -> RewardError | JudgeError:
-    by_judge = [score for score in failures if score.kind == JUDGE]
-    if 2 * len(by_judge) > len(failures):
+    by_judge, unasked = ([score for score in failures if score.kind == kind] for kind in (JUDGE, UNASKED))
+    if 2 * (len(by_judge) + len(unasked)) > len(failures):
+        if len(unasked) > len(by_judge):  # the same messages cannot be asked the next time either
+            return RewardError(_failure_report("asking the judge", unasked, total))
         report = _failure_report("reward.judge", by_judge, total)
         return JudgeError(f"{report}\nSee to the judge, and run the same command again.")
     return RewardError(_failure_report("the reward function", failures, total))

@@ -20,6 +20,8 @@ from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.workers.node import altered
 
 MANIFEST, RECORD = "manifest.json", "progress.json"
+# In progress.json of a checkpoint without the state of its optimizers: the `checkpoint_digest` that it had with it.
+THINNED = "thinned"
 # A digest has the name of its hash, which finds what chance has changed, and not what people have.
 _DIGEST = "xxh3_128"
 # Above this the workers read a file.
@@ -152,6 +154,20 @@ def read_record(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read ({error})") from error
     return record
+
+
+def is_thinned(folder: Path) -> bool:
+    """Whether it has no state of an optimizer any more. Raises CheckpointError."""
+    return THINNED in read_record(folder)
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """A digest of all files of a checkpoint, and of those that it had before its optimizers' state was dropped.
+
+    Raises CheckpointError.
+    """
+    before = read_record(folder).get(THINNED)
+    return before if isinstance(before, str) else xxhash.xxh3_128((folder / MANIFEST).read_bytes()).hexdigest()
 
 
 def sync(path: Path) -> int:

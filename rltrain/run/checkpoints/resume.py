@@ -28,7 +28,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.controller.group import WorkerGroup
 from rltrain.run.checkpoints.folder import Checkpoints
-from rltrain.run.checkpoints.manifest import has_digests, large_files, read_record, size_of
+from rltrain.run.checkpoints.manifest import THINNED, has_digests, large_files, read_record, size_of
 from rltrain.trainer.progress import Progress
 from rltrain.workers.node import altered
 
@@ -144,7 +144,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
 
 
 def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
-    if record.get("thinned") is True and not cfg.trainer.val_only:
+    if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
             f"{folder} has no state of the optimizer any more (rltrain checkpoint thin), so no run goes on from it. "
             "Start one from its weights, under another trainer.experiment_name: trainer.resume_mode=resume_path "

@@ -23,6 +23,8 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import (
     MANIFEST,
     RECORD,
+    THINNED,
+    checkpoint_digest,
     find_damage,
     large_files,
     read_record,
@@ -31,8 +33,6 @@ from rltrain.run.checkpoints.manifest import (
 )
 from rltrain.workers.node import altered
 
-# In progress.json of a checkpoint without the state of its optimizers.
-THINNED = "thinned"
 _OPTIMIZER = "optimizer."
 _BUFFER = 16 << 20
 
@@ -40,11 +40,6 @@ _BUFFER = 16 << 20
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, all its files read; None where it is whole. Raises StorageError."""
     return find_damage(folder) or next(iter(altered(large_files(folder))), None)
-
-
-def is_thinned(folder: Path) -> bool:
-    """Whether it has no state of an optimizer any more. Raises CheckpointError."""
-    return read_record(folder).get(THINNED) is True
 
 
 def optimizer_bytes(folder: Path) -> int:
@@ -66,7 +61,9 @@ def thin(run: RunFolder, step: int) -> int:
     try:
         new.mkdir()
         digests = _copy(folder, new)
-        (new / RECORD).write_text(json.dumps({**record, THINNED: True}, indent=1), encoding="utf-8")
+        (new / RECORD).write_text(
+            json.dumps({**record, THINNED: checkpoint_digest(folder)}, indent=1), encoding="utf-8"
+        )
         write_manifest(new, step, digests)
         run.replace(new, step)
     finally:

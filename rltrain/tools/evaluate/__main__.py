@@ -38,7 +38,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     from rltrain.api import look_over
     from rltrain.base.storage import write_json
     from rltrain.run.build import begin_ray
-    from rltrain.tools.evaluate.evaluation import evaluate_model
+    from rltrain.tools.evaluate.evaluation import evaluate_model, folder_of
     from rltrain.tools.evaluate.kept import PICTURE, RESULT, RESULTS
     from rltrain.tools.evaluate.picture import draw
     from rltrain.tools.evaluate.report import show
@@ -51,6 +51,8 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     settings = [request.settings(model) for model in request.models]
     # Before the first begins: what is wrong with the last would be told after hours.
     notes = [look_over(loaded) for loaded in settings]
+    for model, loaded in zip(request.models, settings, strict=True):
+        folder_of(request, model, loaded)
     if arguments.dry_run:
         return _dry_run(settings, notes)
     with ExitStack() as closing:

@@ -16,6 +16,7 @@ from rltrain.api import look_over
 from rltrain.base.logs import count
 from rltrain.base.stop import Stop
 from rltrain.base.versions import installed_version
+from rltrain.config.loaded import LoadedConfig
 from rltrain.controller.lifeline import working
 from rltrain.run.build import build
 from rltrain.run.fit import Trainer
@@ -36,9 +37,8 @@ def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]
     Raises RltrainError, and Interrupted where a signal has ended it.
     """
     loaded = request.settings(model)
-    asked = identity(model, loaded)
-    kept = Kept(request.folder(model), asked)
-    kept.check()
+    kept = folder_of(request, model, loaded)
+    asked = kept.asked
     if found := kept.result():
         log.info("%s: was evaluated before, in %s", model.name, kept.folder)
         return found
@@ -61,6 +61,13 @@ def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]
     }
     kept.finish(found)
     return found
+
+
+def folder_of(request: Request, model: Model, loaded: LoadedConfig) -> Kept:
+    """The folder of an evaluation with these settings. Raises ConfigError where it holds one of something else."""
+    kept = Kept(request.folder(model), identity(model, loaded))
+    kept.check()
+    return kept
 
 
 def _answer(trainer: Trainer, kept: Kept, model: Model, stop: Stop) -> None:

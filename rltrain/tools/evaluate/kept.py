@@ -30,21 +30,21 @@ _NUM_SHOWN = 4
 
 
 class Kept:
-    """The folder ``folder`` of an evaluation that was asked for by ``identity``."""
+    """The folder ``folder`` of an evaluation; ``asked``: of what, as `request.identity` says it."""
 
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        self.folder, self._identity = folder, identity
+    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
+        self.folder, self.asked = folder, asked
 
     def check(self) -> None:
         """Raise ConfigError where the folder has an evaluation that was asked for otherwise."""
         then = read_json(self.folder / _ASKED)
         if then is None:
             return
-        keys = sorted(key for key in then.keys() | self._identity.keys() if then.get(key) != self._identity.get(key))
+        keys = sorted(key for key in then.keys() | self.asked.keys() if then.get(key) != self.asked.get(key))
         if keys:
             told = [
                 key if key in ("model", "data", "reward function") else f"{key}: {then.get(key)} then, {now} now"
-                for key, now in ((key, self._identity.get(key)) for key in keys[:_NUM_SHOWN])
+                for key, now in ((key, self.asked.get(key)) for key in keys[:_NUM_SHOWN])
             ]
             more = f" and {len(keys) - _NUM_SHOWN} more" if len(keys) > _NUM_SHOWN else ""
             raise ConfigError(
@@ -58,7 +58,7 @@ class Kept:
 
     def begin(self) -> None:
         """Write down what is asked for."""
-        write_json(self.folder / _ASKED, self._identity)
+        write_json(self.folder / _ASKED, self.asked)
 
     def part(self, rows: NDArray[np.int32]) -> Path:
         """The file of the answers to prompts that follow on one another."""

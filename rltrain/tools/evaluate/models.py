@@ -17,11 +17,11 @@ from rltrain.base.errors import CheckpointError, ConfigError, first_line
 from rltrain.base.storage import patiently
 from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
-from rltrain.run.checkpoints.manifest import find_damage, read_record
+from rltrain.run.checkpoints.manifest import MANIFEST, checkpoint_digest, find_damage, read_record
 
 _MODEL = "actor_rollout_ref.model."
 _STEP = re.compile(r"global_step_\d+")
-_MANIFEST, _EXPORT, _TOKENIZER = "manifest.json", "huggingface", "tokenizer.json"
+_EXPORT, _TOKENIZER = "huggingface", "tokenizer.json"
 # Files of this size and more are known by pieces of them: hashing all of a large model would take minutes.
 _LARGE_BYTES, _PIECES, _PIECE_BYTES = 1 << 22, 16, 1 << 16
 
@@ -47,15 +47,15 @@ class Model:
         if not self.folder:
             return Path.cwd() / "evaluation"
         # Inside of a checkpoint it would be no file of it, and go with it.
-        is_export = self.folder.name == _EXPORT and (self.folder.parent / _MANIFEST).is_file()
+        is_export = self.folder.name == _EXPORT and (self.folder.parent / MANIFEST).is_file()
         return (self.folder.parent if is_export else self.folder).parent / "evaluation"
 
     def identity(self) -> str:
         """A digest of its files but for those that describe it; of a name on the hub the name."""
         if not self.folder:
             return self.named
-        if self.step is not None:  # which has the digests of all files
-            return xxhash.xxh3_128((self.folder / _MANIFEST).read_bytes()).hexdigest()
+        if self.step is not None:
+            return checkpoint_digest(self.folder)
         digest = xxhash.xxh3_128()
         for file in sorted(path for path in self.folder.iterdir() if path.is_file() and path.suffix != ".md"):
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -78,7 +78,7 @@ def _pieces(file: Path) -> Iterator[bytes]:
 
 def models_of(words: Sequence[str]) -> list[Model]:
     """The models of paths, patterns and hub names. Raises ConfigError or CheckpointError for what is none."""
-    found = [_model(name) for word in words for name in _places(word)]
+    found = [_model(name) for word in words for name in places(word)]
     names = [model.name for model in found]
     if len({model.named for model in found}) < len(found):
         raise ConfigError(f"model={','.join(words)} names {_twice([model.named for model in found])} twice.")
@@ -104,14 +104,14 @@ def _twice(names: list[str]) -> str:
     return next(name for name in names if names.count(name) > 1)
 
 
-def _places(word: str) -> list[str]:
+def places(word: str, key: str = "model") -> list[str]:
     """The folders of a pattern, by the numbers in their names; any other word as it is."""
     path = Path(word).expanduser()
     if path.exists() or not glob.has_magic(word):
         return [str(path) if path.exists() else word]
     folders = [name for name in glob.glob(str(path)) if Path(name).is_dir()]
     if not folders:
-        raise ConfigError(f"model={word}: no folder matches this pattern.")
+        raise ConfigError(f"{key}={word}: no folder matches this pattern.")
     return sorted(
         folders, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
     )
@@ -120,7 +120,7 @@ def _places(word: str) -> list[str]:
 def _model(name: str) -> Model:
     folder = Path(name).resolve()
     if folder.is_dir() and not (folder / "config.json").is_file():
-        if _STEP.fullmatch(folder.name) or (folder / _MANIFEST).is_file():
+        if _STEP.fullmatch(folder.name) or (folder / MANIFEST).is_file():
             return _checkpoint(folder)
         run = Checkpoints(name)
         if run.steps() and (newest := run.newest()):

@@ -90,7 +90,7 @@ def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[
     for word in words:
         key, equals, text = word.partition("=")
         if equals and key in _OWN:
-            own[key] = _values(text)
+            own[key] = listed(text)
         elif key in _OTHER_WORDS:
             wrong.append(f"{word}: {_OTHER_WORDS[key]}. Leave the key out.")
         elif equals and "." not in key and key not in _SHORT and (near := get_close_matches(key, (*_OWN, *_SHORT), 1)):
@@ -111,7 +111,7 @@ def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[
     return Request(models_of(own["model"]), own["data"], rest, list(files), out)
 
 
-def _values(text: str) -> list[str]:
+def listed(text: str) -> list[str]:
     """``A,B`` and ``[A,B]``; a path that is there may have commas."""
     if Path(text).expanduser().exists():
         return [text]

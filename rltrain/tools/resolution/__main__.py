@@ -2,6 +2,7 @@
 model with images answer best?
 
   model=PATH          as for rltrain evaluate: a Hugging Face folder or hub name, a run, or RUN/global_step_N
+  average=A,B         in place of model=: searches for the mean of these, which is written into the folder mean of out=
   dev=FILES           what is searched on; several as A,B
   test=FILES          other rows, on which the chosen and the default bounds are scored
   min_pixels=A,B      bounds to try, none for no bound: all combinations of both; without either, a quarter, half,
@@ -46,6 +47,9 @@ def _search(arguments: argparse.Namespace, stop: Stop) -> int:
     show_settings(settings)
     if arguments.dry_run:
         return 0
+    if request.averaged:
+        stop.says("the mean is not written yet: the same command begins anew")
+        request = request.for_mean()
     with ExitStack() as closing:
         with logs.session():
             begin_ray(request.on("dev").settings(request.model).config, stop, closing)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rltrain.base.errors import ConfigError
 from rltrain.data.files import files_of
-from rltrain.tools.evaluate.models import Model
-from rltrain.tools.evaluate.request import Request, read_request
+from rltrain.tools.average import mean_at
+from rltrain.tools.evaluate.models import Model, models_of, places
+from rltrain.tools.evaluate.request import Request, listed, read_request
 
-NONE = "none"
+NONE, MEAN = "none", "mean"
 _MEANINGS = {
     "data": "dev=FILES is searched on, test=FILES is scored at the end",
     "model": "the model to search for",
@@ -48,6 +49,8 @@ class SearchRequest:
     least: list[Bound]
     most: list[Bound]
     """Bounds to try; empty where the command names none."""
+    averaged: list[str]
+    """The models whose mean is searched for, the first of which `base` has until it is made; empty for ``model=``."""
 
     @property
     def model(self) -> Model:
@@ -58,6 +61,11 @@ class SearchRequest:
     def root(self) -> Path:
         """The folder of all results."""
         return self.base.out or self.model.beside.with_name("resolution") / self.model.name
+
+    def for_mean(self) -> SearchRequest:
+        """The search for the mean of ``averaged``, which is made where it is not there. Raises as `mean_at` does."""
+        folder = mean_at(self.root / MEAN, self.averaged)
+        return replace(self, base=replace(self.base, models=models_of([str(folder)])))
 
     def on(self, split: str, bounds: Bounds | None = None) -> Request:
         """The evaluation of a split ("dev", "test"), with the default bounds or others."""
@@ -73,7 +81,7 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
     own, rest, wrong = dict[str, str](), list[str](), list(problems)
     for word in words:
         key, equals, text = word.partition("=")
-        if equals and key in ("dev", "test", *_BOUNDS):
+        if equals and key in ("dev", "test", "average", *_BOUNDS):
             own[key] = text
         elif key == "data":
             wrong.append(f"{word}: {_MEANINGS['data']}. Leave data= out.")
@@ -83,7 +91,12 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
         if not own.get(split):
             wrong.append(f"{split}= is not given: {_MEANINGS['data']}.")
     least, most = (_bounds(name, own[name], wrong) if name in own else [] for name in _BOUNDS)
-    if not any(word.startswith("model=") for word in rest):
+    averaged = [place for name in listed(own.get("average", "")) for place in places(name, "average")]
+    has_model = any(word.startswith("model=") for word in rest)
+    if "average" in own:
+        wrong += _problems_of_mean(own["average"], averaged, has_model, any(word.startswith("out=") for word in rest))
+        rest += [f"model={name}" for name in averaged[:1]]
+    elif not has_model:
         wrong.append(f"model= is not given: {_MEANINGS['model']}.")
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -99,7 +112,16 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
             f"{sorted(shared)[0]} is in dev= and in test=: the number of what was chosen on it would be too good. Give "
             "other rows for test=."
         )
-    return SearchRequest(base, test, least, most)
+    return SearchRequest(base, test, least, most, averaged)
+
+
+def _problems_of_mean(text: str, models: Sequence[str], has_model: bool, has_out: bool) -> Iterator[str]:
+    if has_model:
+        yield f"average={text} and model= contradict each other: the mean is the model. Leave one out."
+    if len(models) < 2:
+        yield f"average={text}: there is nothing to average. Name two models or more, or model= for one."
+    if not has_out:
+        yield f"average={text} needs out=FOLDER: the mean is written into its folder {MEAN}."
 
 
 def _files(names: Sequence[str]) -> list[Path]:

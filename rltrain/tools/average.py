@@ -7,114 +7,19 @@ kept if the average with it scores no less. Memory is enough for a few rows of a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rltrain import __version__
-from rltrain.base.errors import CheckpointError, ConfigError, command
-from rltrain.base.storage import read_json
-from rltrain.models.files.folder import AVERAGE, new_folder
-from rltrain.models.files.hashed import Digests
-from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean
-from rltrain.models.weights.average import DTYPES, Average, Part, read_part
-from rltrain.run.checkpoints.model_folder import Named, find_model
-from rltrain.workers.node import digest_of
+from rltrain.base.errors import ConfigError, command
+from rltrain.models.files.folder import new_folder
+from rltrain.models.weights.average import DTYPES
+from rltrain.run.checkpoints.mean import Averager, absolute
 
 _SETTING = re.compile(r"\+*[a-z_][\w.]*=")
-
-
-class Averager:
-    """Models or adapters, found and looked at, of which any may be averaged."""
-
-    def __init__(self, names: Sequence[str], dtype: str | None) -> None:
-        self.models = [find_model(name) for name in names]
-        _refuse_odd(self.models, dtype)
-        self._dtype = DTYPES[dtype] if dtype else None
-        self.are_adapters = self.models[0].is_adapter
-        self._parts: list[Part] = [] if self.are_adapters else [read_part(model.path) for model in self.models]
-        self._digests: dict[int, dict[str, str]] = {}
-        self.notes: list[str] = []
-        if not self.are_adapters:
-            # Asked of all at once: a model that cannot be averaged is told before anything is written.
-            self.notes = Average(self._parts, [1 / len(names)] * len(names), self._dtype).notes
-
-    def write(self, folder: Path, shares: dict[int, float], more: dict[str, object] | None = None) -> None:
-        """Write the mean of some models. shares: by number of a model, their sum 1. more: for the manifest."""
-        written: Digests = {}
-        chosen, values = list(shares), list(shares.values())
-        if self.are_adapters:
-            adapters = [read_adapter(self.models[number].path) for number in chosen]
-            write_mean(adapters, values, folder, written)
-        else:
-            Average([self._parts[number] for number in chosen], values, self._dtype).write(folder, written)
-        files = {str(Path(path).name): digest for path, digest in written.items()}
-        content = {"rltrain": __version__, "models": self.described(shares), "files": files, **(more or {})}
-        (folder / AVERAGE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    def say_notes(self) -> None:
-        """On what is lost of the models."""
-        for note in self.notes:
-            sys.stderr.write(f"note: {note}\n")
-
-    def described(self, shares: dict[int, float]) -> list[dict[str, object]]:
-        """The models of a mean, as its manifest lists them."""
-        return [
-            {"name": self.models[number].name, "path": _absolute(self.models[number].path), "share": share,
-             "files": self._digest(number)}
-            for number, share in shares.items()
-        ]  # fmt: skip
-
-    def _digest(self, number: int) -> dict[str, str]:
-        if number not in self._digests:
-            model = self.models[number]
-            paths = [Path(model.path) / WEIGHTS] if self.are_adapters else self._parts[number].entries.paths
-            self._digests[number] = {path.name: digest_of(path) for path in paths}
-        return self._digests[number]
-
-
-def mean_at(folder: Path, names: Sequence[str]) -> Path:
-    """The folder with the mean of models, written where it is not there. Raises RltrainError as `Averager` does.
-
-    Raises ConfigError where the folder is the mean of something else, or the models are adapters.
-    """
-    averager, shares = Averager(names, None), dict.fromkeys(range(len(names)), 1 / len(names))
-    if averager.are_adapters:
-        raise ConfigError(f"{names[0]} is an adapter. Name the exported model of its run (global_step_N).")
-    if folder.exists():
-        then = read_json(folder / AVERAGE) or {}
-        if then.get("models") != averager.described(shares):
-            raise ConfigError(f"{folder} is not the mean of {', '.join(names)}. Give another out=FOLDER.")
-        return folder
-    averager.say_notes()
-    with new_folder(folder) as new:
-        averager.write(new, shares)
-    return folder
-
-
-def _absolute(path: str) -> str:
-    """A folder may be found again from elsewhere; a name on the hub stays as it is."""
-    return str(Path(path).resolve()) if Path(path).is_dir() else path
-
-
-def _refuse_odd(models: Sequence[Named], dtype: str | None) -> None:
-    adapters = [model.name for model in models if model.is_adapter]
-    others = [model.name for model in models if not model.is_adapter]
-    if adapters and others:
-        raise CheckpointError(
-            f"{adapters[0]} is an adapter and {others[0]} is a model. Average adapters with adapters, or give the "
-            "exported model of the run (global_step_N), into which its adapter is merged."
-        )
-    if adapters and dtype:
-        raise ConfigError(f"--dtype {dtype} is for models: adapters are written in float32. Leave it out.")
-    paths = [model.path for model in models]
-    if again := next((path for path in paths if paths.count(path) > 1), None):
-        raise ConfigError(f"{again} is named twice. Name it once, with a larger weight in --weights.")
 
 
 def _shares(text: str | None, number: int) -> list[float]:
@@ -177,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             averager.write(folder, shares)
     for number, model in enumerate(averager.models):
         sys.stdout.write(f"{shares.get(number, 0):8.4f}  {model.path}\n")
-    sys.stdout.write(f"written: {_absolute(arguments.out)}\n")
+    sys.stdout.write(f"written: {absolute(arguments.out)}\n")
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rltrain.base.errors import ConfigError
 from rltrain.data.files import files_of
-from rltrain.tools.average import mean_at
+from rltrain.run.checkpoints.mean import mean_at
 from rltrain.tools.evaluate.models import Model, models_of, places
 from rltrain.tools.evaluate.request import Request, listed, read_request
 

@@ -1,9 +1,10 @@
 """Does every algorithm learn? The quickstart's task, model and step, three seeds each: one table and one plot.
 
     python -m bench.learning [--out outputs/learning] [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
+    python -m bench.learning --newer …
 
 A run that is complete is not made again. The plot needs the extra `plot`. Writes bench/results/learning_cpu.md and
-learning_cpu.png.
+learning_cpu.png; with --newer, of the methods of 2025 and 2026 beside grpo, learning_newer_cpu.md and its picture.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import datetime
 import os
 import platform
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +62,28 @@ ALGORITHMS = {
         f"{A}clip_ratio_high=4e-4",
     ],
 }
+GRPO = ALGORITHMS["grpo"]
+CORRECTION = "algorithm.rollout_correction."
+NEWER = {
+    "grpo": GRPO,
+    **{name: [*GRPO, f"{A}policy_loss.loss_mode={name}"] for name in (
+        "real", "m2po", "future_kl", "dro", "vespo", "topr", "luspo",
+    )},
+    **{name: [f"algorithm.adv_estimator={name}"] for name in ("maxrl", "lite_ppo", "optimal_token_baseline")},
+    "top_entropy_quantile": [*GRPO, f"{A}top_entropy_quantile=0.2"],
+    # The policy begins at an entropy of about 0.5 nats a token.
+    "adaptive_entropy": [
+        *GRPO, f"{A}adaptive_entropy.target_entropy=0.3",
+        f"{A}adaptive_entropy.delta_ent_coef=0.0005",
+    ],
+    "V3.2 mask + unbiased KL": [
+        *GRPO, f"{A}off_policy_mask_threshold=0.01", f"{A}use_kl_loss=True", f"{A}use_bias_correction_kl=True",
+    ],
+    "token_binary_kl (KPop)": [
+        *GRPO, f"{CORRECTION}rollout_rs=token_binary_kl", f"{CORRECTION}rollout_rs_threshold=0.01",
+    ],
+    "mask_truncated": [*GRPO, "algorithm.mask_truncated=True"],
+}  # fmt: skip
 
 
 def prepare(out: Path) -> list[str]:
@@ -78,12 +102,16 @@ def call(*arguments: object) -> None:
 
 
 def train(out: Path, keys: list[str], name: str, seed: int, steps: int) -> None:
-    run = out / f"{name}_{seed}"
+    run = folder_of(out, name, seed)
     if (run / "done").exists():
         return
     settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
-    call("-m", "rltrain.main_ppo", *COMMON, *keys, *ALGORITHMS[name], *settings)
+    call("-m", "rltrain.main_ppo", *COMMON, *keys, *(ALGORITHMS | NEWER)[name], *settings)
     (run / "done").touch()
+
+
+def folder_of(out: Path, name: str, seed: int) -> Path:
+    return out / f"{re.sub(r'[^a-z0-9_+-]+', '_', name.lower())}_{seed}"
 
 
 def curve(run: Path) -> dict[int, float]:
@@ -128,10 +156,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default=",".join(ALGORITHMS))
+    parser.add_argument("--newer", action="store_true", help="methods of 2025 and 2026, beside grpo")
+    parser.add_argument("--only", help="names with commas between them")
     options = parser.parse_args()
     out = options.out.resolve()
-    keys, names = prepare(out), options.only.split(",")
+    known, title = (NEWER, "learning_newer_cpu") if options.newer else (ALGORITHMS, "learning_cpu")
+    keys, names = prepare(out), [name for name in known if not options.only or name in options.only.split(",")]
     os.environ["OMP_NUM_THREADS"] = "1"
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = [
@@ -141,12 +171,14 @@ def main() -> None:
         ]
         for job in jobs:
             job.result()
-    runs = {name: [out / f"{name}_{seed}" for seed in range(1, options.seeds + 1)] for name in names}
+    runs = {name: [folder_of(out, name, seed) for seed in range(1, options.seeds + 1)] for name in names}
     curves = {name: [curve(run) for run in of_seeds] for name, of_seeds in runs.items()}
+    command = f"python -m bench.learning --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}"
+    command += (" --newer" if options.newer else "") + (f" --only '{options.only}'" if options.only else "")
     lines = [
-        "# Learning, CPU",
+        "# Learning, CPU" + (": methods of 2025 and 2026" if options.newer else ""),
         "",
-        f"`python -m bench.learning --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}`, "
+        f"`{command}`, "
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores. Task, model and step of "
         "scripts/quickstart.sh; held-out accuracy (128 prompts, 4",
         f"sampled answers each) every {EVERY} steps. Seconds a step with other jobs on the same cores: an upper bound.",
@@ -158,10 +190,10 @@ def main() -> None:
     for name in names:
         times = [line["timing_s/step"] for run in runs[name] for line in read_metrics(run) if "timing_s/step" in line]
         lines.append(row(name, curves[name], sum(times) / len(times)))
-    lines += ["", "![held-out accuracy](learning_cpu.png)", ""]
+    lines += ["", f"![held-out accuracy]({title}.png)", ""]
     results = ROOT / "bench/results"
-    (results / "learning_cpu.md").write_text("\n".join(lines))
-    plot(curves, results / "learning_cpu.png")
+    (results / f"{title}.md").write_text("\n".join(lines))
+    plot(curves, results / f"{title}.png")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ CONFIGS = {
         "reward_model__reward_manager": "dapo", "reward_model__overlong_buffer__enable": True,
         "reward_model__overlong_buffer__len": 4,
     },
+    "over the mini-batch": {A + "policy_loss__loss_mode": "real", A + "top_entropy_quantile": 0.5},
 }  # fmt: skip
 # Scoring processes make it, of which these steps have none; a reward model makes the other; neither prompts nor tools
 # here have images.

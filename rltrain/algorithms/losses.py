@@ -3,6 +3,7 @@ and the critic's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -58,16 +59,17 @@ def actor_loss(
     aggregation: str,
     *,
     weights: Tensor | None = None,
-    kept: Tensor | None = None,
+    kept: Mapping[str, Tensor] | None = None,
     entropy: Tensor | None = None,
+    entropy_coeff: float = 0.0,
     kl: Tensor | None = None,
     teacher: TeacherLoss | None = None,
 ) -> LossShare:
     """agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher's).
 
     ``aggregation``: the policy loss's agg. ``weights``: importance weights w of the rollout correction. ``kept``: M,
-    False on tokens that the policy loss passes over, which the denominators count all the same. All token tensors have
-    shape [tokens].
+    False on tokens that the policy loss passes over, which the denominators count all the same, by the name of the
+    statistic that counts these. All token tensors have shape [tokens].
 
     ``teacher``: what one says of the tokens; it may be all that is learnt from, without the policy loss.
 
@@ -90,15 +92,15 @@ def actor_loss(
             weights = inputs.sequence_mean((weights + 1e-10).log()).exp()
         losses = policy.token_losses if weights is None else policy.token_losses * weights
         statistics = statistics | policy.statistics
-        if kept is not None:
+        for name, tokens in (kept or {}).items():
             # A token that is passed over counts for nothing, even if its loss is infinite.
-            losses = losses.masked_fill(~kept, 0.0)
-            statistics = statistics | {"off_policy_masked": (~kept).float()}
+            losses = losses.masked_fill(~tokens, 0.0)
+            statistics = statistics | {name: (~tokens).float()}
         shares["pg_loss"] = aggregate(losses, of_policy)
         loss = shares["pg_loss"] if teacher is None else shares["pg_loss"] + teacher.cfg.distillation_loss_coef * loss
     if entropy is not None:
         shares["entropy_loss"] = aggregate(entropy, per_token)
-        loss = loss - cfg.entropy_coeff * shares["entropy_loss"]
+        loss = loss - entropy_coeff * shares["entropy_loss"]
     if kl is not None:
         kl = kl * inputs.log_ratio.exp() if cfg.use_bias_correction_kl else kl
         shares["kl_loss"] = aggregate(kl, per_token)

@@ -7,6 +7,7 @@ token. Answers of a micro-batch are whole, so each of these needs no more than i
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rltrain.algorithms.surrogate import (
     LOG_RATIO_BOUND,
@@ -93,3 +94,33 @@ def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     weight = torch.where(is_bad, ratio.clamp(low, high), 1.0)
     outside = is_bad & (weight != ratio)
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, pg_clipfrac=outside))
+
+
+def misclassified(scores: Tensor, labels: Tensor, groups: Tensor, cfg: ActorConfig) -> Tensor:
+    """|dL / ds_i| of every answer [n], L the mean over groups of what `real` has (Zhai et al. 2026, 2602.05630).
+
+    = e^(-y_i s_i / tau) / (tau (1 + C)), C the sum of e^(-y_j s_j / tau) over the answers j of the group with the label
+    of i, itself among them; times answers / groups, because `real` is a mean over answers. 0 without a label.
+    """
+    exponents = -(labels * scores).double() / cfg.policy_loss.real_tau
+    _, sides = torch.stack([groups.double(), labels.double()]).unique(dim=1, return_inverse=True)
+    # The 1 of 1 + C is e^0.
+    largest = exponents.new_zeros(len(scores)).scatter_reduce(0, sides, exponents, "amax")[sides]
+    totals = torch.zeros_like(exponents).index_add(0, sides, (exponents - largest).exp())[sides]
+    shares = (exponents - largest).exp() / ((-largest).exp() + totals) * (labels != 0)
+    return shares / cfg.policy_loss.real_tau * len(scores) / max(len(groups.unique()), 1)
+
+
+@built_in(group_weights=misclassified)
+def real(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
+    """Answers are classified within their group, s_i = mean_t log r_t the logit (Zhai et al. 2026, REAL, 2602.05630).
+
+    L = log(1 + sum_{y_i = 1} e^(-s_i / tau)) + log(1 + sum_{y_j = -1} e^(s_j / tau)) of a group, tau = real_tau. The
+    label y is the sign of the advantage: with rewards of 0 and 1 and grpo the paper's, and none where a group scores
+    alike. The loss here is -sg[w] y s, which has the gradient of L; w is `misclassified`, over the whole mini-batch.
+    Every token of an answer carries the answer's loss: seq-mean-token-mean.
+    """
+    assert inputs.group_weights is not None
+    labels = inputs.sequence_sum(inputs.advantages).sign()
+    losses = -inputs.group_weights * labels * inputs.sequence_mean(inputs.log_ratio)
+    return PolicyLoss(losses, statistics_of(inputs), per_answer=True)

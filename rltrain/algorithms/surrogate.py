@@ -32,6 +32,8 @@ class PolicyLossInputs:
     """1 where a token counts, with the length of every answer."""
     selected: Tensor | None = None
     """Tokens chosen over the whole mini-batch, for losses that ask for a selection."""
+    group_weights: Tensor | None = None
+    """The weight of the answer of each token, from all answers to its prompt, for losses that ask for it."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -82,23 +84,31 @@ class Selection:
     largest_mean: Callable[[ActorConfig], float] | None = None
 
 
+# (scores, labels, groups, cfg) -> weights, all [answers of the global mini-batch]. Scores are mean_t log r, labels the
+# signs of the advantages.
+GroupWeights = Callable[[Tensor, Tensor, Tensor, ActorConfig], Tensor]
+
+
 @dataclass(frozen=True)
 class PolicyLossEntry:
-    """A loss and, where it asks for one, its selection over the mini-batch."""
+    """A loss and, where it asks for them, its selection over the mini-batch and the weights of its answers."""
 
     function: PolicyLossFunction
     selection: Selection | None = None
+    group_weights: GroupWeights | None = None
 
 
 # The built-in functions; their declarations are those of their names in `config.schema.declarations`.
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
 
 
-def built_in(selection: Selection | None = None) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+def built_in(
+    selection: Selection | None = None, group_weights: GroupWeights | None = None
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Make a function ``actor.policy_loss.loss_mode=<its name>``."""
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        POLICY_LOSSES[function.__name__] = PolicyLossEntry(function, selection)
+        POLICY_LOSSES[function.__name__] = PolicyLossEntry(function, selection, group_weights)
         return function
 
     return register

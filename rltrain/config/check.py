@@ -72,7 +72,16 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     rules += [folder_problems, _names, _run]
     # An evaluation is mostly the command of a run with one key more, and what only a step would need may stay in it.
     if "actor" in roles_of(loaded.config):
-        rules += [_mixing, _precision, _comparison, _correction, _shared_sequences, reward_terms, asked_of_scorers]
+        rules += [
+            _mixing,
+            _precision,
+            _comparison,
+            _correction,
+            _entropy,
+            _shared_sequences,
+            reward_terms,
+            asked_of_scorers,
+        ]
         rules += [tail_problems, overlap_problems, distillation_problems]
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
@@ -261,6 +270,22 @@ def _comparison(config: Config) -> Iterator[str]:
         )
     if not rollout.do_sample and several:
         yield f"{_R}do_sample=False makes all answers to a prompt alike, so nothing is learnt from them. Leave it out."
+
+
+def _entropy(config: Config) -> Iterator[str]:
+    """What follows the entropy of the policy needs the pass that measures it."""
+    actor = config.actor_rollout_ref.actor
+    control, share = actor.adaptive_entropy, actor.top_entropy_quantile
+    readers = {
+        f"adaptive_entropy.target_entropy={control.target_entropy}": control.enabled,
+        f"top_entropy_quantile={share}": share < 1,
+    }
+    for reader, reads in readers.items():
+        if reads and config.algorithm.rollout_correction.bypass_mode:
+            yield (
+                f"{_A}actor.{reader} reads the entropy that the old_log_prob pass measures, and "
+                "algorithm.rollout_correction.bypass_mode=True makes no such pass. Leave bypass_mode out."
+            )
 
 
 def _correction(config: Config) -> Iterator[str]:

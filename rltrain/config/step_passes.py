@@ -37,7 +37,8 @@ class StepPasses:
     old_log_probs: OldLogProbs
     """The samples that the old_log_prob pass covers. Unless something needs them earlier, it leaves out the first
     mini-batch: the update's own forward supplies its log-probs, because no optimizer step comes before it. With
-    ``bypass`` the engine's log-probs are the old ones and there is no pass."""
+    ``bypass`` the engine's log-probs are the old ones and there is no pass; nor is there one where nothing reads old
+    log-probs, and the update's forward measures what the pass would have."""
     bypass: bool
     reference: bool
     """The reference's weights are loaded, for its own pass (``ref``) or for the exact KL within the update."""
@@ -64,8 +65,14 @@ class StepPasses:
     """How its token losses become one."""
     selects: bool
     """It treats some tokens of the mini-batch differently."""
+    weighs_groups: bool
+    """It weighs an answer by the others to its prompt in the mini-batch."""
     reads_engine: bool
     """The actor's loss compares the policy with the engine's log-probs, beside what the rollout correction does."""
+    learns_entropy: bool
+    """The actor's loss may have an entropy bonus."""
+    masks_certain: bool
+    """Of each mini-batch only the tokens with the highest entropy enter the policy loss."""
     skips_silent: bool
     """Samples without advantage are left out of the update."""
     first_actor_step: int
@@ -101,6 +108,16 @@ class StepPasses:
         return self.estimator.per_token or self.estimator.per_turn
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether the loss needs to know something of a whole mini-batch before its first forward."""
+        return self.reads_policy_ahead or self.masks_certain
+
+    @property
+    def reads_policy_ahead(self) -> bool:
+        """Whether that follows from the policy as it is then."""
+        return self.selects or self.weighs_groups
+
+    @property
     def rejects_early(self) -> bool:
         """Whether rejected tokens are known before the update, so that its denominators leave them out."""
         return self.rejects and not self.bypass
@@ -112,6 +129,12 @@ class StepPasses:
     def waits_for_update(self, step: int) -> bool:
         """Whether the first mini-batch of ``step`` gets its old log-probs from the update's own forward."""
         return self.old_log_probs == "all but the first mini-batch" and self.updates_actor(step)
+
+    def num_without_old_log_probs(self, step: int, num_mini_batches: int) -> int:
+        """How many mini-batches of ``step``, from the first, come to the update without old log-probs."""
+        if self.old_log_probs == "none" and not self.bypass:
+            return num_mini_batches
+        return int(self.waits_for_update(step))
 
     def needs(self, role: Role) -> tuple[str, ...]:
         """The phases of a step that need the model of ``role`` on the device."""
@@ -168,6 +191,8 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         images_in_training = images
     shown = config.actor_rollout_ref.rollout.multi_turn.images
     between_turns = several_turns(config.actor_rollout_ref.rollout) and (images_in_training if shown is None else shown)
+    learns_entropy = actor.entropy_coeff != 0 or actor.adaptive_entropy.enabled
+    masks_certain = rewarded and actor.top_entropy_quantile < 1
     exact_kl_in_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
     exact_kl_in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
     sampled_kl_in_loss = actor.use_kl_loss and not exact_kl_in_loss
@@ -176,7 +201,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         old_log_probs = "none"
     # bypass_mode comes first: it needs no pass, whatever else asks for one early.
     elif actor.recompute_old_log_prob == "auto" and not needs_all_old_log_probs(config):
-        old_log_probs = "all but the first mini-batch"
+        old_log_probs = "all but the first mini-batch" if reads_old_log_probs(config) else "none"
     return StepPasses(
         roles=roles_of(config),
         estimator=estimator,
@@ -200,10 +225,14 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         policy_loss=policy_loss,
         aggregation=actor.loss_agg_mode or loss.aggregation,
         selects=loss.selects,
+        weighs_groups=loss.weighs_groups,
         reads_engine=actor.off_policy_mask_threshold is not None,
-        # KL, entropy bonus and teacher have a gradient in every sample; whitening makes a 0 something else.
+        learns_entropy=learns_entropy,
+        masks_certain=masks_certain,
+        # KL, entropy bonus and teacher have a gradient in every sample; whitening makes a 0 something else; and the
+        # tokens of all samples say which entropy is high.
         skips_silent=loss.silent_at_zero
-        and not (actor.use_kl_loss or actor.entropy_coeff != 0 or estimator.whitens or distillation.enabled),
+        and not (actor.use_kl_loss or learns_entropy or estimator.whitens or distillation.enabled or masks_certain),
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
         reference_moves="ref" in roles_of(config) and bool(config.actor_rollout_ref.ref.update_every_steps),
@@ -244,17 +273,28 @@ def needs_all_old_log_probs(config: Config) -> bool:
     """Whether something needs the old log-probs of every sample before the update begins.
 
     That is the KL in the reward, an estimator that reads the old policy, the denominators under rejection, the mean
-    importance weight, a selection over the mini-batch, a second epoch over the batch (in which a sample may be on
-    another rank), or an alarm that is to stop the run before it learns.
+    importance weight, a selection over the mini-batch, a bonus that follows the entropy, a second epoch over the batch
+    (in which a sample may be on another rank), or an alarm that is to stop the run before it learns.
     """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    rewarded = not config.distillation.is_alone
+    rewarded, loss = not config.distillation.is_alone, loss_traits(actor.policy_loss.loss_mode)
     return (
         config.algorithm.use_kl_in_reward
         or (rewarded and estimator_traits(config.algorithm.adv_estimator).sum_pi_squared)
         or bool(correction.rollout_rs)
         or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
-        or (rewarded and loss_traits(actor.policy_loss.loss_mode).selects)
+        or (rewarded and (loss.selects or loss.weighs_groups or actor.top_entropy_quantile < 1))
+        or actor.adaptive_entropy.enabled
         or actor.ppo_epochs > 1
         or config.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
+    )
+
+
+def reads_old_log_probs(config: Config) -> bool:
+    """Whether the update reads old log-probs. The distance from a teacher alone does not, unless it is a cost."""
+    actor, loss = config.actor_rollout_ref.actor, config.distillation.distillation_loss
+    return (
+        not config.distillation.is_alone
+        or loss.use_policy_gradient
+        or (actor.use_kl_loss and actor.use_bias_correction_kl)
     )

@@ -42,7 +42,17 @@ _EXPERIMENT = (
     "reward_model.",
     *(
         _ACTOR + name
-        for name in ("policy_loss.", "clip_ratio", "loss_", "kl_loss_", "use_kl_loss", "entropy_coeff", "tau_")
+        for name in (
+            "policy_loss.",
+            "clip_ratio",
+            "loss_",
+            "kl_loss_",
+            "use_kl_loss",
+            "entropy_coeff",
+            "adaptive_entropy.",
+            "top_entropy_quantile",
+            "tau_",
+        )
     ),
 )
 # The course of a run, which no step depends on.

@@ -50,8 +50,7 @@ def num_tokens(samples: Samples) -> Ids:
     return samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH]
 
 
-def per_rank(layout: Layout, counts: Sequence[Denominators], first_waits: bool = False) -> list[list[MiniBatch]]:
-    """The mini-batches of every rank. first_waits: the first of them has no old log-probs yet."""
-    # Only the first: every later mini-batch comes after an optimizer step, whose policy is no longer the old one.
-    have = [not first_waits] + [True] * (len(counts) - 1)
+def per_rank(layout: Layout, counts: Sequence[Denominators], num_waiting: int = 0) -> list[list[MiniBatch]]:
+    """The mini-batches of every rank. num_waiting: so many, from the first, have no old log-probs yet."""
+    have = [number >= num_waiting for number in range(len(counts))]
     return [[MiniBatch(*part) for part in zip(sizes, counts, have, strict=True)] for sizes in layout.micro_sizes]

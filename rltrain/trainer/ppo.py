@@ -29,6 +29,7 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening, whole_groups
 from rltrain.trainer.alarms import Alarms
 from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
+from rltrain.trainer.entropy_bonus import EntropyBonus
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.left_out import left_out, present
 from rltrain.trainer.metrics import Answered, Metrics
@@ -83,6 +84,7 @@ class PPOTrainer:
         self.rewards = rewards
         self.experience = experience
         self.advantages = Advantages(cfg, plan.passes)
+        self.entropy_bonus = EntropyBonus(cfg.actor_rollout_ref.actor)
         self._prompts = prompts
         self._alarms = Alarms(cfg, models.sizes["log_prob_gap_limit"])
         self._metrics: Metrics = {}  # of the newest step
@@ -211,9 +213,11 @@ class PPOTrainer:
         # choice.
         samples.update({c.SAMPLE_ID: np.arange(len(samples)), c.SILENT: silent})
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
+        num_waiting = plan.passes.num_without_old_log_probs(step, len(counts))
+        bonus = self.entropy_bonus.weight(record.measured)
         tasks = [
-            UpdateTask(tuple(rank_batches), rate, whitening.shift, whitening.scale, weight_scale, seed)
-            for rank_batches in per_rank(layout, counts, plan.passes.waits_for_update(step))
+            UpdateTask(tuple(rank_batches), rate, whitening.shift, whitening.scale, weight_scale, seed, bonus)
+            for rank_batches in per_rank(layout, counts, num_waiting)
         ]
         results = self.actor.update(samples, layout, tasks)
         # Statistics per token are means over the tokens that were computed: silent samples have none to add.
@@ -221,6 +225,8 @@ class PPOTrainer:
         record.metrics |= m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
         # Every epoch over the batch would have computed them once more.
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[silent].sum() * cfg.ppo_epochs)
+        if plan.passes.learns_entropy:
+            record.metrics["actor/entropy_coeff"] = bonus
         if cfg.use_kl_loss:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
         # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
@@ -364,9 +370,10 @@ class PPOTrainer:
         """What a resumed run needs besides the weights."""
         drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
         coef, lengths = self.advantages.kl_coef, self.actor.lengths.state()
+        bonus = self.entropy_bonus.coef
         # Of several turns no file has the tools' and environments' part, so a resumed run begins what waits anew.
         answers = None if several_turns(self.cfg.actor_rollout_ref.rollout) else line.answers()
-        return Progress(drawn, coef, sampler.state(), line.state(), answers, lengths, self._metrics)
+        return Progress(drawn, coef, sampler.state(), line.state(), answers, lengths, self._metrics, bonus)
 
     def restore(self, progress: Progress, folder: Path | None = None) -> None:
         """Go on where ``progress`` was. folder: its checkpoint."""
@@ -377,3 +384,4 @@ class PPOTrainer:
         answers = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
         self.experience.restore(progress, answers)
         self.advantages.restore(progress)
+        self.entropy_bonus.restore(progress)

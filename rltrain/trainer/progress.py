@@ -33,6 +33,8 @@ class Progress:
     """Mean answer per prompt, by split."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the step, for a run that ends between the checkpoint and its line in metrics.jsonl."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus, as a controller has found it."""
 
 
 class ResponseLengths:

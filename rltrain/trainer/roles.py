@@ -234,6 +234,7 @@ class Policy(_Remote, SavedRole):
         made += [c.IS_WEIGHTS] if self._passes.importance_weights else []
         made += [c.LOSS_MASK] if self._passes.rejects else []
         made += [c.SUM_PI_SQUARED] if self._passes.estimator.sum_pi_squared else []
+        made += [c.ENTROPY] if self._passes.masks_certain else []
         # Tokens of earlier policies must not count as a gap between engine and trainer.
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
         return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers, ranks)
@@ -277,6 +278,7 @@ class Policy(_Remote, SavedRole):
         columns += [c.ADVANTAGES] if passes.token_advantages else []
         columns += [c.IS_WEIGHTS] if passes.importance_weights and not passes.bypass else []
         columns += [c.LOSS_MASK] if passes.rejects_early else []
+        columns += [c.ENTROPY] if passes.masks_certain else []
         optional: tuple[str, ...] = ()
         if not all(mini.has_old_log_probs for task in tasks for mini in task.mini_batches):
             # As required columns the request would refuse them, since the samples of the first mini-batch have none
@@ -288,7 +290,7 @@ class Policy(_Remote, SavedRole):
             columns += [c.ROLLOUT_LOG_PROBS]
         # An advantage per answer is a number of the driver's and travels with the call; per token it is a column that
         # stays in the store.
-        numbers = [c.SAMPLE_ID] if passes.token_advantages else [c.SAMPLE_ID, c.ADVANTAGE]
+        numbers = [c.SAMPLE_ID] + [c.ADVANTAGE] * (not passes.token_advantages) + [c.GROUP] * passes.weighs_groups
         compares = passes.bypass or bool(optional)
         numbers += [c.CARRIED_LENGTH] if compares and c.CARRIED_LENGTH in samples.numbers else []
         return self._update(

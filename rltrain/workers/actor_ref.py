@@ -42,13 +42,13 @@ from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor
 from rltrain.workers.saving import StateWriter, told_as_disk_error
-from rltrain.workers.selection import noise, select
+from rltrain.workers.selection import look_ahead
 from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask, Written
 from rltrain.workers.updater import Updater, idle
 
 # Prompts, answers and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,
-            c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED)  # fmt: skip
+            c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED, c.UNCERTAIN, c.GROUP_WEIGHT)  # fmt: skip
 
 
 class ActorRefWorker(Actor):
@@ -113,8 +113,8 @@ class ActorRefWorker(Actor):
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """log pi(answer) under the actor's own weights, its difference from the engine's, and the correction for that.
 
-        Columns: ``old_log_probs``, where the correction has them ``is_weights`` and ``loss_mask``, and where the
-        estimator asks for it ``sum_pi_squared``. Numbers: moments, and ``loss_tokens`` [n].
+        Columns: ``old_log_probs``, where the correction has them ``is_weights`` and ``loss_mask``, and where they are
+        asked for ``sum_pi_squared`` and ``entropy``. Numbers: moments, and ``loss_tokens`` [n].
         """
         self.residency.enter("old_log_prob")
         self._log_probs_at = self.updater.num_steps
@@ -126,6 +126,7 @@ class ActorRefWorker(Actor):
             return Batch(), PassNumbers()
         columns, moments = self._compare(log_probs, batch)
         columns |= {c.SUM_PI_SQUARED: others[0]} if squares else {}
+        columns |= {c.ENTROPY: entropy} if self._passes.masks_certain else {}
         per_sample = {c.LOSS_TOKENS: columns[c.LOSS_MASK].sum().numpy()} if self._rules else {}
         moments["entropy"] = Moments.of(entropy.values)
         return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), PassNumbers(per_sample, moments)
@@ -210,9 +211,9 @@ class ActorRefWorker(Actor):
             task.mini_batches,
             task.learning_rate,
             lambda micro, mini: self._loss(micro, mini, task),
-            (lambda micros, mini: self._select(micros, mini, task)) if self._passes.selects else None,
+            (lambda micros, mini: self._look_ahead(micros, mini, task)) if self._passes.looks_ahead else None,
             self._measure,
-            {name: getattr(task, name) for name in ("shift", "scale", "weight_scale", "noise_seed")},
+            {name: getattr(task, name) for name in ("shift", "scale", "weight_scale", "noise_seed", "entropy_coeff")},
         )
         if self._beside:
             self._beside.free()
@@ -221,7 +222,7 @@ class ActorRefWorker(Actor):
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
         beside = self._beside.states(inputs) if self._beside else None
-        temperature, with_entropy = self._rollout_cfg.temperature, self._actor_cfg.entropy_coeff != 0
+        temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
         # Where no pass has compared actor and engine, the update's own forward does.
         measures = not mini.has_old_log_probs or self._passes.bypass
         log_probs, entropy, kl, _ = self.policy(inputs, temperature, with_entropy or measures, beside)
@@ -242,11 +243,14 @@ class ActorRefWorker(Actor):
         mask, weights = self._correct(micro, log_probs.detach(), task)
         advantages = _advantages(micro, mask, task)
         selected = micro.ragged(c.SELECTED).values if c.SELECTED in micro else None
-        policy_inputs = PolicyLossInputs(log_probs, self._old(micro).values, advantages, mask, selected)
-        kept, threshold = None, self._actor_cfg.off_policy_mask_threshold
+        weight = mask.broadcast(micro.dense(c.GROUP_WEIGHT)).values if c.GROUP_WEIGHT in micro else None
+        policy_inputs = PolicyLossInputs(log_probs, self._old(micro).values, advantages, mask, selected, weight)
+        kept, threshold = dict[str, Tensor](), self._actor_cfg.off_policy_mask_threshold
         if threshold is not None:
             sampled = micro.ragged(c.ROLLOUT_LOG_PROBS).values
-            kept = keeps(mask, log_probs.detach(), sampled, advantages, threshold)
+            kept["off_policy_masked"] = keeps(mask, log_probs.detach(), sampled, advantages, threshold)
+        if c.UNCERTAIN in micro:
+            kept["low_entropy_masked"] = micro.ragged(c.UNCERTAIN).values
         share = actor_loss(
             policy_inputs,
             mini.denominators,
@@ -256,6 +260,7 @@ class ActorRefWorker(Actor):
             weights=weights,
             kept=kept,
             entropy=entropy if with_entropy else None,
+            entropy_coeff=task.entropy_coeff,
             kl=kl,
             teacher=teacher,
         )
@@ -296,36 +301,29 @@ class ActorRefWorker(Actor):
         return accepted_tokens.like(accepted_tokens.values.float()), weights
 
     @torch.no_grad()
-    def _select(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
-        """Add the column ``selected`` to the micro-batches of one mini-batch."""
+    def _look_ahead(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
+        """Add to the micro-batches of one mini-batch what their loss needs to know of all of it (`look_ahead`)."""
         having = [micro for micro in micros if len(micro)]
-        if self._log_probs_at == self.updater.num_steps:
-            current = [micro.ragged(c.OLD_LOG_PROBS).values for micro in having]
+        if self._log_probs_at == self.updater.num_steps or not self._passes.reads_policy_ahead:
+            current = [self._old(micro).values for micro in having]
         else:
             # Idle micro-batches run too, because the forward is a collective.
-            (log_probs,) = measure(self.policy, micros, self._device, self._rollout_cfg.temperature)
-            current = list(log_probs.split([len(self._old(micro).values) for micro in having]))
+            (measured,) = measure(self.policy, micros, self._device, self._rollout_cfg.temperature)
+            current = list(measured.split([len(self._old(micro).values) for micro in having]))
             # `measure` has left the model in eval mode, in which transformers does not recompute activations.
             self.policy.train()
-        empty = torch.zeros(0)
         masks = [self._correct(micro, values, task)[0].to("cpu") for micro, values in zip(having, current, strict=True)]
-        # The empty part lets a rank without samples take part in `select`, which is a collective.
+        # The empty part lets a rank without samples take part in the collectives.
+        empty = torch.zeros(0)
         mask = Ragged.concat([Ragged(empty, empty.long()), *masks])
-        inputs = PolicyLossInputs(
-            torch.cat([empty, *current]),
-            torch.cat([empty, *(self._old(micro).values for micro in having)]),
-            torch.cat([empty, *(_advantages(micro, kept, task) for micro, kept in zip(having, masks, strict=True))]),
-            mask,
-        )
-        number = [other is mini for other in task.mini_batches].index(
-            True
-        )  # by identity: equal mini-batches return in every epoch
-        numbers = torch.cat([empty.double(), *(noise(micro, task.noise_seed, number) for micro in having)])
-        assert self._entry.selection is not None
-        # On the CPU: a few numbers per token, in a precision that not every accelerator has.
-        chosen = select(inputs, numbers, self._entry.selection, mini.denominators.tokens, self._actor_cfg)
-        for micro, part in zip(having, mask.like(chosen).split([len(micro) for micro in having]), strict=True):
-            micro.update({c.SELECTED: part})
+        advantages = [_advantages(micro, kept, task) for micro, kept in zip(having, masks, strict=True)]
+        old = [self._old(micro).values for micro in having]
+        log_probs, old_log_probs, own = (torch.cat([empty, *parts]) for parts in (current, old, advantages))
+        inputs = PolicyLossInputs(log_probs, old_log_probs, own, mask)
+        # By identity: equal mini-batches return in every epoch.
+        number = [other is mini for other in task.mini_batches].index(True)
+        seeds = task.noise_seed, number
+        look_ahead(having, inputs, seeds, mini.denominators.tokens, self._entry, self._actor_cfg)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

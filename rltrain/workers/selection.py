@@ -1,4 +1,4 @@
-"""The tokens that a loss treats differently.
+"""The tokens that a loss treats differently, and the weights of answers that follow from the others of their group.
 
 They are chosen over the whole global mini-batch: a choice per micro-batch or rank would depend on how the batch was
 cut.
@@ -7,17 +7,56 @@ cut.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossInputs, Selection
+from rltrain.algorithms.entropy import ENTROPY_ROUNDING, certainty
+from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossEntry, PolicyLossInputs, Selection
+from rltrain.algorithms.surrogate import GroupWeights
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
+from rltrain.base.columns.ragged import Ragged
 from rltrain.base.seeds import sample_seeds, uniforms
 from rltrain.config.schema import ActorConfig
+
+
+def look_ahead(
+    micros: Sequence[Batch],
+    inputs: PolicyLossInputs,
+    seeds: tuple[int, int],
+    num_tokens: int,
+    entry: PolicyLossEntry,
+    cfg: ActorConfig,
+) -> None:
+    """Add the columns ``selected``, ``group_weight`` and ``uncertain`` to micro-batches, where the loss has them.
+
+    A collective. micros: those with samples, of this rank's part of one mini-batch; inputs: all of their tokens, on
+    the CPU: there are a few numbers per token, in a precision that not every accelerator has. seeds: of the step's
+    noise, and of the mini-batch. num_tokens: tokens of the global mini-batch that count.
+    """
+    mask, empty = inputs.mask, torch.zeros(0)
+    if entry.selection:
+        numbers = torch.cat([empty.double(), *(noise(micro, *seeds) for micro in micros)])
+        _add_tokens(micros, c.SELECTED, mask.like(select(inputs, numbers, entry.selection, num_tokens, cfg)))
+    if cfg.top_entropy_quantile < 1:
+        entropies = torch.cat([empty, *(micro.ragged(c.ENTROPY).values for micro in micros)])
+        keys, copies = certainty(entropies, mask.values), cfg.ulysses_sequence_parallel_size
+        chosen = smallest_share(keys, cfg.top_entropy_quantile, num_tokens, copies, rounding=ENTROPY_ROUNDING)
+        _add_tokens(micros, c.UNCERTAIN, mask.like(chosen))
+    if entry.group_weights:
+        groups = torch.cat([empty.long(), *(micro.dense(c.GROUP) for micro in micros)])
+        weights = weigh(inputs, groups, entry.group_weights, cfg)
+        for micro, part in zip(micros, weights.split([len(micro) for micro in micros]), strict=True):
+            micro.update({c.GROUP_WEIGHT: part})
+
+
+def _add_tokens(micros: Sequence[Batch], name: str, tokens: Ragged) -> None:
+    for micro, part in zip(micros, tokens.split([len(micro) for micro in micros]), strict=True):
+        micro.update({name: part})
 
 
 def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig) -> Tensor:
@@ -36,29 +75,61 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
     if selection.share is None:
         assert selection.largest_mean is not None
         return keys < _border_of_mean(_smallest(keys, len(keys), copies), selection.largest_mean(cfg))
-    count = max(1, int(selection.share(cfg) * num_tokens))
+    return smallest_share(keys, selection.share(cfg), num_tokens, copies)
+
+
+def smallest_share(keys: Tensor, share: float, num_tokens: int, copies: int, rounding: float = 0.0) -> Tensor:
+    """Which of this rank's tokens are in the ``share`` of ``num_tokens`` with the smallest keys (a collective).
+
+    At least one token is, and of those at the border, to within ``rounding``, all are. copies: see `_everyones`.
+    """
+    count = max(1, int(share * num_tokens))
     # The border is among the ``count`` smallest keys of some rank, so no more of them are gathered.
     smallest = _smallest(keys, count, copies)
     # With fewer candidates than ``count`` all of them are selected.
-    return (keys <= smallest[count - 1]) if count <= len(smallest) else keys.isfinite()
+    return (keys <= smallest[count - 1] + rounding) if count <= len(smallest) else keys.isfinite()
 
 
 def _smallest(keys: Tensor, count: int, copies: int) -> Tensor:
-    """The finite ones among the ``count`` smallest keys of every rank, in order (a collective).
-
-    Every key comes once from each of the ``copies`` ranks of its sequence-parallel group, and is returned once.
-    """
+    """The finite ones among the ``count`` smallest keys of every rank, in order (a collective)."""
     keys = keys[keys.isfinite()]
     rank_keys = keys.topk(min(count, len(keys)), largest=False).values
-    size = torch.tensor(len(rank_keys))
-    dist.all_reduce(size, dist.ReduceOp.MAX)
-    # Ranks with fewer fill up with inf, because all gather tensors of one size.
-    best = torch.full((int(size),), torch.inf, dtype=torch.float64)
-    best[: len(rank_keys)] = rank_keys
-    everyone = [torch.empty_like(best) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, best)
-    everything = torch.cat(everyone)
-    return everything[everything.isfinite()].sort().values[::copies]
+    return _everyones(rank_keys[:, None], copies)[0][:, 0].sort().values
+
+
+def _everyones(rows: Tensor, copies: int) -> tuple[Tensor, slice]:
+    """The float64 rows [n, k] of all ranks, and where this rank's are among them (a collective).
+
+    The ``copies`` ranks of a sequence-parallel group have the same rows, of which one set is returned.
+    """
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    size = torch.tensor([len(rows)])
+    sizes = [torch.empty_like(size) for _ in ranks]
+    dist.all_gather(sizes, size)
+    # Ranks with fewer fill up, because all gather tensors of one size.
+    padded = rows.new_zeros((int(torch.cat(sizes).max()), rows.shape[1]))
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in ranks]
+    dist.all_gather(gathered, padded)
+    parts = [gathered[one][: int(sizes[one])] for one in ranks[::copies]]
+    first = sum(map(len, parts[: rank // copies]))
+    return torch.cat(parts), slice(first, first + len(rows))
+
+
+def weigh(inputs: PolicyLossInputs, groups: Tensor, function: GroupWeights, cfg: ActorConfig) -> Tensor:
+    """The weights of this rank's answers [n] (a collective), 0 for answers without a token that counts.
+
+    inputs: as for `select`. groups: the prompt group of every answer [n].
+    """
+    mask = inputs.mask
+    counts = mask.sum()
+    scores = mask.like(inputs.log_ratio * mask.values).sum() / counts.clamp(min=1)
+    labels = mask.like(inputs.advantages * mask.values).sum().sign()
+    rows = torch.stack([scores.double(), labels.double(), groups.double()], 1)
+    there, weights = counts > 0, torch.zeros(len(counts))
+    everyone, own = _everyones(rows[there], cfg.ulysses_sequence_parallel_size)
+    weights[there] = function(everyone[:, 0], everyone[:, 1], everyone[:, 2], cfg)[own].float()
+    return weights
 
 
 def _border_of_mean(keys: Tensor, largest: float) -> float:

@@ -19,7 +19,8 @@ class MiniBatch:
     denominators: Denominators
     has_old_log_probs: bool = True
     """The old_log_prob pass covered the samples. Otherwise the update takes the old log-probs from its own forward.
-    That is valid only for the first mini-batch of a step: no optimizer step has been made before it."""
+    They are the old policy's only in the first mini-batch of a step, before an optimizer step is made; later ones come
+    so where the loss reads none."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class UpdateTask:
     """The actor's update in one step.
 
     Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale.
-    noise_seed decides the random part of a selection over tokens.
+    noise_seed decides the random part of a selection over tokens; entropy_coeff is the weight of the entropy bonus.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -106,3 +107,4 @@ class UpdateTask:
     scale: float = 1.0
     weight_scale: float = 1.0
     noise_seed: int = 0
+    entropy_coeff: float = 0.0

@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 
 def mean(values):
     return sum(values) / len(values)
@@ -199,6 +201,25 @@ def clip_cov(new, old, advantages, low, high, selected):
 
 def m2po(new, old, advantages, selected):
     return [-a * math.exp(n - o) * chosen for n, o, a, chosen in zip(new, old, advantages, selected, strict=True)]
+
+
+def real_of(new, old, advantages, mask, weight):
+    score = sum((n - o) * m for n, o, m in zip(new, old, mask, strict=True)) / max(sum(mask), 1)
+    total = sum(a * m for a, m in zip(advantages, mask, strict=True))
+    label = (total > 0) - (total < 0)
+    return [-weight * label * score] * len(new)
+
+
+def real(scores, labels, groups, tau):
+    """L of the paper, mean over groups; torch scalars, so that it can be differentiated."""
+    losses = []
+    for group in sorted(set(groups)):
+        of_label = {1: 1.0, -1: 1.0}
+        for score, label, other in zip(scores, labels, groups, strict=True):
+            if other == group and label:
+                of_label[label] = of_label[label] + (-label * score / tau).exp()
+        losses += [sum(torch.log(torch.as_tensor(total, dtype=torch.float64)) for total in of_label.values())]
+    return sum(losses) / len(losses)
 
 
 def kl_cov(new, old, advantages, coef, selected):

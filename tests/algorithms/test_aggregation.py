@@ -71,7 +71,7 @@ def test_aggregation_by_hand():
 
 
 def test_weights_entropy_and_kl_enter_with_their_signs():
-    cfg = ActorConfig(entropy_coeff=0.1, kl_loss_coef=0.5, use_kl_loss=True)
+    cfg = ActorConfig(kl_loss_coef=0.5, use_kl_loss=True)
     inputs = PolicyLossInputs(torch.zeros(2), torch.zeros(2), torch.ones(2), ones([2]))
     share = actor_loss(
         inputs,
@@ -81,6 +81,7 @@ def test_weights_entropy_and_kl_enter_with_their_signs():
         "token-mean",
         weights=torch.tensor([1.0, 3.0]),
         entropy=torch.full((2,), 3.0),
+        entropy_coeff=0.1,
         kl=torch.full((2,), 1.0),
     )
     assert float(share.shares["pg_loss"]) == pytest.approx(-2.0)

@@ -96,7 +96,7 @@ def test_what_is_passed_over_stays_in_the_denominators():
     inputs = PolicyLossInputs(log_probs, torch.full((3,), -1.0), torch.ones(3), mask)
     share = actor_loss(
         inputs, Denominators(3, 2, 8), ActorConfig(), POLICY_LOSSES["gpg"].function, "token-mean",
-        kept=torch.tensor([True, False, True]),
+        kept={"off_policy_masked": torch.tensor([True, False, True])},
     )  # fmt: skip
     assert float(share.shares["pg_loss"]) == pytest.approx(2 / 3)
     assert float(share.token_sums["off_policy_masked"]) == 1.0

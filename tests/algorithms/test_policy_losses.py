@@ -30,9 +30,11 @@ LOSSES = {
     "luspo": lambda n, o, a, m, s: slow.gspo(n, o, a, 0.2, 0.3, m),
     "vespo": lambda n, o, a, m, s: slow.vespo(n, o, a, m, (2.0, 3.0), (3.0, 2.0)),
     "topr": lambda n, o, a, m, s: slow.topr(n, o, a, m),
+    "real": lambda n, o, a, m, s: slow.real_of(n, o, a, m, GROUP_WEIGHT),
     "m2po": lambda n, o, a, m, s: slow.m2po(n, o, a, s),
     "future_kl": lambda n, o, a, m, s: slow.future_kl(n, o, a, m, 0.2, 0.3, 3.0, *FIPO),
 }
+GROUP_WEIGHT = 0.4
 FIPO = (32.0, 0.2, True, 4.0)
 # Their gradient is not that of their value: a factor of it is held constant.
 STOPPED = {"gspo", "cispo", "dppo_tv", "dppo_kl", "luspo", "vespo", "topr", "future_kl"}
@@ -61,6 +63,7 @@ def inputs_of(columns, requires_grad=False) -> PolicyLossInputs:
         *tensors[1:],
         Ragged(torch.tensor(mask, dtype=torch.float64), lengths),
         torch.tensor(selected, dtype=torch.bool),
+        torch.full((len(mask),), GROUP_WEIGHT, dtype=torch.float64),
     )
 
 
@@ -92,7 +95,8 @@ def test_the_gradient_is_that_of_finite_differences(name):
     mask, selected = Ragged(torch.ones(10, dtype=torch.float64), lengths), torch.arange(10) % 3 == 0
 
     def losses(x):
-        return POLICY_LOSSES[name].function(PolicyLossInputs(x, old, advantages, mask, selected), CFG).token_losses
+        inputs = PolicyLossInputs(x, old, advantages, mask, selected, torch.full((10,), GROUP_WEIGHT))
+        return POLICY_LOSSES[name].function(inputs, CFG).token_losses
 
     assert torch.autograd.gradcheck(losses, (new,))
 
@@ -187,6 +191,37 @@ def test_a_sum_over_an_answer_makes_luspo_gspo_times_the_length():
     assert float(share.loss) == pytest.approx(-(2 + 5) / 2 * math.exp(0.1))
 
 
+# Scores, labels and groups of answers: ragged groups, one answer alone, a group that scores alike, all of one label,
+# scores far out.
+REAL_CASES = {
+    "ragged groups": ([0.1, -0.2, 0.3, 0.0, 0.5], [1, -1, 1, 1, -1], [7, 7, 7, 3, 3]),
+    "one answer": ([0.4], [-1], [0]),
+    "a group that scores alike": ([0.4, 0.1, 0.2, -0.1], [0, 0, 1, -1], [0, 0, 1, 1]),
+    "all of them right": ([0.4, 0.1], [1, 1], [0, 0]),
+    "nothing has moved": ([0.0] * 4, [1, -1, -1, -1], [0, 0, 0, 0]),
+    "far out": ([-19.0, 19.0, 18.0], [1, 1, -1], [2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("case", REAL_CASES)
+def test_real_has_the_gradient_of_the_papers_loss(case):
+    scores, labels, groups = REAL_CASES[case]
+    tensor = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+    slow.real(list(tensor), labels, groups, 0.5).backward()
+    weights = POLICY_LOSSES["real"].group_weights(
+        tensor.detach(), *(torch.tensor(column, dtype=torch.float64) for column in (labels, groups)), CFG
+    )
+    # Of answers of three and of one token: by the function over tokens, with the mean over answers that it has.
+    lengths, own = torch.tensor([3, *[1] * (len(scores) - 1)]), tensor.detach().clone().requires_grad_()
+    mask = Ragged(torch.ones(int(lengths.sum()), dtype=torch.float64), lengths)
+    spread = [mask.broadcast(column).values for column in (own, torch.tensor(labels).double(), weights)]
+    inputs = PolicyLossInputs(spread[0], torch.zeros_like(spread[0]), spread[1], mask, group_weights=spread[2])
+    denominators = Denominators(int(lengths.sum()), len(scores), 8)
+    real, aggregation = POLICY_LOSSES["real"].function, declarations.POLICY_LOSSES["real"].aggregation
+    actor_loss(inputs, denominators, CFG, real, aggregation).loss.backward()
+    assert own.grad.tolist() == pytest.approx(tensor.grad.tolist(), abs=1e-12)
+
+
 def test_the_selected_tokens_of_clip_cov_and_kl_cov_by_hand():
     chosen = one(math.log(0.6), math.log(0.4), 1.0, selected=True)
     assert float(POLICY_LOSSES["clip_cov"].function(chosen, CFG).token_losses) == 0.0
@@ -202,7 +237,9 @@ def test_a_step_raises_good_tokens_and_lowers_bad_ones(name):
     labels, advantages = torch.arange(6) % 5, torch.tensor([1.0, -1, 1, -1, 1, -1], dtype=torch.float64)
     mask = Ragged(torch.ones(6, dtype=torch.float64), torch.ones(6, dtype=torch.long))
     log_probs = torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0]
-    inputs = PolicyLossInputs(log_probs, log_probs.detach(), advantages, mask, torch.full((6,), name == "m2po"))
+    inputs = PolicyLossInputs(
+        log_probs, log_probs.detach(), advantages, mask, torch.full((6,), name == "m2po"), torch.ones(6)
+    )
     POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
     after = torch.log_softmax(logits - 0.1 * logits.grad, -1).gather(1, labels[:, None])[:, 0]
     assert ((after - log_probs).sign() == advantages.sign()).all()

@@ -52,6 +52,11 @@ VARIANTS = {
     )},
     "unbiased kl": {ACTOR + "use_bias_correction_kl": True},
     "off-policy mask": {ACTOR + "off_policy_mask_threshold": 0.0},
+    "high entropy": {ACTOR + "top_entropy_quantile": 0.3, CORRECTION + "rollout_rs": "token_k1",
+                     CORRECTION + "rollout_rs_threshold": "1.1"},
+    "adaptive entropy": {ACTOR + "adaptive_entropy__" + name: value for name, value in (
+        ("target_entropy", 9.0), ("delta_ent_coef", 0.1), ("max_ent_coef", 1.0),
+    )},
     "exact kl": {ACTOR + "kl_loss_type": "full"},
     "k3+": {ACTOR + "kl_loss_type": "k3+"},
     "kl in reward": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},

@@ -129,3 +129,30 @@ def test_the_teachers_head_is_given_back_after_the_update(taught):
     model = trainer.worker.actor.frozen.models["teacher"]
     assert all(hasattr(weight, "full_tensor") for weight in model.parameters())
     shard.reshard(model)
+
+
+@pytest.mark.parametrize("mode", ["reverse_kl", "k3"])
+def test_alone_no_pass_is_made_for_old_log_probs_that_nobody_reads(taught, mode):
+    """Of two mini-batches the second too; entropy and the gap to the engine are the update's own."""
+    moved, metrics = [], []
+    for recompute in ("auto", "always"):
+        trainer = taught(**{MODE: mode, ACTOR + "recompute_old_log_prob": recompute})
+        metrics += [trainer.step(step).metrics for step in (1, 2)][1:]
+        moved.append(actor_weights(trainer))
+    without, with_pass = metrics
+    assert "timing_s/old_log_prob" not in without
+    assert "timing_s/old_log_prob" in with_pass
+    assert torch.equal(*moved)
+    assert {"actor/entropy", "rollout/log_prob_gap/mean"} <= without.keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {MODE: "k1", DISTILLATION + "use_policy_gradient": True},
+        {MODE: "reverse_kl", ACTOR + "use_kl_loss": True, ACTOR + "use_bias_correction_kl": True},
+    ],
+    ids=["cost", "unbiased kl"],
+)
+def test_alone_the_pass_is_made_where_the_ratio_is_read(taught, changes):
+    assert "timing_s/old_log_prob" in taught(**changes).step(1).metrics

@@ -42,9 +42,15 @@ CLIP_COV = {
     ACTOR + "policy_loss.loss_mode": "clip_cov", ACTOR + "policy_loss.clip_cov_lb": -9,
     ACTOR + "policy_loss.clip_cov_ub": 9, ACTOR + "policy_loss.clip_cov_ratio": 0.2,
 }  # fmt: skip
-KL_COV, SAPO, DRO, VESPO, TOPR, M2PO, FIPO = (
-    {ACTOR + "policy_loss.loss_mode": name} for name in ("kl_cov", "sapo", "dro", "vespo", "topr", "m2po", "future_kl")
+KL_COV, SAPO, DRO, VESPO, TOPR, M2PO, FIPO, REAL = (
+    {ACTOR + "policy_loss.loss_mode": name}
+    for name in ("kl_cov", "sapo", "dro", "vespo", "topr", "m2po", "future_kl", "real")
 )
+# The entropy is that of a model that knows nothing, about 3.
+BONUS = {
+    ACTOR + "adaptive_entropy.target_entropy": 9.0,
+    ACTOR + "adaptive_entropy.delta_ent_coef": 0.1, ACTOR + "adaptive_entropy.max_ent_coef": 1.0,
+}  # fmt: skip
 FILTER = {ALGORITHM + "filter_groups.enable": True}
 IS, RS, BYPASS = (
     {CORRECTION + "rollout_is": "token"},
@@ -78,6 +84,10 @@ CASES = {
     ACTOR + "policy_loss.ppo_kl_coef": (5.0, KL_COV),
     ACTOR + "use_bias_correction_kl": (True, {ACTOR + "use_kl_loss": True}),
     ACTOR + "off_policy_mask_threshold": (0.0, {}),
+    ACTOR + "top_entropy_quantile": (0.2, {}),
+    ACTOR + "adaptive_entropy.target_entropy": (0.01, BONUS),
+    ACTOR + "adaptive_entropy.delta_ent_coef": (0.01, BONUS),
+    ACTOR + "adaptive_entropy.max_ent_coef": (0.05, BONUS),
     ACTOR + "policy_loss.dro_beta": (50.0, DRO),
     ACTOR + "policy_loss.vespo.k_pos": (9.0, VESPO),
     ACTOR + "policy_loss.vespo.lambda_pos": (0.0, VESPO),
@@ -86,6 +96,7 @@ CASES = {
     ACTOR + "policy_loss.topr_negative_ratio_lower": (1.0, TOPR),
     ACTOR + "policy_loss.topr_negative_ratio_upper": (0.5, TOPR),
     ACTOR + "policy_loss.m2_threshold": (1e-9, M2PO),
+    ACTOR + "policy_loss.real_tau": (5.0, REAL),
     ACTOR + "policy_loss.decay_rate": (0.1, FIPO),
     ACTOR + "policy_loss.future_kl_clip_ratio": (0.001, FIPO),
     ACTOR + "policy_loss.future_kl_clip_high_only": (False, FIPO),

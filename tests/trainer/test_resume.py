@@ -55,6 +55,11 @@ RUNS = {
         {REF + "update_every_steps": 2, REF + "update_mix": 0.5, ACTOR + "kl_loss_coef": 0.5}, "actor/ref_moved",
     ),
     "equal rewards": ({}, "reward/equal_steps"),
+    "entropy at a target": (
+        {ACTOR + "entropy_coeff": 0, ACTOR + "adaptive_entropy__target_entropy": 9.0,
+         ACTOR + "adaptive_entropy__delta_ent_coef": 0.1, ACTOR + "adaptive_entropy__max_ent_coef": 0.3},
+        "actor/entropy_coeff",
+    ),
     "oversampled": ({**OVERSAMPLE, **IN_JOBS}, "rollout/tail/tokens_thrown_away"),
     "carried over, rewards at the end": ({**CARRY, "reward__overlap": False}, "rollout/tail/carried_tokens"),
     "remax": ({"algorithm__adv_estimator": "remax", **IN_JOBS, **OFF_POLICY}, "actor/grad_norm"),

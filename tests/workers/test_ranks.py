@@ -39,6 +39,7 @@ VARIANTS = {
         f"agg {name}": {A + "loss_agg_mode": name}
         for name in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     },
+    "high entropy": {A + "top_entropy_quantile": 0.3},
     "exact kl": {A + "kl_loss_type": "full"},
     "one reduction": {
         f"{role}.fsdp_config.use_no_sync_for_gradient_accumulation": True for role in (A[:-1], "critic.model")
@@ -62,7 +63,7 @@ CUTS = {
     (4, 2): [*SOME, "two copies"],
 }
 # A loss of the actor's is nothing to the critic, so those variants have none.
-ACTOR_ALONE = {f"loss {name}" for name in POLICY_LOSSES if name != "vanilla"} | {"teacher, alone"}
+ACTOR_ALONE = {f"loss {name}" for name in POLICY_LOSSES if name != "vanilla"} | {"teacher, alone", "high entropy"}
 CASES = [(*sizes, name) for sizes, names in CUTS.items() if sizes != (1, 1) for name in names]
 # Three prompts with two, three and two answers, which share them where they meet in a micro-batch.
 GROUPS = [0, 0, 1, 1, 1, 2, 2]
@@ -92,7 +93,7 @@ def sample_batch() -> Batch:
         "ref_log_probs": old.like(old.values + 0.1 * torch.randn(len(old.values))), "loss_mask": old.like(mask.bool()),
         "is_weights": old.like(torch.rand(len(old.values)) + 0.5), "advantage": torch.randn(7),
         "teacher_log_probs": old.like(old.values + 0.3 * torch.randn(len(old.values))),
-        "sample_id": torch.arange(7),
+        "entropy": old.like(torch.rand(len(old.values))), "sample_id": torch.arange(7), "group": torch.tensor(GROUPS),
         **columns,
     })  # fmt: skip
     return batch
@@ -122,7 +123,11 @@ def run_variant(folder: Path, name: str, group: int) -> tuple[dict, list[torch.T
     found = {}
     worker.actor._log_probs_at = -1  # the old log-probs are made up, so selections must look at the current ones
     for name, role, arguments in (
-        ("actor", worker.actor, [UpdateTask(mini_batches, 0.01)]),
+        (
+            "actor",
+            worker.actor,
+            [UpdateTask(mini_batches, 0.01, entropy_coeff=cfg.actor_rollout_ref.actor.entropy_coeff)],
+        ),
         *([("critic", worker.critic, [mini_batches, 0.01])] if estimator == "gae" else []),
     ):
         record_gradients(role.updater, role.policy if name == "actor" else role.model, gradients)

@@ -1,12 +1,15 @@
 """Tokens that are chosen over the whole mini-batch, however it lies on the ranks."""
 
+import math
+
 import pytest
 import torch
 
+from rltrain.algorithms.entropy import ENTROPY_ROUNDING, certainty
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, Selection
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
-from rltrain.workers.selection import select
+from rltrain.workers.selection import select, smallest_share, weigh
 from tests.ranks import run_on_ranks
 
 COUNTS = [1.0] * 6 + [0.0]
@@ -37,12 +40,51 @@ def test_what_is_selected_by_hand(name):
     assert chosen(values, POLICY_LOSSES["m2po"].selection) == by_mean
 
 
+# Entropies of seven tokens, of which the last does not count; those among the top 30 % are 1.8 of 6: one, and what is
+# as high to within the rounding of a pass.
+ENTROPIES, UNCERTAIN = [0.7, 0.2, 0.70003, 0.1, 0.69, 0.0, 9.0], [1, 0, 1, 0, 0, 0, 0]
+# Six answers of one token: their log ratios, advantages and groups; the last has no token that counts.
+ANSWERS = [0.1, -0.2, 0.3, 0.4, 0.0, 0.2, 9.0], [1.0, -1.0, 2.0, 0.0, 1.0, -1.0, 1.0], [4, 4, 4, 1, 1, 1, 1]
+
+
+def uncertain(copies=1, rows=slice(None)):
+    keys = certainty(torch.tensor(ENTROPIES)[rows], torch.tensor(COUNTS)[rows])
+    return smallest_share(keys, 0.3, int(sum(COUNTS)), copies, rounding=ENTROPY_ROUNDING).tolist()
+
+
+def weights(copies=1, rows=slice(None)):
+    moved, advantages, groups = (torch.tensor(column)[rows] for column in ANSWERS)
+    mask = Ragged(torch.tensor(COUNTS)[rows], torch.ones(len(moved), dtype=torch.long))
+    inputs = PolicyLossInputs(moved, torch.zeros(len(moved)), advantages, mask)
+    cfg = ActorConfig(ulysses_sequence_parallel_size=copies)
+    return weigh(inputs, groups, POLICY_LOSSES["real"].group_weights, cfg).tolist()
+
+
+def expected_weights():
+    """1 / tau * 6 answers / 2 groups * e^x / (1 + sum of e^x in the same class), x = -y s / tau."""
+    good, bad, other_good, other_bad = ([math.exp(-y * s / 0.5) for s, y in rows] for rows in (
+        [(0.1, 1), (0.3, 1)], [(-0.2, -1)], [(0.0, 1)], [(0.2, -1)],
+    ))  # fmt: skip
+    shares = {name: [x / (1 + sum(side)) * 2 * 3 for x in side] for name, side in (
+        ("good", good), ("bad", bad), ("other good", other_good), ("other bad", other_bad),
+    )}  # fmt: skip
+    return [shares["good"][0], *shares["bad"], shares["good"][1], 0.0, *shares["other good"], *shares["other bad"], 0.0]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_what_is_uncertain_and_how_answers_weigh_by_hand():
+    assert uncertain() == UNCERTAIN
+    assert weights() == pytest.approx(expected_weights())
+
+
 def on_a_rank(rank: int, world: int, copies: int) -> None:
     """The first rank, or the first two that share sequences, have five tokens, and the others the rest."""
     part = slice(0, 5) if rank < world // 2 else slice(5, None)
     for values, *both in CASES.values():
         for selection, expected in zip((BY_SHARE, POLICY_LOSSES["m2po"].selection), both, strict=True):
             assert chosen(values, selection, copies, part) == expected[part]
+    assert uncertain(copies, part) == UNCERTAIN[part]
+    assert weights(copies, part) == pytest.approx(expected_weights()[part])
 
 
 @pytest.mark.parametrize(("ranks", "copies"), [(2, 1), (4, 2)])

@@ -127,6 +127,7 @@ SUM_PI_SQUARED = _add(
     "old_log_prob pass, where an estimator asks for it",
     "token advantages",
 )
+ENTROPY = _add("entropy", PER_POLICY_TOKEN, "float32", "old_log_prob pass, with actor.top_entropy_quantile", "update")
 HAS_OLD_LOG_PROBS = _add("has_old_log_probs", PER_SAMPLE, "bool", "driver", "metrics")
 IS_WEIGHTS = _add("is_weights", PER_POLICY_TOKEN, "float32", "correction", "actor loss")
 LOSS_MASK = _add("loss_mask", PER_POLICY_TOKEN, "bool", "correction: 0 = rejected", "losses, advantages")
@@ -153,6 +154,8 @@ LEFT_OUT = _add("left_out", PER_SAMPLE, "bool", "driver: no loss knows of it", "
 UNCOMPARED = _add("uncompared", PER_SAMPLE, "bool", "driver: no baseline knows of it (failed)", "advantages")
 SILENT = _add("silent", PER_SAMPLE, "bool", "driver: no gradient, so not computed", "callbacks")
 SELECTED = _add("selected", PER_POLICY_TOKEN, "bool", "update: tokens a loss treats differently", "actor loss")
+GROUP_WEIGHT = _add("group_weight", PER_SAMPLE, "float32", "update: weight by the others of the group", "actor loss")
+UNCERTAIN = _add("uncertain", PER_POLICY_TOKEN, "bool", "update: tokens of high entropy", "actor loss")
 
 # What passes need of an answer, and what a rollout yields.
 PROMPT_AND_ANSWER = (PROMPT, RESPONSE, RESPONSE_MASK)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rltrain.config.schema.algorithm import AlgorithmConfig, KLKind
+from rltrain.config.schema.algorithm import REWARDED, AlgorithmConfig, KLKind
 from rltrain.config.schema.distillation import DistillationConfig
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.judge import JudgeConfig
@@ -119,6 +119,24 @@ class CheckpointConfig:
 
 
 @dataclass
+class AdaptiveEntropyConfig:
+    """An entropy bonus with a target (Skywork-OR1)."""
+
+    target_entropy: float | None = key(None, over=0)
+    """Mean entropy of a token to hold, in nats. The weight of the bonus begins at entropy_coeff and moves from step to
+    step; there is a bonus only in steps that begin at or below the target. null: the weight stays entropy_coeff."""
+    delta_ent_coef: float = key(0.0001, least=0, only_with="target_entropy")
+    """By which the weight grows after a step that began below the target, and shrinks after one that began above."""
+    max_ent_coef: float = key(0.005, least=0, only_with="target_entropy")
+    """Largest weight; the smallest is 0."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the weight moves."""
+        return self.target_entropy is not None
+
+
+@dataclass
 class ActorConfig:
     """The policy's update."""
 
@@ -175,8 +193,9 @@ class ActorConfig:
     """Prompts with images: leave the vision tower of the policy, and of a critic, as it was loaded, with what projects
     its features. Under LoRA it rests anyway unless target_modules names its layers."""
     loss_agg_mode: Aggregation | None = None
-    """How token losses become one loss over the global mini-batch; null: the loss's own way (gspo, sapo and geo_mean
-    seq-mean-token-mean, luspo and topr seq-mean-token-sum, others token-mean), and token-mean for entropy and KL."""
+    """How token losses become one loss over the global mini-batch; null: the loss's own way (gspo, sapo, geo_mean
+    and real seq-mean-token-mean, luspo and topr seq-mean-token-sum, others token-mean), and token-mean for entropy and
+    KL."""
     loss_scale_factor: int | None = key(
         None,
         least=1,
@@ -185,6 +204,8 @@ class ActorConfig:
     """seq-mean-token-sum-norm divides by this; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    adaptive_entropy: AdaptiveEntropyConfig = section(AdaptiveEntropyConfig)
+    """Entropy at a target."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = key(0.001, least=0, only_with="use_kl_loss")
@@ -203,6 +224,9 @@ class ActorConfig:
     off_policy_mask_threshold: float | None = key(None, least=0)
     """Bad answers that the policy has moved away from by more than this, as the mean over tokens of log pi_engine -
     log pi, leave the policy loss, not its denominators (DeepSeek-V3.2); null: none do."""
+    top_entropy_quantile: float = key(1.0, over=0, most=1, only_with=REWARDED)
+    """Share of the tokens of a global mini-batch that the policy loss learns from: those at which the policy that
+    sampled was least certain, by its entropy. The others stay in the denominators (Wang et al. 2025)."""
     ulysses_sequence_parallel_size: int = key(1, least=1)
     """Neighbouring devices that share each sequence (Ulysses) and so their token budgets. It must divide the attention
     heads."""

@@ -64,6 +64,8 @@ class LossTraits:
 
     selects: bool = False
     """It treats some tokens of the global mini-batch differently."""
+    weighs_groups: bool = False
+    """It weighs an answer by the others to its prompt in the global mini-batch."""
     silent_at_zero: bool = False
     """An answer without any advantage has no gradient, so it may be left out of the update."""
     aggregation: str = TOKEN_MEAN
@@ -126,6 +128,9 @@ POLICY_LOSSES = {
     "luspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_CLIP),
     "vespo": LossTraits(silent_at_zero=True, reads=_VESPO),
     "topr": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_TOPR),
+    "real": LossTraits(
+        weighs_groups=True, silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("policy_loss.real_tau",)
+    ),
     # Not silent: tokens without advantage are among those that are counted.
     "m2po": LossTraits(selects=True, reads=("policy_loss.m2_threshold",)),
     "future_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c", *_FUTURE_KL)),

@@ -39,7 +39,7 @@ class PolicyLossConfig:
 
     loss_mode: str = key("vanilla", among=tuple(POLICY_LOSSES), plugin=True, only_with=POLICY_LOSS)
     """vanilla (PPO with dual clip), gspo, gpg, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, luspo,
-    vespo, topr, m2po, future_kl (FIPO), or your own: FILE.py:NAME."""
+    vespo, topr, m2po, future_kl (FIPO), real, or your own: FILE.py:NAME."""
     clip_cov_ratio: float = key(0.0002, least=0, most=1)
     """clip_cov: share of tokens that get no gradient."""
     clip_cov_lb: float = 1.0
@@ -52,6 +52,8 @@ class PolicyLossConfig:
     """kl_cov: weight of that KL."""
     dro_beta: float = key(0.1, over=0)
     """dro: weight of the pull towards the old policy."""
+    real_tau: float = key(0.5, over=0)
+    """real: temperature of the classification."""
     m2_threshold: float = key(0.04, over=0)
     """m2po: largest mean of (log r)^2 over the tokens that stay."""
     vespo: VespoConfig = section(VespoConfig)

@@ -189,6 +189,8 @@ NO_EFFECT = {
         for name in ("backend", "token2text", "max_samples_per_step_per_worker", "project_name", "experiment_name")
     },
     _A + "actor.calculate_entropy": "entropy is always measured",
+    _A + "actor.adaptive_entropy.enabled": "adaptive_entropy.target_entropy turns it on",
+    _A + "actor.adaptive_entropy.min_ent_coef": "the weight of the bonus may fall to 0",
     _A + "actor.calculate_sum_pi_squared": "it follows from the estimator",
     _A + "actor.checkpoint.async_save=False": "see trainer.async_save, which is on",
     _A + "actor.checkpoint.load_contents": "see trainer.resume_weights_only",

@@ -85,7 +85,7 @@ def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: 
     record = {"global_step": step, "version": __version__, "digest": _digest_kind(dataset), "by_time": by_time}
     record |= {"dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
     record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef, "in_flight": progress.in_flight}
-    record |= {"metrics": progress.metrics}
+    record |= {"metrics": progress.metrics, "entropy_coef": progress.entropy_coef}
     files = {"progress.json": json.dumps(record, indent=1).encode()}
     for name, arrays in (("sampler.npz", progress.sampler), ("lengths.npz", progress.lengths)):
         np.savez(content := io.BytesIO(), **arrays)
@@ -169,10 +169,11 @@ def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[
 
 def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
     sampler = _read_arrays(folder / "sampler.npz")
-    # Checkpoints that were made before there were lengths and metrics in them.
+    # Checkpoints may have been made before there were lengths, metrics or an entropy_coef in them.
     lengths = _read_arrays(file) if patiently(file := folder / "lengths.npz", file.exists) else {}
     numbers, metrics = (record["batches_drawn"], record["kl_coef"]), record.get("metrics", {})
-    return Progress(*numbers, sampler, record["in_flight"], lengths=lengths, metrics=metrics)
+    entropy_coef = record.get("entropy_coef")
+    return Progress(*numbers, sampler, record["in_flight"], lengths=lengths, metrics=metrics, entropy_coef=entropy_coef)
 
 
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:

@@ -217,8 +217,8 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
         return learn("update_critic", plan.critic_prompts_per_mini_batch * plan.answers_per_prompt)
 
     def update_actor() -> Owners:
-        learns = cfg.actor_rollout_ref.actor.entropy_coeff != 0
-        measures = learns or passes.bypass or passes.old_log_probs == "all but the first mini-batch"
+        learns = passes.learns_entropy
+        measures = learns or passes.bypass or passes.old_log_probs != "all"
         own = Counter(learn("update_actor", plan.samples_per_mini_batch, measures, learns))
         if passes.exact_kl_in_loss:
             # The reference's embedding and head stay gathered beside the update.

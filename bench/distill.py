@@ -1,9 +1,11 @@
 """Does the quickstart's model learn faster from a larger one of its family than from rewards? One table.
 
-    python -m bench.distill [--out outputs/distill] [--steps 60] [--seeds 2] [--jobs 2] [--only grpo,reverse_kl]
+    python -m bench.distill [--out outputs/distill] [--steps 30] [--seeds 2] [--jobs 2] [--only grpo,reverse_kl]
+        [--lrs 1e-4,5e-4]
 
 The teacher is made as the student is, by scripts/make_small_model.py, with twice the layers, with answers without slips
-and until it is right. A run that is complete is not made again. Writes bench/results/distill_cpu.md.
+and until it is right. What is best for rewards may be slow for a teacher, so there are learning rates to choose
+from. A run that is complete is not made again. Writes bench/results/distill_cpu.md.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.learning import COMMON, ROOT, call, curve, prepare
+from bench.learning import COMMON, ROOT, A, call, curve, prepare
 from rltrain.run.report.table import read_metrics
 
 LOSS = "distillation.distillation_loss."
@@ -47,50 +49,63 @@ def make_teacher(out: Path) -> Path:
     return teacher
 
 
-def train(run: Path, keys: list[str], way: str, seed: int, steps: int) -> None:
+def train(run: Path, keys: list[str], way: str, lr: str, seed: int, steps: int) -> None:
     if (run / "done").exists():
         return
     settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
-    common = [word for word in COMMON if not word.startswith("trainer.test_freq=")]
-    call("-m", "rltrain.main_ppo", *common, f"trainer.test_freq={EVERY}", *keys, *WAYS[way], *settings)
+    common = [word for word in COMMON if not word.startswith(("trainer.test_freq=", f"{A}optim.lr="))]
+    call(
+        "-m",
+        "rltrain.main_ppo",
+        *common,
+        f"trainer.test_freq={EVERY}",
+        *keys,
+        *WAYS[way],
+        f"{A}optim.lr={lr}",
+        *settings,
+    )
     (run / "done").touch()
 
 
-def row(way: str, runs: list[Path]) -> str:
-    curves = [curve(run) for run in runs]
+def row(way: str, lr: str, runs: list[Path], steps: int) -> str:
+    # A run that was asked for more steps is the same up to here: the learning rate is constant.
+    curves = [{step: value for step, value in curve(run).items() if step <= steps} for run in runs]
     reached = [next((step for step, value in each.items() if value >= GOAL), None) for each in curves]
     samples = ", ".join("not reached" if step is None else f"{step * SAMPLES:,}" for step in reached)
-    lines = [line for run in runs for line in read_metrics(run) if "timing_s/step" in line]
+    lines = [line for run in runs for line in read_metrics(run) if "timing_s/step" in line and line["step"] <= steps]
     seconds = sum(line["timing_s/step"] for line in lines) / len(lines)
-    half = ", ".join(f"{each[4 * EVERY]:.2f}" for each in curves)
+    half = ", ".join(f"{each[2 * EVERY]:.2f}" for each in curves)
     last = ", ".join(f"{list(each.values())[-1]:.2f}" for each in curves)
-    return f"| {NAMES[way]} | {curves[0][0]:.2f} | {half} | {last} | {samples} | {seconds:.2f} |"
+    return f"| {NAMES[way]} | {lr} | {curves[0][0]:.2f} | {half} | {last} | {samples} | {seconds:.2f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("outputs/distill"))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default=",".join(WAYS))
+    parser.add_argument("--lrs", default="1e-4,5e-4", help="learning rates of the student")
     options = parser.parse_args()
     out, ways = options.out.resolve(), options.only.split(",")
     os.environ["OMP_NUM_THREADS"] = "1"
     keys = prepare(out)
     teacher = make_teacher(out)
     accuracy = json.loads((teacher / "warm_up.json").read_text())["sampled"]
-    runs = {way: [out / f"{way.replace(' ', '')}_{seed}" for seed in range(1, options.seeds + 1)] for way in ways}
+    cases, seeds = [(way, lr) for lr in options.lrs.split(",") for way in ways], range(1, options.seeds + 1)
+    runs = {(way, lr): [out / f"{way.replace(' ', '')}_{lr}_{seed}" for seed in seeds] for way, lr in cases}
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = []
-        for seed in range(1, options.seeds + 1):
-            for way in ways:
+        for seed in seeds:
+            for way, lr in cases:
                 taught = [] if way == "grpo" else [f"distillation.teacher.model.path={teacher}"]
-                jobs.append(pool.submit(train, runs[way][seed - 1], [*keys, *taught], way, seed, options.steps))
+                run = runs[way, lr][seed - 1]
+                jobs.append(pool.submit(train, run, [*keys, *taught], way, lr, seed, options.steps))
         for job in jobs:
             job.result()
     command = f"python -m bench.distill --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}"
-    command += "" if ways == list(WAYS) else f" --only '{options.only}'"
+    command += f" --lrs {options.lrs}" + ("" if ways == list(WAYS) else f" --only '{options.only}'")
     lines = [
         "# Distillation, CPU",
         "",
@@ -100,9 +115,10 @@ def main() -> None:
         f"(128 prompts, 4 sampled answers each) every {EVERY} steps, of each seed. Seconds a step with other jobs on "
         "the same cores: an upper bound.",
         "",
-        f"| learnt from | before | after {4 * EVERY} steps | after {options.steps} | samples until {GOAL} | s/step |",
-        "|---|---|---|---|---|---|",
-        *(row(way, of_seeds) for way, of_seeds in runs.items()),
+        f"| learnt from | learning rate | before | after {2 * EVERY} steps | after {options.steps} "
+        f"| samples until {GOAL} | s/step |",
+        "|---|---|---|---|---|---|---|",
+        *(row(way, lr, of_seeds, options.steps) for (way, lr), of_seeds in runs.items()),
         "",
     ]
     (ROOT / "bench/results/distill_cpu.md").write_text("\n".join(lines))

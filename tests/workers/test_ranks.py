@@ -56,7 +56,6 @@ VARIANTS = {
 # (processes, those of them that share sequences): the variants that are run so.
 SOME = ["loss clip_cov", "exact kl", "lora", "teacher, exact"]
 CUTS = {
-    (1, 1): list(VARIANTS),
     (2, 1): list(VARIANTS),
     (4, 1): ["loss vanilla", "loss kl_cov", "agg seq-mean-token-mean", *SOME, "two copies"],
     **dict.fromkeys([(2, 2), (4, 4)], SOME),
@@ -64,7 +63,7 @@ CUTS = {
 }
 # A loss of the actor's is nothing to the critic, so those variants have none.
 ACTOR_ALONE = {f"loss {name}" for name in POLICY_LOSSES if name != "vanilla"} | {"teacher, alone", "high entropy"}
-CASES = [(*sizes, name) for sizes, names in CUTS.items() if sizes != (1, 1) for name in names]
+CASES = [(*sizes, name) for sizes, names in CUTS.items() for name in names]
 # Three prompts with two, three and two answers, which share them where they meet in a micro-batch.
 GROUPS = [0, 0, 1, 1, 1, 2, 2]
 PROMPTS = [4, 4, 5, 5, 5, 3, 3]
@@ -149,26 +148,24 @@ def record_gradients(updater, model, gradients: list[torch.Tensor]) -> None:
     updater.optimizer.step = step
 
 
-def rank_main(rank: int, world: int, folder: Path) -> None:
-    found = {
-        (*sizes, name): run_variant(folder, name, sizes[1])
-        for sizes, names in CUTS.items()
-        if sizes[0] == world
-        for name in names
-    }
+def rank_main(rank: int, world: int, folder: Path, cases: list[tuple[int, int, str]]) -> None:
+    found = {case: run_variant(folder, case[2], case[1]) for case in cases if case[0] == world}
     if rank == 0:
         torch.save(found, folder / f"world_{world}.pt")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """By number of processes, of those that share sequences, and variant: what came of it."""
+def found(tmp_path_factory, request):
+    """By number of processes, of those that share sequences, and variant: what came of it, for the tests that run."""
+    asked = [item.callspec.params["case"] for item in request.session.items if "found" in item.fixturenames]
+    cases = [*asked, *((1, 1, name) for name in VARIANTS if name in {case[2] for case in asked})]
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_model(folder / "model", heads=4, kv_heads=2)
     save_tiny_model(folder / "teacher", heads=4, kv_heads=2, seed=7, width=64)
-    for world in (1, 2, 4):
-        run_on_ranks(rank_main, world, folder)
-    files = [torch.load(folder / f"world_{world}.pt", weights_only=False) for world in (1, 2, 4)]
+    worlds = sorted({case[0] for case in cases})
+    for world in worlds:
+        run_on_ranks(rank_main, world, folder, cases)
+    files = [torch.load(folder / f"world_{world}.pt", weights_only=False) for world in worlds]
     return {case: each for file in files for case, each in file.items()}
 
 

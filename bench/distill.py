@@ -1,11 +1,10 @@
 """Does the quickstart's model learn faster from a larger one of its family than from rewards? One table.
 
-    python -m bench.distill [--out outputs/distill] [--steps 30] [--seeds 2] [--jobs 2] [--only grpo,reverse_kl]
-        [--lrs 1e-4,5e-4]
+    python -m bench.distill [--out outputs/distill] [--samples 5120] [--seeds 2] [--jobs 2] [--only grpo,reverse_kl]
 
 The teacher is made as the student is, by scripts/make_small_model.py, with twice the layers, with answers without slips
-and until it is right. What is best for rewards may be slow for a teacher, so there are learning rates to choose
-from. A run that is complete is not made again. Writes bench/results/distill_cpu.md.
+and until it is right. Every way gets as many answers; a teacher alone needs one to a prompt, and so makes more steps of
+them. A run that is complete is not made again. Writes bench/results/distill_cpu.md.
 """
 
 from __future__ import annotations
@@ -18,25 +17,30 @@ import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.learning import COMMON, ROOT, A, call, curve, prepare
+from bench.learning import COMMON, ROOT, R, call, curve, prepare
 from rltrain.run.report.table import read_metrics
 
 LOSS = "distillation.distillation_loss."
-ALONE = ["distillation.enabled=True", f"{LOSS}use_task_rewards=False"]
-EVERY, GOAL, SAMPLES = 5, 0.7, 32 * 8
+ALONE = ["distillation.enabled=True", f"{LOSS}use_task_rewards=False", f"{R}n=1"]
+# Answers between two validations; prompts of a step.
+EVERY, GOAL, PROMPTS = 1280, 0.7, 32
 WAYS = {
-    "grpo": ["algorithm.adv_estimator=grpo"],
+    "grpo": ["algorithm.adv_estimator=grpo", f"{R}n=8"],
     "reverse_kl": [*ALONE, f"{LOSS}loss_mode=reverse_kl"],
     "forward_kl": [*ALONE, f"{LOSS}loss_mode=forward_kl"],
     "k1": [*ALONE, f"{LOSS}loss_mode=k1", f"{LOSS}use_policy_gradient=True"],
-    "grpo + reverse_kl": ["algorithm.adv_estimator=grpo", "distillation.enabled=True", f"{LOSS}loss_mode=reverse_kl"],
-}
+    "reverse_kl_8": [*ALONE[:2], f"{R}n=8", f"{LOSS}loss_mode=reverse_kl"],
+    "grpo+reverse_kl": [
+        "algorithm.adv_estimator=grpo", f"{R}n=8", "distillation.enabled=True", f"{LOSS}loss_mode=reverse_kl"
+    ],
+}  # fmt: skip
 NAMES = {
     "grpo": "rewards alone (grpo)",
     "reverse_kl": "teacher alone, reverse_kl",
     "forward_kl": "teacher alone, forward_kl",
     "k1": "teacher alone, k1 as a cost (verl's use_policy_gradient)",
-    "grpo + reverse_kl": "grpo and reverse_kl",
+    "reverse_kl_8": "teacher alone, reverse_kl",
+    "grpo+reverse_kl": "grpo and reverse_kl",
 }
 
 
@@ -49,76 +53,75 @@ def make_teacher(out: Path) -> Path:
     return teacher
 
 
-def train(run: Path, keys: list[str], way: str, lr: str, seed: int, steps: int) -> None:
+def answers_of(way: str) -> int:
+    """Answers to a prompt."""
+    return next(int(word.partition("=")[2]) for word in WAYS[way] if word.startswith(f"{R}n="))
+
+
+def train(run: Path, keys: list[str], way: str, seed: int, samples: int) -> None:
     if (run / "done").exists():
         return
-    settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
-    common = [word for word in COMMON if not word.startswith(("trainer.test_freq=", f"{A}optim.lr="))]
-    call(
-        "-m",
-        "rltrain.main_ppo",
-        *common,
-        f"trainer.test_freq={EVERY}",
-        *keys,
-        *WAYS[way],
-        f"{A}optim.lr={lr}",
-        *settings,
-    )
+    of_step = PROMPTS * answers_of(way)
+    settings = [f"data.seed={seed}", f"trainer.total_training_steps={samples // of_step}"]
+    settings += [f"trainer.default_local_dir={run}", f"trainer.test_freq={EVERY // of_step}"]
+    common = [word for word in COMMON if not word.startswith(("trainer.test_freq=", f"{R}n="))]
+    call("-m", "rltrain.main_ppo", *common, *keys, *WAYS[way], *settings)
     (run / "done").touch()
 
 
-def row(way: str, lr: str, runs: list[Path], steps: int) -> str:
-    # A run that was asked for more steps is the same up to here: the learning rate is constant.
-    curves = [{step: value for step, value in curve(run).items() if step <= steps} for run in runs]
-    reached = [next((step for step, value in each.items() if value >= GOAL), None) for each in curves]
-    samples = ", ".join("not reached" if step is None else f"{step * SAMPLES:,}" for step in reached)
-    lines = [line for run in runs for line in read_metrics(run) if "timing_s/step" in line and line["step"] <= steps]
+def row(way: str, runs: list[Path], samples: int) -> str:
+    answers = answers_of(way)
+    # A run that was asked for more is the same up to here: the learning rate is constant.
+    curves = [
+        {step * PROMPTS * answers: value for step, value in curve(run).items() if step * PROMPTS * answers <= samples}
+        for run in runs
+    ]
+    reached = [next((number for number, value in each.items() if value >= GOAL), None) for each in curves]
+    goals = ", ".join("not reached" if number is None else f"{number:,}" for number in reached)
+    lines = [line for run in runs for line in read_metrics(run) if "timing_s/step" in line]
     seconds = sum(line["timing_s/step"] for line in lines) / len(lines)
-    half = ", ".join(f"{each[2 * EVERY]:.2f}" for each in curves)
-    last = ", ".join(f"{list(each.values())[-1]:.2f}" for each in curves)
-    return f"| {NAMES[way]} | {lr} | {curves[0][0]:.2f} | {half} | {last} | {samples} | {seconds:.2f} |"
+    values = [", ".join(f"{each[number]:.2f}" for each in curves) for number in range(EVERY, samples + 1, EVERY)]
+    return f"| {NAMES[way]} | {answers} | {curves[0][0]:.2f} | {' | '.join(values)} | {goals} | {seconds:.2f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("outputs/distill"))
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--samples", type=int, default=5120, help="answers that every way gets")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default=",".join(WAYS))
-    parser.add_argument("--lrs", default="1e-4,5e-4", help="learning rates of the student")
     options = parser.parse_args()
-    out, ways = options.out.resolve(), options.only.split(",")
+    out, ways, samples = options.out.resolve(), options.only.split(","), options.samples
     os.environ["OMP_NUM_THREADS"] = "1"
     keys = prepare(out)
     teacher = make_teacher(out)
     accuracy = json.loads((teacher / "warm_up.json").read_text())["sampled"]
-    cases, seeds = [(way, lr) for lr in options.lrs.split(",") for way in ways], range(1, options.seeds + 1)
-    runs = {(way, lr): [out / f"{way.replace(' ', '')}_{lr}_{seed}" for seed in seeds] for way, lr in cases}
+    seeds = range(1, options.seeds + 1)
+    runs = {way: [out / f"{way}_{seed}" for seed in seeds] for way in ways}
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = []
         for seed in seeds:
-            for way, lr in cases:
+            for way in ways:
                 taught = [] if way == "grpo" else [f"distillation.teacher.model.path={teacher}"]
-                run = runs[way, lr][seed - 1]
-                jobs.append(pool.submit(train, run, [*keys, *taught], way, lr, seed, options.steps))
+                jobs.append(pool.submit(train, runs[way][seed - 1], [*keys, *taught], way, seed, samples))
         for job in jobs:
             job.result()
-    command = f"python -m bench.distill --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}"
-    command += f" --lrs {options.lrs}" + ("" if ways == list(WAYS) else f" --only '{options.only}'")
+    command = f"python -m bench.distill --samples {samples} --seeds {options.seeds} --jobs {options.jobs}"
+    command += "" if ways == list(WAYS) else f" --only {options.only}"
+    counts = [f"{number:,}" for number in range(EVERY, samples + 1, EVERY)]
     lines = [
         "# Distillation, CPU",
         "",
-        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores. Task, student and step "
-        "of scripts/quickstart.sh (32 prompts x 8 answers);",
+        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores. Task and student of "
+        f"scripts/quickstart.sh, its learning rate and {PROMPTS} prompts a step;",
         f"the teacher has twice the layers, and {accuracy:.2f} of its sampled answers are right. Held-out accuracy",
-        f"(128 prompts, 4 sampled answers each) every {EVERY} steps, of each seed. Seconds a step with other jobs on "
-        "the same cores: an upper bound.",
+        "(128 prompts, 4 sampled answers each) after so many answers of the policy, of each seed. Seconds a step with "
+        "other jobs on the same cores: an upper bound.",
         "",
-        f"| learnt from | learning rate | before | after {2 * EVERY} steps | after {options.steps} "
-        f"| samples until {GOAL} | s/step |",
-        "|---|---|---|---|---|---|---|",
-        *(row(way, lr, of_seeds, options.steps) for (way, lr), of_seeds in runs.items()),
+        f"| learnt from | answers to a prompt | 0 answers | {' | '.join(counts)} | answers until {GOAL} | s/step |",
+        "|" + "---|" * (5 + len(counts)),
+        *(row(way, of_seeds, samples) for way, of_seeds in runs.items()),
         "",
     ]
     (ROOT / "bench/results/distill_cpu.md").write_text("\n".join(lines))

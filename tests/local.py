@@ -18,8 +18,8 @@ from rltrain.run.assemble import make_trainer
 from rltrain.run.splits import Data, load_data, splits_of
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
+from rltrain.trainer.validation import sampling_of
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.tasks import GenerateTask
 
 # Trainers of one process share a store; each counts its calls from a million of its own.
@@ -170,7 +170,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
         "train",
         np.arange(4, dtype=np.int32),
         rollout.n,
-        Sampling(cfg.data.max_response_length, rollout.temperature),
+        sampling_of(cfg, rollout, greedy=False),
         seed=1,
         step=1,
         call=next(trainer.calls),

@@ -14,6 +14,7 @@ from rltrain.tools.evaluate.__main__ import main
 from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.models import models_of
 from rltrain.tools.evaluate.request import identity, read_request
+from rltrain.trainer.validation import sampling_of
 from tests.tiny import save_tiny_model
 
 ANSWERS = "actor_rollout_ref.rollout.val_kwargs"
@@ -120,11 +121,18 @@ def test_short_words_are_keys_of_the_trainer(tiny_model, arithmetic_files, tmp_p
         f"data={arithmetic_files[1]},{arithmetic_files[0]}",
         "n=4",
         "temperature=0.5",
+        "max_tokens=5",
+        "min_p=0.1",
+        "repetition_penalty=1.2",
+        "stop=['</answer>',end]",
         f"out={tmp_path}",
     )
     cfg = request.settings(request.models[0]).config
     answers = cfg.actor_rollout_ref.rollout.val_kwargs
     assert (answers.n, answers.temperature, cfg.trainer.val_only) == (4, 0.5, True)
+    drawn = sampling_of(cfg, answers, greedy=False)
+    assert (drawn.max_tokens, drawn.min_p, drawn.repetition_penalty) == (5, 0.1, 1.2)
+    assert drawn.stop == ("</answer>", "end")
     assert cfg.data.val_files == [str(file) for file in reversed(arithmetic_files)]
     assert request.folder(request.models[0]) == tmp_path
 
@@ -184,7 +192,9 @@ def test_what_changes_answers_changes_the_identity_and_what_does_not_does_not(ti
     assert (
         asked("trainer.device=cpu", "actor_rollout_ref.rollout.gpu_memory_utilization=0.4", f"out={tmp_path}") == first
     )
-    assert {key for key, value in asked("n=2").items() if first[key] != value} == {f"{ANSWERS}.n"}
+    for word in ("n=2", "max_tokens=5", "min_p=0.1", "repetition_penalty=1.2", "stop=[end]"):
+        changed = {key for key, value in asked(word).items() if first.get(key) != value}
+        assert changed == {f"{ANSWERS}.{word.partition('=')[0]}"}
     assert {key for key, value in asked(data=arithmetic_files[0]).items() if first[key] != value} == {"data"}
     copy = shutil.copy(arithmetic_files[1], tmp_path)
     assert asked(data=copy) == first

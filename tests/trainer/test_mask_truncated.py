@@ -6,7 +6,7 @@ import torch
 
 from rltrain.base.columns import names as c
 from tests.distance import distance
-from tests.trainer.steps import ACTOR, ESTIMATOR, GAE, NO_KL, ONE_STEP, Moved, actor_weights
+from tests.trainer.steps import ACTOR, ESTIMATOR, GAE, LOSS, NO_KL, ONE_STEP, Moved, actor_weights
 
 MASK = {"algorithm__mask_truncated": True}
 # Of 4 prompts with 4 answers each: some of every group, all but one of the second.
@@ -58,8 +58,17 @@ def test_the_loss_is_that_of_the_others_over_their_counts(make, mode):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, GAE, CORRECTED, {ESTIMATOR: "reinforce_plus_plus_baseline"}, {ESTIMATOR: "opo"}],
-    ids=["grpo", "gae", "rejection", "whitened", "opo"],
+    [
+        {},
+        GAE,
+        CORRECTED,
+        {ESTIMATOR: "reinforce_plus_plus_baseline"},
+        {ESTIMATOR: "opo"},
+        {ESTIMATOR: "optimal_token_baseline"},
+        {ACTOR + "top_entropy_quantile": 0.3},
+        {LOSS: "real"},
+    ],
+    ids=["grpo", "gae", "rejection", "whitened", "opo", "optimal_token_baseline", "high entropy", "real"],
 )
 def test_weights_do_not_depend_on_the_cut_into_micro_batches(make, changes):
     _, one, answered = stepped(make, CUT, **MASK, **changes)

@@ -7,15 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rltrain.algorithms.advantages import ESTIMATORS, TokenInputs
 from rltrain.base.columns.batch import Batch
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.errors import ConfigError
 from rltrain.base.stop import Stop
+from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.models.attention.packing import pack
 from rltrain.models.weights import shard
 from rltrain.run.preflight.settings import check_plugins
 from rltrain.trainer import ppo
 from rltrain.trainer.advantage import whole_groups
+from rltrain.trainer.balance import Layout
 from rltrain.trainer.mini_batches import cut_prompts
 from rltrain.trainer.progress import Progress
 from rltrain.workers import actor_ref
@@ -256,3 +259,27 @@ def test_an_estimator_that_compares_tokens_gets_whole_groups(make, monkeypatch):
     assert metrics["perf/old_log_prob_share"] == 1.0
     make(**{ESTIMATOR: "grpo"}).step(1)
     assert len(seen) == 1
+
+
+def test_whole_groups_lie_on_one_rank_each_and_their_baselines_are_those_of_one_rank():
+    groups = np.array([0, 0, 0, 1, 1, 2, 2])
+    layout = Layout([np.array([0, 3, 5]), np.array([1, 4, 2]), np.array([6])], [[(2, 1)], [(3,)], [(1,)]])
+    whole = whole_groups(layout, groups)
+    assert [sorted(ids.tolist()) for ids in whole.ids] == [[3, 4, 5, 6], [0, 1, 2], []]
+    assert whole.micro_sizes == [[(4,)], [(3,)], [(0,)]]
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([3, 0, 2, 4, 1, 2, 5])
+    columns = [
+        Ragged(torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64), lengths) for _ in range(3)
+    ]
+
+    def estimated(ids):
+        rewards, probs, squares = (column.select(torch.from_numpy(ids)) for column in columns)
+        of_group = torch.from_numpy(groups[ids])
+        inputs = TokenInputs(rewards, groups=of_group, log_probs=probs.like(-probs.values), sum_pi_squared=squares)
+        return ESTIMATORS["optimal_token_baseline"](inputs, AlgorithmConfig()).advantages.rows()
+
+    together = list(estimated(np.arange(7)))
+    for ids in whole.ids[:2]:
+        for number, row in zip(ids, estimated(ids), strict=True):
+            assert row.tolist() == pytest.approx(together[number].tolist(), abs=1e-12)

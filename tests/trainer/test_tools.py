@@ -1,5 +1,6 @@
 """Tools between the turns of an answer: what they say is context, and what is learnt from is the policy's."""
 
+import json
 import pickle
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from rltrain.agents.toolbox import toolbox_of
 from rltrain.base.columns import names as c
 from rltrain.data.chat import chat_encoder
-from tests.tiny_tools import CALL_ID, END_ID, TOOLS, save_calling_model, tool_run
+from tests.tiny_tools import CALL_ID, END_ID, TOOLS, VOCABULARY, save_calling_model, tool_run
 
 R = "actor_rollout_ref__rollout__"
 
@@ -167,3 +168,29 @@ def test_an_answer_whose_tool_ends_the_process_is_left_out(process_group, tiny_t
     assert [bool(each) for each in told] == failed.tolist()
     assert next(filter(None, told)) == "the agent's process ended with exit code 1"
     assert numbers.failure == "the agent's process ended with exit code 1"
+
+
+def test_a_stop_text_ends_a_turn_and_a_call_before_it_is_answered(process_group, tiny_trainer, tools, tmp_path):
+    """Where the call is no end token, a stop text that it holds ends the turn, and all goes on as if it were one."""
+    expected, numbers = generated(tiny_trainer(**tools))
+    model = save_calling_model(tmp_path / "other")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [END_ID]}))
+    stopped = {**tools, "actor_rollout_ref__model__path": model, R + "stop": "['</tool_call>']"}
+    found, others = generated(tiny_trainer(**stopped))
+    assert found == expected
+    assert numbers[c.NUM_TURNS].max() > 2
+    assert others[c.NUM_TURNS].tolist() == numbers[c.NUM_TURNS].tolist()
+
+
+def test_a_stop_text_in_a_turn_without_a_call_ends_the_answer(process_group, tiny_trainer, tools):
+    """Nobody answers it, as nobody answers a turn without a call that ended by itself."""
+    letter = VOCABULARY.index("e")
+    answers, _ = generated(tiny_trainer(**tools, **{R + "stop": "[e]"}))
+    ended = 0
+    for tokens, mask in answers:
+        own = [
+            place for place, (token, policy) in enumerate(zip(tokens, mask, strict=True)) if policy and token == letter
+        ]
+        assert own in ([], [len(tokens) - 1])
+        ended += len(own)
+    assert ended > 0

@@ -3,7 +3,7 @@
     python -m bench.resolution [--out outputs/resolution] [--steps 150] [--sizes 84x84,168x168] [--models last,mean]
 
 The run is that of examples/vlm_cpu.sh with a checkpoint every ten steps. `rltrain.resolution` searches for its last
-checkpoint, and for the mean of its last three (`rltrain.average`), on images of the size of training and on the same
+checkpoint, and for the mean of its last three (`average=`), on images of the size of training and on the same
 ones drawn twice as wide and high. What is finished is not made again. Writes bench/results/resolution_cpu.md.
 """
 
@@ -65,23 +65,21 @@ def enlarged(table: pa.Table) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=table.schema)
 
 
-def train(out: Path, steps: int) -> dict[str, Path]:
-    """The last checkpoint and the mean of the last ones."""
-    run, mean = out / "run", out / "mean"
+def train(out: Path, steps: int) -> dict[str, str]:
+    """The words of a search for the last checkpoint, and for the mean of the last ones."""
+    run = out / "run"
     if not (run / f"global_step_{steps}").is_dir():
         files = [f"data.train_files={out}/data/train.parquet", f"actor_rollout_ref.model.path={out}/model"]
         own = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
         call("-m", "rltrain.main_ppo", *TRAINED, *files, *own)
-    if not mean.is_dir():
-        last = range(steps - EVERY * (AVERAGED - 1), steps + 1, EVERY)
-        call("-m", "rltrain.average", mean, *(run / f"global_step_{step}" for step in last))
-    return {"last": run / f"global_step_{steps}", "mean": mean}
+    last = [str(run / f"global_step_{step}") for step in range(steps - EVERY * (AVERAGED - 1), steps + 1, EVERY)]
+    return {"last": f"model={last[-1]}", "mean": f"average={','.join(last)}"}
 
 
-def search(out: Path, name: str, model: Path, size: str) -> Iterator[str]:
+def search(out: Path, name: str, model: str, size: str) -> Iterator[str]:
     """Rows of a search: one for each setting."""
     folder, data = out / "search" / f"{name} {size}".replace(" ", "_"), out / SIZES[size]
-    words = [f"model={model}", f"dev={data}/train.parquet", f"test={data}/test.parquet", f"out={folder}"]
+    words = [model, f"dev={data}/train.parquet", f"test={data}/test.parquet", f"out={folder}"]
     call("-m", "rltrain.resolution", *words, *SEARCHED)
     result = json.loads((folder / "resolution.json").read_text(encoding="utf-8"))
     chosen, difference = result["chosen"]["name"], result["difference"]

@@ -137,5 +137,6 @@ def test_a_search_for_a_mean_makes_it_once_and_takes_no_other_for_it(model, file
     written = (mean / "average.json").stat().st_mtime_ns
     assert for_mean(model, other) == request
     assert (mean / "average.json").stat().st_mtime_ns == written
+    assert read_search(words(model, files), [], []).averaged == []
     with pytest.raises(ConfigError, match=r"out/mean is not the mean of .*Give another out=FOLDER"):
         for_mean(other, model)

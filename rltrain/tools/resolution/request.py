@@ -91,9 +91,10 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
         if not own.get(split):
             wrong.append(f"{split}= is not given: {_MEANINGS['data']}.")
     least, most = (_bounds(name, own[name], wrong) if name in own else [] for name in _BOUNDS)
-    averaged = [place for name in listed(own.get("average", "")) for place in places(name, "average")]
+    averaged = list[str]()
     has_model = any(word.startswith("model=") for word in rest)
-    if "average" in own:
+    if own.get("average"):
+        averaged = [place for name in listed(own["average"]) for place in places(name, "average")]
         wrong += _problems_of_mean(own["average"], averaged, has_model, any(word.startswith("out=") for word in rest))
         rest += [f"model={name}" for name in averaged[:1]]
     elif not has_model:

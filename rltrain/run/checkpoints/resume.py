@@ -110,7 +110,9 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
     start = Start(folder=folder, weights_only=weights_only)
     if folder is not None:
         if problem := run.damage(folder):
-            raise CheckpointError(f"{folder} cannot be resumed from: {problem}. Copy it again, or name another checkpoint.")
+            raise CheckpointError(
+                f"{folder} cannot be resumed from: {problem}. Copy it again, or name another checkpoint."
+            )
         record = read_record(folder)
         # Weights alone may go into any other run: nothing of the old run has to agree.
         if not weights_only:

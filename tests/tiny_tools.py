@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 SPECIALS = ["<pad>", "<|im_start|>", "<|im_end|>", "<unk>"]
@@ -64,14 +64,17 @@ def save_calling_tokenizer(folder: Path, call: str = CALL) -> None:
 
 
 def save_calling_model(
-    folder: Path, seed: int = 0, call: str = CALL, heads: int = 2, kv_heads: int = 1, positions: int = 1024
-) -> Path:
+    folder: Path, seed: int = 0, call: str = CALL, heads: int = 2, kv_heads: int = 1, positions: int = 1024,
+    experts: bool = False,
+) -> Path:  # fmt: skip
     """A random two-layer Qwen3."""
     save_calling_tokenizer(folder, call)
-    config = Qwen3Config(
+    of_experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if experts else {}
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
         vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=positions,
         tie_word_embeddings=False, eos_token_id=END_ID, pad_token_id=0, bos_token_id=None, initializer_range=0.2,
+        **of_experts,
     )  # fmt: skip
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

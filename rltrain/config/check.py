@@ -20,7 +20,7 @@ from rltrain.base.storage import matching
 from rltrain.config.agents import several_turns
 from rltrain.config.budgets import budget_problems
 from rltrain.config.distillation_rules import distillation_problems
-from rltrain.config.engine_rules import engine_problems, tail_problems
+from rltrain.config.engine_rules import engine_problems, replay_problems, tail_problems
 from rltrain.config.folders import folder_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.overlap import overlap_problems
@@ -82,7 +82,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
             reward_terms,
             asked_of_scorers,
         ]
-        rules += [tail_problems, overlap_problems, distillation_problems]
+        rules += [tail_problems, replay_problems, overlap_problems, distillation_problems]
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 

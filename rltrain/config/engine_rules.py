@@ -94,6 +94,40 @@ def tail_problems(config: Config) -> Iterator[str]:
         )
 
 
+def replay_problems(config: Config) -> Iterator[str]:
+    """What `router_replay` cannot stand beside."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    mode, engine = actor.router_replay.mode, ENGINES.get(rollout.name)
+    key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
+    if mode != "disabled" and actor.fsdp_config.use_torch_compile:
+        yield f"{key}: layers that are compiled do not show what they choose. Leave fsdp_config.use_torch_compile out."
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{key} replays the old_log_prob pass, and algorithm.rollout_correction.bypass_mode=True makes none. Use "
+            "R3, which replays the engine."
+        )
+    if mode != "R3" or not engine:
+        return
+    if not engine.tells_experts:
+        yield (
+            f"{key}: rollout.name={rollout.name} does not tell which experts its tokens went to. Use "
+            f"{engines_with('tells_experts')}, or R2."
+        )
+    if rollout.tail == "carry_over":
+        yield (
+            f"{key}: with {_R}tail=carry_over two policies have chosen the experts of one answer. Use R2, or leave "
+            "tail out."
+        )
+    if engine.package:
+        if rollout.enable_prefix_caching:
+            yield (
+                f"{key}: of tokens that {rollout.name} finds in its prefix cache it does not tell where they went. Set "
+                f"{_R}enable_prefix_caching=False."
+            )
+        if rollout.enforce_eager is False:
+            yield f"{key}: graphs of {rollout.name} do not tell where tokens went. Leave {_R}enforce_eager out."
+
+
 def _engine(config: Config) -> Iterator[str]:
     """What the chosen engine cannot do."""
     rollout, data = config.actor_rollout_ref.rollout, config.data

@@ -22,6 +22,7 @@ from rltrain.config.schema.declarations import (
     loss_traits,
 )
 from rltrain.config.schema.keys import get
+from rltrain.config.schema.model import RouterReplay
 
 OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
 
@@ -77,6 +78,8 @@ class StepPasses:
     """Samples without advantage are left out of the update."""
     first_actor_step: int
     """Until then only the critic learns."""
+    router_replay: RouterReplay = "disabled"
+    """Whose choice of experts is replayed in the update, and where it is the engine's in the old_log_prob pass."""
     reference_moves: bool = False
     """It takes over the policy every now and then."""
     images: bool = False
@@ -235,6 +238,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         and not (actor.use_kl_loss or learns_entropy or estimator.whitens or distillation.enabled or masks_certain),
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
+        router_replay=actor.router_replay.mode,
         reference_moves="ref" in roles_of(config) and bool(config.actor_rollout_ref.ref.update_every_steps),
         images=images or between_turns,
         images_in_training=images_in_training or between_turns,

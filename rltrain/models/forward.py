@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rltrain.base.errors import ConfigError
 from rltrain.models.attention.packed import PLAN
 from rltrain.models.attention.packing import PackedInputs
-from rltrain.models.attention.ulysses import GROUP, share_of_row
+from rltrain.models.attention.ulysses import GROUP, share_of_row, whole_row
 from rltrain.models.head import (
     ReferenceStates,
     Scaling,
@@ -24,6 +24,7 @@ from rltrain.models.head import (
     token_log_probs,
 )
 from rltrain.models.load import decoder_layers
+from rltrain.models.routing import Routing, num_experts
 from rltrain.models.vision import read_with_images, tower, tower_numbers
 
 
@@ -76,6 +77,7 @@ class PolicyModel(PackedModel):
                 f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain can compute log-probs only "
                 "for a linear head without adapters."
             )
+        self._routing = Routing(model, model.config) if num_experts(model.config) else None
 
     def forward(
         self,
@@ -84,20 +86,24 @@ class PolicyModel(PackedModel):
         with_entropy: bool = False,
         reference: ReferenceStates | None = None,
         with_squares: bool = False,
+        with_experts: bool = False,
         *,
         states_only: bool = False,
     ) -> TokenLogProbs | Tensor:
         """Log-probs of the labels under softmax(logits / temperature): the sampling distribution before top-k and
         top-p.
 
-        reference: also return the exact KL to it. with_squares: also the sum over the vocabulary of pi^2. states_only:
-        return the hidden states at the predictors instead.
+        reference: also return the exact KL to it. with_squares: also the sum over the vocabulary of pi^2.
+        with_experts: also where the tokens went. states_only: return the hidden states at the predictors instead.
         Under sequence parallelism these cover this rank's slice only, as do the states in ``reference``.
         """
+        by_sample, total = inputs.by_sample, inputs.plan.num_tokens
         inputs, collect = share_of_row(inputs, self.group)
-        hidden = self.hidden(inputs)
+        hidden, experts = self._routed(inputs, record=with_experts)
         if states_only:
             return hidden[inputs.predictors]
+        if experts is not None:
+            experts = whole_row(experts, total, self.group)[by_sample]
         head, config = self.model.get_output_embeddings(), self.model.config
         scaling, states = Scaling.of(config)._replace(temperature=temperature), hidden[inputs.predictors]
         asked = with_entropy, reference, has_fp32_head(config), with_squares
@@ -106,7 +112,17 @@ class PolicyModel(PackedModel):
             # A rank without answer tokens only keeps step: every parameter must stay in its graph.
             outputs = outputs._replace(log_probs=outputs.log_probs + 0.0 * hidden.float().sum())
         others = (values if values is None else collect(values) for values in outputs[1:])
-        return TokenLogProbs(collect(outputs.log_probs), *others)
+        return TokenLogProbs(collect(outputs.log_probs), *others)._replace(experts=experts)
+
+    def _routed(self, inputs: PackedInputs, *, record: bool) -> tuple[Tensor, Tensor | None]:
+        """The hidden states of tokens that go where ``inputs`` says, and where they went if that is asked."""
+        if self._routing is None:
+            return self.hidden(inputs), None
+        self._routing.replay(inputs.experts)
+        if not record:
+            return self.hidden(inputs), None
+        self._routing.record()
+        return self.hidden(inputs), self._routing.recorded()
 
 
 class ScalarModel(PackedModel):
@@ -161,9 +177,7 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
     output = policy.model.get_output_embeddings()  # a critic's decoder has none
     tied = output is not None and embedding is next(output.parameters())
     head_size = settings.get("head_dim") or config.hidden_size // config.num_attention_heads
-    experts = next(
-        (settings[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if settings.get(name)), 0
-    )
+    experts = num_experts(config)
     width = 2 * (settings.get("num_key_value_heads") or config.num_attention_heads) * head_size
     if settings.get("kv_lora_rank"):  # latent attention (DeepSeek-AI 2024): one vector for all heads
         width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]

@@ -27,13 +27,15 @@ class TokenLogProbs(NamedTuple):
     """log pi(label), entropy of pi, exact KL(pi || pi_ref), sum over the vocabulary of pi^2, each [answer tokens] in
     fp32; None where not asked for. The last has no gradient.
 
-    In place of the KL may stand another divergence (`ReferenceStates`).
+    In place of the KL may stand another divergence (`ReferenceStates`). experts: where the tokens went
+    [tokens of samples, layers, experts per token], in the order of `PackedInputs.by_sample`.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     kl: Tensor | None
     sum_pi_squared: Tensor | None = None
+    experts: Tensor | None = None
 
 
 class ReferenceStates(NamedTuple):

@@ -24,6 +24,7 @@ from rltrain.controller.samples import Request, Samples, StoredRows, whole
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.pass_columns import columns_of_update, made_by_log_probs, made_by_rollout, old_log_probs
 from rltrain.trainer.progress import ResponseLengths
 from rltrain.trainer.role_save import SavedRole
 from rltrain.workers import roles
@@ -138,8 +139,7 @@ class Policy(_Remote, SavedRole):
         self.failure = ""
         """Why the first trajectory of the newest generation that could not go on could not."""
         self._passes = passes
-        # Under bypass the engine is the old policy, and there is no other column of old log-probs.
-        self._old = c.ROLLOUT_LOG_PROBS if passes.bypass else c.OLD_LOG_PROBS
+        self._generated = made_by_rollout(passes)
 
     def generate(
         self,
@@ -204,7 +204,7 @@ class Policy(_Remote, SavedRole):
         samples.put(ids, numbers | flags | {c.ENGINE: np.full(len(ids), rank)})
 
     def _answers(self, rank: int, payload: Any, texts: Any, ids: Ids, *, pictures: bool) -> list[StoredRows]:
-        columns = (*c.GENERATED, c.IMAGES, c.OWN_IMAGES) if self._passes.images and pictures else c.GENERATED
+        columns = (*self._generated, c.IMAGES, c.OWN_IMAGES) if self._passes.images and pictures else self._generated
         node = self._group.nodes[rank]
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 
@@ -230,14 +230,10 @@ class Policy(_Remote, SavedRole):
 
     def log_probs(self, samples: Samples, layout: Layout, ranks: range | None = None) -> Pass:
         """Attach ``old_log_probs`` and the rollout correction. Moments: entropy, mismatch and correction."""
-        made = [c.OLD_LOG_PROBS]
-        made += [c.IS_WEIGHTS] if self._passes.importance_weights else []
-        made += [c.LOSS_MASK] if self._passes.rejects else []
-        made += [c.SUM_PI_SQUARED] if self._passes.estimator.sum_pi_squared else []
-        made += [c.ENTROPY] if self._passes.masks_certain else []
+        made, columns = made_by_log_probs(self._passes), self._generated
         # Tokens of earlier policies must not count as a gap between engine and trainer.
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
-        return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, c.GENERATED, made, numbers, ranks)
+        return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, columns, made, numbers, ranks)
 
     @property
     def ref_column(self) -> str:
@@ -246,7 +242,8 @@ class Policy(_Remote, SavedRole):
 
     def ref_log_probs(self, samples: Samples, layout: Layout, ranks: range | None = None) -> Pass:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
-        columns = [*c.PROMPT_AND_ANSWER, self._old] if self._passes.kl_in_reward else c.PROMPT_AND_ANSWER
+        old = [old_log_probs(self._passes)] if self._passes.kl_in_reward else []
+        columns = [*c.PROMPT_AND_ANSWER, *old]
         made = [c.REF_LOG_PROBS] if self._passes.ref_log_probs else []
         made += [c.REF_KL] if self._passes.kl_in_reward else []
         return self._pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made, ranks=ranks)
@@ -271,27 +268,13 @@ class Policy(_Remote, SavedRole):
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[UpdateNumbers]:
         """Run the optimizer steps; returns the numbers of each data-parallel rank."""
-        columns = [*c.PROMPT_AND_ANSWER, self._old]
         passes = self._passes
-        columns += [c.REF_LOG_PROBS] if passes.sampled_kl_in_loss else []
-        columns += [c.TEACHER_LOG_PROBS] if passes.teacher else []
-        columns += [c.ADVANTAGES] if passes.token_advantages else []
-        columns += [c.IS_WEIGHTS] if passes.importance_weights and not passes.bypass else []
-        columns += [c.LOSS_MASK] if passes.rejects_early else []
-        columns += [c.ENTROPY] if passes.masks_certain else []
-        optional: tuple[str, ...] = ()
-        if not all(mini.has_old_log_probs for task in tasks for mini in task.mini_batches):
-            # As required columns the request would refuse them, since the samples of the first mini-batch have none
-            # yet. The worker makes them from its own forward and compares them with the engine's, which it therefore
-            # needs.
-            optional = (c.OLD_LOG_PROBS, c.IS_WEIGHTS)  # the first mini-batch has none
-            columns = [name for name in columns if name not in optional]
-        if optional or (passes.reads_engine and not passes.bypass):
-            columns += [c.ROLLOUT_LOG_PROBS]
+        waits = not all(mini.has_old_log_probs for task in tasks for mini in task.mini_batches)
+        columns, optional = columns_of_update(passes, waits=waits)
         # An advantage per answer is a number of the driver's and travels with the call; per token it is a column that
         # stays in the store.
         numbers = [c.SAMPLE_ID] + [c.ADVANTAGE] * (not passes.token_advantages) + [c.GROUP] * passes.weighs_groups
-        compares = passes.bypass or bool(optional)
+        compares = passes.bypass or waits
         numbers += [c.CARRIED_LENGTH] if compares and c.CARRIED_LENGTH in samples.numbers else []
         return self._update(
             [

@@ -30,7 +30,7 @@ from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
 from rltrain.data.images import EncodedPrompt
-from rltrain.models.attention.packing import pack, per_policy_token
+from rltrain.models.attention.packing import pack, per_computed_token, per_policy_token
 from rltrain.models.forward import PolicyModel, model_numbers
 from rltrain.models.weights.export import Export
 from rltrain.models.weights.lora import adapter_weights, adapters_off, write_adapter
@@ -113,20 +113,24 @@ class ActorRefWorker(Actor):
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """log pi(answer) under the actor's own weights, its difference from the engine's, and the correction for that.
 
-        Columns: ``old_log_probs``, where the correction has them ``is_weights`` and ``loss_mask``, and where they are
-        asked for ``sum_pi_squared`` and ``entropy``. Numbers: moments, and ``loss_tokens`` [n].
+        Columns: ``old_log_probs``, where the correction has them ``is_weights`` and ``loss_mask``, where they are asked
+        for ``sum_pi_squared`` and ``entropy``, and ``routed_experts`` where the update replays them. Numbers: moments,
+        and ``loss_tokens`` [n].
         """
         self.residency.enter("old_log_prob")
         self._log_probs_at = self.updater.num_steps
         squares = self._passes.estimator.sum_pi_squared
-        arguments = self._rollout_cfg.temperature, True, None, squares
+        experts = self._passes.router_replay == "R2"
+        arguments = self._rollout_cfg.temperature, True, None, squares, experts
         outputs = measure(self.policy, batch.split(micro_sizes), self._device, *arguments)
-        log_probs, entropy, *others = (per_policy_token(output, batch) for output in outputs)
         if not len(batch):
             return Batch(), PassNumbers()
+        routed = {c.ROUTED_EXPERTS: per_computed_token(outputs.pop(), batch)} if experts else {}
+        log_probs, entropy, *others = (per_policy_token(output, batch) for output in outputs)
         columns, moments = self._compare(log_probs, batch)
         columns |= {c.SUM_PI_SQUARED: others[0]} if squares else {}
         columns |= {c.ENTROPY: entropy} if self._passes.masks_certain else {}
+        columns |= routed
         per_sample = {c.LOSS_TOKENS: columns[c.LOSS_MASK].sum().numpy()} if self._rules else {}
         moments["entropy"] = Moments.of(entropy.values)
         return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), PassNumbers(per_sample, moments)
@@ -225,7 +229,7 @@ class ActorRefWorker(Actor):
         temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
         # Where no pass has compared actor and engine, the update's own forward does.
         measures = not mini.has_old_log_probs or self._passes.bypass
-        log_probs, entropy, kl, _ = self.policy(inputs, temperature, with_entropy or measures, beside)
+        log_probs, entropy, kl, *_ = self.policy(inputs, temperature, with_entropy or measures, beside)
         if not len(micro):
             return idle(log_probs)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()

@@ -4,6 +4,7 @@ their log-probs, and their whole distributions beside another policy's forward."
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,8 +82,9 @@ class Beside:
 
     def states(self, inputs: PackedInputs) -> ReferenceStates:
         """What `models.head` compares with; until `free`."""
+        # It goes by its own router, whatever the policy replays.
         with torch.no_grad(), adapters_off(self._model):
-            hidden = self._model(inputs, states_only=True)
+            hidden = self._model(replace(inputs, experts=None), states_only=True)
         # The head is needed outside of its own forward, and again when the backward pass recomputes logits.
         self._model.unshard()  # type: ignore[operator]
         return ReferenceStates(hidden, self._logits, self._divergence)

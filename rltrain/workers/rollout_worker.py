@@ -50,6 +50,7 @@ from rltrain.workers.rollout.conversations import (
     answer_numbers,
     begun_conversations,
     payload_of,
+    routed_experts_of,
     turn_numbers,
 )
 from rltrain.workers.rollout.images import PicturesOfTask
@@ -90,6 +91,7 @@ class RolloutWorker(Rollout):
         self._rollout, self._max_response_length = cfg.actor_rollout_ref.rollout, cfg.data.max_response_length
         # Asking for it costs a little with every token.
         self._can_be_given_up = cfg.trainer.stop_notice_s is not None
+        self._with_experts = passes.router_replay == "R3"
         self._images, self._images_between_turns = passes.images, passes.images_between_turns
         self.residency = residency
         self._device = residency.device
@@ -139,6 +141,7 @@ class RolloutWorker(Rollout):
             engines_sharing_memory=cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1,
             images=self._images,
             max_pixels=cfg.data.max_pixels,
+            with_experts=self._with_experts,
             decode=lambda tokens: self.encoder.decode_batch([tokens], special=True)[0],
         )
         return make_engine(settings)
@@ -203,6 +206,8 @@ class RolloutWorker(Rollout):
         # Which replica took a job, and when, depends on time; this order does not.
         answers = sorted(source.all, key=lambda answer: (answer.place, answer.sample))
         payload = payload_of(answers)
+        if self._with_experts and task.is_learnt_from:
+            payload.update({c.ROUTED_EXPERTS: routed_experts_of(answers)})
         # Nothing learns from other answers, so their pixels end here.
         if pictures and task.is_learnt_from:
             index = payload.dictionary(c.PROMPT).index

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from rltrain.base.errors import ConfigError, SyncError
 from rltrain.data.images import EncodedPrompt
+from rltrain.models.routing import Routing
 from rltrain.models.weights.names import CheckpointNames, whole_weights
 from rltrain.workers.rollout.contract import Sampling
+from rltrain.workers.rollout.conversations import Conversations, routed_experts_of
+from rltrain.workers.rollout.settings import make_engine
 from rltrain.workers.rollout.vllm.weights import derived_weights, refuse_on_npu
 from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer
-from tests.workers.engines import engine_of, generate, rollout_of
+from tests.workers.engines import generate, jobs_of, queue_of, rollout_of, settings_of
 
 SIZES = {
     "vocab_size": len(CHARACTERS) + len(SPECIALS), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -68,7 +72,9 @@ def engine(folder):
     from vllm.distributed import cleanup_dist_env_and_memory
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = engine_of("vllm", str(folder), rollout_of(max_num_seqs=8))
+    # Long prompts are computed in parts, and where their tokens went is told all the same.
+    rollout = rollout_of(name="vllm", max_num_seqs=8, enable_prefix_caching=False, max_num_batched_tokens=16)
+    engine = make_engine(replace(settings_of(str(folder), rollout), with_experts=True))
     yield engine
     del engine
     gc.collect()
@@ -110,6 +116,23 @@ def test_vllm_answers_with_the_experts_of_every_sync(engine, model):
             for number, parameter in enumerate(model.parameters()):
                 torch.manual_seed(number)
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, greedy=True)], ids=["drawn", "greedy"])
+def test_vllm_tells_where_its_tokens_went(engine, model, sampling):
+    bring(engine, model)
+    # Lengths that differ, and more answers than run at once.
+    queue = queue_of(jobs_of([TEXT[:3], np.tile(TEXT, 3), TEXT], 4))
+    source = Conversations(queue, 1 << 30)
+    engine.generate(source, sampling)
+    routed = routed_experts_of(source.all).rows()
+    routing = Routing(model, model.config)
+    for answer, found in zip(source.all, routed, strict=True):
+        routing.record()
+        with torch.no_grad():
+            model(torch.tensor([[*answer.prompt.tolist(), *answer.tokens.tolist()[:-1]]]), use_cache=False)
+        assert torch.equal(found.sort(-1)[0], routing.recorded().sort(-1)[0])
+    assert sampling.greedy or len({len(answer.tokens) for answer in source.all}) > 1
 
 
 def test_vllms_own_reload_damages_its_packed_experts(engine, model, folder):

@@ -23,6 +23,8 @@ PER_PROMPT_TOKEN = "[prompts, prompt_length]"
 PER_PROMPT = "[prompts]"
 PER_ANSWER_TOKEN = "[n, response_length]"
 PER_POLICY_TOKEN = "[n, policy_tokens]"
+# All that a model computes: the last token of an answer predicts nothing.
+PER_COMPUTED_TOKEN = "[n, prompt_length + response_length - 1]"
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,10 @@ SUM_PI_SQUARED = _add(
     "token advantages",
 )
 ENTROPY = _add("entropy", PER_POLICY_TOKEN, "float32", "old_log_prob pass, with actor.top_entropy_quantile", "update")
+# [layers with experts, experts per token] of each token.
+ROUTED_EXPERTS = _add(
+    "routed_experts", PER_COMPUTED_TOKEN, "uint8 or int16", "old_log_prob pass (R2), rollout (R3)", "the same, update"
+)
 HAS_OLD_LOG_PROBS = _add("has_old_log_probs", PER_SAMPLE, "bool", "driver", "metrics")
 IS_WEIGHTS = _add("is_weights", PER_POLICY_TOKEN, "float32", "correction", "actor loss")
 LOSS_MASK = _add("loss_mask", PER_POLICY_TOKEN, "bool", "correction: 0 = rejected", "losses, advantages")

@@ -23,6 +23,7 @@ from rltrain.config.schema.model import (
     OffloadConfig,
     OptimConfig,
     RewardModelConfig,
+    RouterReplayConfig,
 )
 from rltrain.config.schema.policy_loss import POLICY_LOSS, PolicyLossConfig
 from rltrain.config.schema.rollout import RolloutConfig
@@ -148,6 +149,8 @@ class ActorConfig:
     """Policy loss."""
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     """Checkpoint contents."""
+    router_replay: RouterReplayConfig = section(RouterReplayConfig, only_with=TRAINS)
+    """Routing replay."""
     # fsdp is accepted because verl's commands name it; it never means FSDP1.
     strategy: Literal["fsdp2", "fsdp"] = key("fsdp2", only_with={"strategy=fsdp2": "fsdp and fsdp2 both mean FSDP2"})
     """Training backend of every model: FSDP2."""

@@ -35,6 +35,8 @@ class Engine:
     """Prompts may have images."""
     fp32_head: bool = False
     """Its head's product can be in float32."""
+    tells_experts: bool = False
+    """It tells which experts each token went to (``actor.router_replay.mode=R3``)."""
     speculation: bool = False
     """It can verify guessed tokens (``rollout.tail=exact``)."""
     stops: bool = False
@@ -75,6 +77,7 @@ ENGINES = {
         embedded=True,
         images=True,
         fp32_head=True,
+        tells_experts=True,
         stops=True,
         penalises=True,
         counted_seeds=True,
@@ -94,6 +97,7 @@ ENGINES = {
         over_nodes=True,
         images=True,
         fp32_head=True,
+        tells_experts=True,
         speculation=True,
         stops=True,
         penalises=True,

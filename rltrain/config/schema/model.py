@@ -97,6 +97,18 @@ class FSDPConfig(ShardingConfig):
     """Compile each decoder layer, for any number of tokens. The first steps take minutes."""
 
 
+RouterReplay = Literal["disabled", "R2", "R3"]
+
+
+@dataclass
+class RouterReplayConfig:
+    """Whose choice of experts an update goes by."""
+
+    mode: RouterReplay = "disabled"
+    """disabled: the router's, which rounding changes from pass to pass. R2: that of the old_log_prob pass. R3: the
+    rollout engine's (hf or vllm), in the old_log_prob pass too. Kept with every token: a byte per choice."""
+
+
 @dataclass
 class TrainedModelConfig:
     """A model that is trained, whole or by LoRA adapters."""

@@ -192,6 +192,11 @@ NO_EFFECT = {
     _A + "actor.adaptive_entropy.enabled": "adaptive_entropy.target_entropy turns it on",
     _A + "actor.adaptive_entropy.min_ent_coef": "the weight of the bonus may fall to 0",
     _A + "actor.calculate_sum_pi_squared": "it follows from the estimator",
+    **{
+        f"{_A}actor.router_replay.{name}": "what was chosen goes with the samples, in memory"
+        for name in ("record_file", "replay_file")
+    },
+    _R + "enable_rollout_routing_replay": "the engine tells where tokens went under actor.router_replay.mode=R3",
     _A + "actor.checkpoint.async_save=False": "see trainer.async_save, which is on",
     _A + "actor.checkpoint.load_contents": "see trainer.resume_weights_only",
     _A + "actor.checkpoint.strict=False": "a checkpoint is always read as a whole",

@@ -77,7 +77,6 @@ REFUSED = {
     "use tensor_model_parallel_size, which cuts each expert",
     _R + "pipeline_model_parallel_size!=1": "an engine spans devices by tensor_model_parallel_size alone: use that",
     _R + "quantization*": FULL_PRECISION + ": leave it out",
-    _R + "enable_rollout_routing_replay": "answers are trained with the routing of the trainer: leave it out",
     _R + "skip_rollout": "every step generates its own answers: leave it out",
     "*.strategy!=fsdp2|fsdp": _LEAVE,
     "*.model.enable_gradient_checkpointing>1": "every layer is recomputed or none is: use True, or False where memory "
@@ -153,7 +152,8 @@ SECTIONS = {
     "*.mindspeed*.*": ("", _LEAVE),
     "*.hyperparallel.*": ("", _LEAVE),
     "*.deepspeed.*": ("", _LEAVE),
-    "*.router_replay.*": ("mode", "answers are trained with the routing of the trainer: leave it out"),
+    "*.ref.router_replay.*": ("mode", "the reference goes by its own router: leave it out"),
+    "*.critic.router_replay.*": ("mode", "a critic goes by its own router: leave it out"),
     "*.qat.*": ("enable", "training in low precision (FP8, QAT) is not in this version: leave it out"),
     "*.mtp.*": ("enable", "multi-token prediction heads are not trained and not used: leave it out"),
     "*.disaggregation.*": ("enabled", "every engine both prefills and decodes: leave it out"),

@@ -166,6 +166,15 @@ class PackedInputs:
     """The same places on the host, where Ulysses decides by them."""
     images: PackedImages | None = None
     """Those of prompts and answers, on the host; the positions may then be [3, total], in time, height and width."""
+    experts: Tensor | None = None
+    """[total, layers, experts per token]: where the tokens go, or None: where the router sends them."""
+    spans: tuple[tuple[range, range], ...] = ()
+    """Where the tokens of each sample's prompt stand, and those of its answer that predict anything."""
+
+    @cached_property
+    def by_sample(self) -> Tensor:
+        """The places of all samples' tokens, one sample behind the other [tokens of samples], on the host."""
+        return torch.cat([torch.zeros(0).long(), *(torch.arange(*_ends(part)) for span in self.spans for part in span)])
 
 
 # An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.
@@ -177,6 +186,10 @@ def pays_to_share(prompt_length: Any, answer_length: Any) -> Any:
     return _LONGEST_ANSWER_PER_PROMPT_TOKEN * prompt_length >= answer_length
 
 
+def _ends(part: range) -> tuple[int, int]:
+    return part.start, part.stop
+
+
 def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
     """``prompt``, ``response``, ``response_mask`` -> packed inputs. An empty batch packs to one dummy token.
 
@@ -184,7 +197,8 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     going on from its end; the prompt's last state predicts the first token of each. The last token of an answer
     predicts nothing and is left out. Only tokens of the policy (``response_mask``) have predictors and labels. Where
     the batch has ``images``, those of a prompt are packed once, however often its tokens stand in the row. An answer's
-    own (``own_images``) lie at their places behind it.
+    own (``own_images``) lie at their places behind it. ``routed_experts``, where there are some, are laid out likewise;
+    a shared prompt has those of its first sample.
     """
     if not len(batch):
         # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
@@ -209,7 +223,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     assert isinstance(own_images, list)
     laid = _Laid(images, own_images)
     shared: dict[int, tuple[int, int]] = {}
-    predictors = []
+    predictors, spans = [], []
     for (prompt, answer_start, length), own in zip(samples, own_images, strict=True):
         question, answer = (prompt_starts[prompt], prompt_lengths[prompt]), (answer_start, max(length - 1, 0))
         # Where nobody shares it, prompt and answer are one segment, and no keys have to be gathered for a prefix.
@@ -217,6 +231,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
             # The prompt's last place, as the segment ends behind the answer's last token but one.
             first = laid.add(prompt, question, answer, own) - answer[1] - 1
             predictors.append(torch.arange(first, first + length))
+            spans.append((range(first + 1 - question[1], first + 1), range(first + 1, first + 1 + answer[1])))
         else:
             if prompt not in shared:
                 end = laid.add(prompt, question)
@@ -225,6 +240,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
             behind = {"prompt_length": question[1], "prefix": prefix}
             end = laid.add(prompt, answer=answer, own_images=own, **behind) if answer[1] else 0
             predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - answer[1], end)]
+            spans.append((range(*prefix), range(end - answer[1], end)))
     # As one tensor, so that a single gather lays out the whole row.
     source, is_policy = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
     places = torch.cat(predictors).long()[is_policy]
@@ -236,7 +252,23 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
         labels=send(answers.values[is_policy], device).long(),
         host_predictors=places,
         images=PackedImages.of(laid.with_images),
+        experts=_experts(batch, spans, laid.segments[-1].stop, device),
+        spans=tuple(spans),
     )
+
+
+def _experts(batch: Batch, spans: Sequence[tuple[range, range]], total: int, device: torch.device) -> Tensor | None:
+    """See `PackedInputs.experts`."""
+    if c.ROUTED_EXPERTS not in batch or not len(given := batch.ragged(c.ROUTED_EXPERTS).values):
+        return None
+    packed = given.new_zeros(total, *given.shape[1:])
+    # Backwards, so that a shared prompt has those of the first.
+    ends = batch.ragged(c.ROUTED_EXPERTS).offsets.tolist()[1:]
+    for (prompt, answer), end in zip(reversed(spans), reversed(ends), strict=True):
+        of_answer = end - len(answer)
+        packed[answer.start : answer.stop] = given[of_answer:end]
+        packed[prompt.start : prompt.stop] = given[of_answer - len(prompt) : of_answer]
+    return send(packed, device)
 
 
 def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
@@ -301,6 +333,20 @@ class _Laid:
 def per_policy_token(values: Tensor, batch: Batch) -> Ragged:
     """The outputs of a model at ``pack(batch).predictors``, sample by sample."""
     return Ragged(values, batch.ragged(c.RESPONSE_MASK).sum() if len(batch) else torch.zeros(0, dtype=torch.long))
+
+
+def per_computed_token(values: Tensor, batch: Batch) -> Ragged:
+    """What a model says of every token of ``pack(batch)`` (in the order of `PackedInputs.by_sample`) by sample."""
+    return Ragged(values, computed_tokens(batch))
+
+
+def computed_tokens(batch: Batch) -> Tensor:
+    """Tokens of prompt and answer that are computed, which are all but the last of an answer: [n]."""
+    if not len(batch):
+        return torch.zeros(0, dtype=torch.long)
+    prompts = batch.dictionary(c.PROMPT)
+    assert isinstance(prompts.values, Ragged)
+    return prompts.values.lengths[prompts.index] + (batch.ragged(c.RESPONSE).lengths - 1).clamp(min=0)
 
 
 def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:

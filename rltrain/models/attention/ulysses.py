@@ -129,13 +129,18 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
         for tensor in (inputs.tokens, inputs.positions)
     )
     images = None if inputs.images is None else inputs.images.within(start, length)
+    experts = inputs.experts
+    if experts is not None:
+        # A token of padding goes to the first ones.
+        experts = pad(experts, (0, 0, 0, 0, 0, length * ranks - total))[start : start + length]
     # Places within the slice; predictors of other ranks fall outside of it.
     predictors = inputs.host_predictors - start
     own_places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
     places = send(own_places, tokens.device)
     share = replace(
-        inputs, tokens=tokens, positions=positions, plan=plan, images=images, host_predictors=predictors[own_places]
-    )
+        inputs, tokens=tokens, positions=positions, plan=plan, images=images, host_predictors=predictors[own_places],
+        experts=experts,
+    )  # fmt: skip
     share = replace(share, predictors=inputs.predictors[places] - start, labels=inputs.labels[places])
     num_answer_tokens = len(inputs.labels)
 
@@ -144,6 +149,15 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
         return _Collect.apply(values, places, num_answer_tokens, group) if num_answer_tokens else values
 
     return share, collect
+
+
+def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
+    """Of every token of the row [total, ...], from those of each rank's slice, without a gradient."""
+    if group is None:
+        return values
+    slices = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(slices, values.contiguous(), group=group)
+    return torch.cat(slices)[:total]
 
 
 class _Collect(torch.autograd.Function):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel, final_logits, trunk
 from rltrain.models.load import recompute_activations
+from rltrain.models.routing import Routing, num_experts
 from rltrain.models.weights.names import Weight
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec
@@ -93,6 +95,22 @@ def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: boo
     if verdict.problem:
         raise ConfigError(f"{name}: {type(config).__name__.removesuffix('Config')} {verdict.problem}")
     return verdict.unknown and f"{name}: whether its numbers are right was not tried, as {verdict.unknown}"
+
+
+def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
+    """Raises ConfigError for a model whose choice of experts cannot be replayed, as ``key`` asks."""
+    if not num_experts(config):
+        raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Leave it out.")
+    routing = None
+    # A small copy of some families does not run; a run says so at its first step.
+    with suppress(Exception), torch.no_grad():
+        small = small_copy(config)
+        model = random_model(small, decoder_only=False, trust_remote_code=spec.trust_remote_code).eval()
+        routing = Routing(model, small)
+        routing.record()
+        model(torch.arange(3, 6)[None])
+    if routing:
+        routing.recorded()
 
 
 def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> Differences:

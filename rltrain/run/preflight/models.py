@@ -31,7 +31,7 @@ from rltrain.models.load import read_score_head
 from rltrain.models.weights.lora import exclusion_note, first_adapters
 from rltrain.models.weights.shard import empty_packed, look_at_weights
 from rltrain.models.weights.spec import ModelSpec, specs_of
-from rltrain.run.preflight.model_check import check_numbers
+from rltrain.run.preflight.model_check import check_numbers, check_routing
 from rltrain.trainer.plan import ImageSizes
 from rltrain.workers.judge import judge_encoder
 from rltrain.workers.reward_model import check_reward_model
@@ -134,10 +134,7 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
     config, is_policy, row = spec.load_config(), role == "actor", ROLES[role]
     sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
     if is_policy:
-        _chat(cfg, config, findings)
-        findings.problems += _positions(cfg, config, findings)
-        if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
-            refuse_on_npu(config)
+        _policy(cfg, spec, config, findings)
         sizes |= _sizes_of_policy(cfg)
     elif role == "judge":
         _judge(cfg, config, findings)
@@ -167,6 +164,16 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         if spec.lora.path:
             first_adapters(packed.model, spec.lora)
         findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
+
+
+def _policy(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> None:
+    """What only the policy needs: a template, positions, weights that its engine takes, experts that are replayed."""
+    _chat(cfg, config, findings)
+    findings.problems += _positions(cfg, config, findings)
+    if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
+        refuse_on_npu(config)
+    if (mode := cfg.actor_rollout_ref.actor.router_replay.mode) != "disabled":
+        check_routing(f"actor_rollout_ref.actor.router_replay.mode={mode}", spec, config)
 
 
 def _cannot_become(cfg: Config, spec: ModelSpec, packed: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,9 @@ class Turn:
     """When it ended, since the call."""
     num_reused: int = 0
     """Tokens of prompt and `Job.given` that the engine had computed before, and did not compute again."""
+    experts: list[NDArray[np.integer[Any]]] = field(default_factory=list)
+    """Where the tokens behind those went, part by part: [tokens, layers, experts per token] (`models.routing`). The
+    last token is not computed. Only where the settings ask for it."""
 
     @property
     def aborted(self) -> bool:

@@ -51,6 +51,8 @@ class Conversation:
     """[t]: the policy sampled it."""
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """[mask.sum()]: of the sampled tokens (`Turn.log_probs`)."""
+    experts: list[NDArray[np.integer[Any]]] = field(default_factory=list)
+    """Where the tokens of prompt and answer went, as far as an engine has computed them (`Turn.experts`)."""
     images: PromptImages | None = None
     """Those among ``tokens``, which have come from tools, an environment or an agent."""
     truncated: bool = False
@@ -102,6 +104,13 @@ class Conversation:
         """Be as before the first token."""
         empty = Conversation(self.place, self.sample, self.prompt)
         self.tokens, self.images, self.mask, self.log_probs = empty.tokens, None, empty.mask, empty.log_probs
+        self.experts = []
+
+    def went_to(self, turn: Turn) -> None:
+        """Note where the tokens that a turn has computed went, in the place of what was noted of them before."""
+        if turn.experts:
+            before = np.concatenate(self.experts)[: turn.num_reused] if turn.num_reused else None
+            self.experts = [*([] if before is None else [before]), *turn.experts]
 
     @property
     def last_turn(self) -> NDArray[np.int32]:
@@ -201,6 +210,7 @@ class Conversations:
             conversation.add_sampled(tokens, log_probs)
         conversation.truncated, conversation.aborted = turn.reason == "length", turn.aborted
         conversation.seconds = turn.seconds
+        conversation.went_to(turn)
         conversation.num_turns += 1
         if not self._is_answered(started, conversation, turn, whole=not (turn.aborted or damaged)):
             self._over(started)
@@ -315,6 +325,26 @@ def payload_of(conversations: Sequence[Conversation]) -> Batch:
             c.ROLLOUT_LOG_PROBS: _ragged([answer.log_probs for answer in conversations]),
         }
     )
+
+
+def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
+    """`columns.ROUTED_EXPERTS` of conversations. Where one was given up, or damaged, zeros stand for what is not there.
+
+    Raises RuntimeError where an engine has not told of all others.
+    """
+    told = next((answer.experts[0] for answer in conversations if answer.experts), np.zeros((0, 0, 0), dtype=np.uint8))
+    shape, dtype = told.shape[1:], told.dtype
+    rows: list[NDArray[np.integer[Any]]] = []
+    for answer in conversations:
+        needed = len(answer.prompt) + max(len(answer.tokens) - 1, 0)
+        row = np.concatenate(answer.experts)[:needed] if answer.experts else None
+        have = 0 if row is None else len(row)
+        if have < needed and len(answer.tokens) and not answer.aborted:
+            raise RuntimeError(f"the rollout engine told where {have} of {needed} tokens of an answer went")
+        rows.append(np.zeros((0, *shape), dtype) if row is None else row)
+        rows.append(np.zeros((needed - have, *shape), dtype))
+    lengths = [len(first) + len(second) for first, second in zip(rows[::2], rows[1::2], strict=True)]
+    return Ragged(torch.from_numpy(np.concatenate(rows)), torch.tensor(lengths, dtype=torch.long))
 
 
 def answer_numbers(conversations: Sequence[Conversation], num_samples: int) -> dict[str, NDArray[Any]]:

@@ -43,6 +43,8 @@ class EngineSettings:
     section: str = "actor_rollout_ref.rollout"
     longest: str = "max_model_len"
     """Both, for messages: where its keys are, and the name of the one that bounds a text."""
+    with_experts: bool = False
+    """`Turn.experts` are asked for."""
     decode: Callable[[Sequence[int]], str] | None = None
     """The text of tokens, special ones included; None: no text ends an answer."""
 

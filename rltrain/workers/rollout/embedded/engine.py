@@ -27,6 +27,7 @@ from rltrain.models.attention.recurrent import bytes_per_row
 from rltrain.models.attention.scores import Kind, tempered
 from rltrain.models.forward import final_logits, trunk
 from rltrain.models.load import empty_model
+from rltrain.models.routing import Routing
 from rltrain.models.vision import placeholder_ids, read_with_images
 from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Job, Key, Sampling, Source
@@ -54,6 +55,7 @@ class HFRollout:
         config, self._dtype, self._device = settings.model.load_config(), settings.dtype, settings.device
         model = empty_model(config, _ATTENTION, self._dtype, trust_remote_code=settings.model.trust_remote_code)
         self._model = model.eval()
+        self._routing = Routing(model, config) if settings.with_experts else None
         self._rollout, self._section, self._longest = settings.rollout, settings.section, settings.longest
         self._stop_texts = settings.stop_texts
         self._max_model_len = settings.max_model_len
@@ -118,9 +120,13 @@ class HFRollout:
         while True:
             if jobs := self._take(source, turns.num_running):
                 kept = parked.take(jobs)
-                rows = np.concatenate([rows, turns.add(jobs, {key: row.length for key, row in kept.items()})])
+                new = turns.add(jobs, {key: row.length for key, row in kept.items()})
+                rows = np.concatenate([rows, new])
                 self._trim(parked, kv, source, sum(len(job.samples) for job in jobs))
-                hidden = torch.cat([hidden, self._prefill(jobs, kv, kept)])
+                last, experts = self._prefill(jobs, kv, kept)
+                hidden = torch.cat([hidden, last])
+                if self._routing:
+                    turns.went_to(new, experts)
                 seen = None if seen is None else torch.cat([seen, self._seen_of(jobs)])
                 del kept
             if not len(rows):
@@ -142,7 +148,10 @@ class HFRollout:
                 # Minus one, because the token that was just drawn is counted already and is the one to be computed.
                 columns = turns.prompt_lengths + turns.shifts + turns.lengths
                 positions = torch.from_numpy(columns[rows] - 1)
+                self._watch()
                 hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
+                if (went := self._went()) is not None:
+                    turns.went_to(rows, went[:, None])
             else:
                 hidden = hidden[:0]
 
@@ -208,10 +217,12 @@ class HFRollout:
             row[torch.from_numpy(text.tokens.astype(np.int64))] = True
         return seen.to(self._device.torch_device)
 
-    def _prefill(self, jobs: Sequence[Job], kv: KeyValues, kept: Mapping[Key, KeptRow] | None = None) -> Tensor:
+    def _prefill(
+        self, jobs: Sequence[Job], kv: KeyValues, kept: Mapping[Key, KeptRow] | None = None
+    ) -> tuple[Tensor, list[NDArray[np.integer[Any]]]]:
         """Compute the prompts, as many at once as the settings allow. kept: what is there of their beginnings.
 
-        Last hidden state per answer's prompt [rows, h].
+        Last hidden state per answer's prompt [rows, h], and where that prompt's tokens went, if it is asked.
         """
         texts: list[EncodedPrompt] = []
         counts, begun = [], []
@@ -225,17 +236,24 @@ class HFRollout:
         lengths = [len(prompt) for prompt in prompts]
         places = kv.add(lengths, counts, begun)
         last = []
+        went: list[list[NDArray[np.integer[Any]]]] = [[] for _ in texts]
         for pack in self._packs(lengths, [row.length if row else 0 for row in begun]):
             kv.begin_prefill([PromptChunk(places[number], start, stop) for number, start, stop in pack])
             tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
             num_tokens = [stop - start for _, start, stop in pack]
             arguments = {_CACHE: kv, PLAN: AttentionPlan.of_lengths(num_tokens)}
+            self._watch()
             hidden = self._read(tokens, [(texts[number], start, stop) for number, start, stop in pack], arguments)
             ends = np.cumsum(num_tokens) - 1
+            if (experts := self._went()) is not None:
+                for (number, _, _), part in zip(pack, np.split(experts, ends[:-1] + 1), strict=True):
+                    went[number].append(part)
             # Chunks keep the order of the prompts, so their last states come in that order as well.
             last += [hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == lengths[number]]
         self._check_layers(kv)
-        return torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
+        states = torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
+        whole = [np.concatenate(parts) for parts in went if parts]
+        return states, [part for part, count in zip(whole, counts, strict=bool(whole)) for _ in range(count)]
 
     def _read(
         self, tokens: Tensor, parts: Sequence[tuple[EncodedPrompt, int, int]], arguments: dict[str, Any]
@@ -263,6 +281,14 @@ class HFRollout:
         if packed is None or (packed := packed.within(0, end)) is None:
             return self._forward(tokens[None], rows[None] if rows.dim() == 1 else rows[:, None], **arguments)[0]
         return read_with_images(self._model, tokens.to(device), rows, packed, use_cache=False, **arguments)
+
+    def _watch(self) -> None:
+        if self._routing:
+            self._routing.record()
+
+    def _went(self) -> NDArray[np.integer[Any]] | None:
+        """Where the tokens of the forward since `_watch` went [tokens, layers, experts per token], if it is asked."""
+        return self._routing.recorded().cpu().numpy() if self._routing else None
 
     def _check_layers(self, kv: KeyValues) -> None:
         text = self._model.config.get_text_config()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,12 @@ class RunningTurns:
         self._turns.update(enumerate(zip(turns, parts, strict=True), before))
         self.num_running += total
         return np.arange(before, before + total)
+
+    def went_to(self, numbers: Ints, experts: Iterable[NDArray[np.integer[Any]]]) -> None:
+        """Add to `Turn.experts` of these turns, those of one after the other."""
+        for number, part in zip(numbers.tolist(), experts, strict=True):
+            if number in self._turns:
+                self._turns[number][0].experts.append(part)
 
     def write(
         self, numbers: Ints, tokens: NDArray[np.int64], log_probs: NDArray[np.float32], ends: NDArray[np.bool_]

@@ -36,6 +36,7 @@ from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.stops import StopTexts
+from rltrain.workers.rollout.vllm.experts import ExpertNotes
 from rltrain.workers.rollout.vllm.images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm.sampler import CountedSampler, RandomStream
 from rltrain.workers.rollout.vllm.weights import WeightLoader, derived_weights, refuse_on_npu
@@ -47,6 +48,7 @@ _ASK_EVERY = 16
 class _Running(NamedTuple):
     turn: Turn
     given: list[int]
+    stream: RandomStream
 
 
 class VLLMRollout:
@@ -89,7 +91,7 @@ class VLLMRollout:
             "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "enable_prefix_caching": rollout.enable_prefix_caching,
-            "enforce_eager": settings.eager,
+            "enforce_eager": settings.eager or settings.with_experts,
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "disable_log_stats": rollout.disable_log_stats,
             "enable_sleep_mode": self._sleeps,
@@ -113,7 +115,8 @@ class VLLMRollout:
         takes = sees and settings.images
         self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if takes else None
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
-        self._sampler = CountedSampler.put_into(self._worker.model_runner, never)
+        self._experts = ExpertNotes(self._worker.model_runner) if settings.with_experts else None
+        self._sampler = CountedSampler.put_into(self._worker.model_runner, never, self._experts)
         self._loader = WeightLoader(self._worker, config, on_cpu=device.is_cpu)
         self._num_requests = self._num_calls = 0
         device.grow_segments()
@@ -163,6 +166,8 @@ class VLLMRollout:
         running: dict[str, _Running] = {}
         stops, deltas = self._stop_texts(sampling.stop), source.may_stop or bool(sampling.stop)
         self._sampler.set_sampling(sampling)
+        if self._experts:
+            self._experts.forget()
         self._num_calls += 1
         step = 0
         while True:
@@ -175,30 +180,36 @@ class VLLMRollout:
                     if job.given_images:
                         own = [f"{prompt}/{turn.sample}/{image}" for image in range(len(job.given_images))]
                         images = self._images_of(job.begun[number], [*names, *own])
-                    name = self._ask(job, number, images, sampling, deltas=deltas)
-                    running[name] = _Running(turn, job.given[number].tolist() if job.given else [])
+                    given = job.given[number].tolist() if job.given else []
+                    stream = RandomStream(int(job.seeds[number]), len(given))
+                    tokens, params = (
+                        [*job.prompt.tolist(), *given],
+                        self._params_of(job, stream, sampling, deltas=deltas),
+                    )
+                    running[self._add(tokens, params, images)] = _Running(turn, given, stream)
             if not running:
                 if source.wait():
                     continue
                 return
             step += 1
             for output in engine.step():
-                turn = running[output.request_id].turn
+                turn, _, stream = running[output.request_id]
                 if self._continue(output, running[output.request_id], stops):
+                    turn.experts = self._experts.of(stream) if self._experts else []
                     del running[output.request_id]
                     turn.seconds = time.perf_counter() - started
                     source.ended(turn)
             # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.
             if running and source.may_stop and step % _ASK_EVERY == 0 and source.stopped():
                 engine.abort_request(list(running))
-                for turn, _ in running.values():
+                for turn, *_ in running.values():
                     turn.seconds = time.perf_counter() - started
                     source.ended(turn)
                 return
 
     def _continue(self, output: Any, running: _Running, stops: StopTexts) -> bool:
         """Append what vLLM has sampled of a turn. Returns whether it has ended."""
-        turn, given = running
+        turn, given, _ = running
         known = len(turn.tokens)
         turn.tokens += output.outputs[0].token_ids
         turn.log_probs += output.outputs[0].logprobs.logprobs
@@ -219,22 +230,20 @@ class VLLMRollout:
             raise ConfigError("a text has images, and the model of actor_rollout_ref.model.path has no vision_config")
         return self._image_input.of(text.tokens, text.images, names)
 
-    def _ask(self, job: Job, number: int, images: dict[str, Any], sampling: Sampling, *, deltas: bool) -> str:
-        """Start one answer of a job, or go on with it."""
-        given = job.given[number].tolist() if job.given else []
+    def _params_of(self, job: Job, stream: RandomStream, sampling: Sampling, *, deltas: bool) -> Any:
+        """Of one answer of a job that begins, or goes on."""
         # top_k, top_p and min_p are not handed on: `CountedSampler` applies them itself, after the log-probs are taken.
         # logprobs=0 asks for the log-prob of the sampled token alone.
-        params = self._params(
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - len(given),
+        return self._params(
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - stream.start,
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            extra_args=RandomStream(int(job.seeds[number]), len(given)).as_arguments(),
+            extra_args=stream.as_arguments(),
             logprobs=0,
             repetition_penalty=sampling.repetition_penalty,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=None if sampling.ignore_eos else self._eos,
             deltas=deltas,
         )
-        return self._add([*job.prompt.tolist(), *given], params, images)
 
     def _params(self, *, deltas: bool = False, **settings: Any) -> Any:
         from vllm import SamplingParams

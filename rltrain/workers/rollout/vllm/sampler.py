@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rltrain.base.device import send
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
+from rltrain.workers.rollout.vllm.experts import ExpertNotes
 
 
 class RandomStream(NamedTuple):
@@ -41,10 +42,12 @@ class CountedSampler(nn.Module):
     top-p and min-p.
 
     never: ids that are never drawn. They keep their place in the log-probs, because the trainer's softmax has them too.
+    experts: is told of every step.
     """
 
-    def __init__(self, runner: Any, never: Tensor) -> None:
+    def __init__(self, runner: Any, never: Tensor, experts: ExpertNotes | None) -> None:
         super().__init__()
+        self._experts = experts
         self._runner = weakref.ref(runner)  # it holds this, and an engine must end with its last reference
         self._never = never
         # One for all requests of a call: vLLM's own top_k and top_p per request are not used.
@@ -53,20 +56,20 @@ class CountedSampler(nn.Module):
         self._plain_logits: Tensor | None = None
         # Of the requests of the last step, in the order of their rows.
         self._names: list[str] = []
+        self._streams: list[RandomStream] = []
         self._seeds, self._starts = np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
 
     @classmethod
-    def put_into(cls, runner: Any, never: Tensor) -> CountedSampler:
+    def put_into(cls, runner: Any, never: Tensor, experts: ExpertNotes | None = None) -> CountedSampler:
         """Replace the drawing parts of vLLM's model runner: of its sampler and of its judge of drafts."""
         sampler: Any = getattr(runner, "sampler", None)
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
             raise RuntimeError(
                 f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
             )
-        sampler.topk_topp_sampler = counted = cls(runner, never)
-        if len(never):
-            greedy = sampler.greedy_sample
-            sampler.greedy_sample = lambda logits: greedy(counted._without_never(logits))
+        sampler.topk_topp_sampler = counted = cls(runner, never, experts)
+        greedy = sampler.greedy_sample
+        sampler.greedy_sample = lambda logits: greedy(counted._without_never(counted._noted(logits)))
         penalise, log_probs_of = sampler.apply_penalties, sampler.compute_logprobs
         sampler.apply_penalties = lambda logits, *rest: penalise(counted._remembered(logits), *rest)
         # Of greedy answers, the one use of it that is left.
@@ -138,14 +141,10 @@ class CountedSampler(nn.Module):
 
         requests: the request of each row, where it has several. steps: how many of its tokens come before this row's.
         """
+        self._noted(logits)
         runner = self._runner()
         assert runner is not None
         batch = runner.input_batch
-        if batch.req_ids != self._names:  # else every request keeps its row, and none is asked
-            self._names = list(batch.req_ids)
-            streams = [RandomStream.of(runner.requests[name].sampling_params) for name in self._names]
-            self._seeds = np.array([stream.seed for stream in streams], dtype=np.uint64)
-            self._starts = np.array([stream.start for stream in streams], dtype=np.int64)
         count = len(self._names)
         # Counted from the tokens that a request has, so a rejected draft uses up no number. With asynchronous
         # scheduling tokens that the host has not seen yet are counted as well.
@@ -157,6 +156,20 @@ class CountedSampler(nn.Module):
         # The numbers do not depend on the logits, so the host need not wait for the forward pass.
         noise_there = send(torch.from_numpy(noise), logits.device)
         return choose(self._without_never(logits), noise_there, replace(self._sampling, temperature=1.0))[0]
+
+    def _noted(self, logits: Tensor) -> Tensor:
+        """The logits as they are, of whose requests random numbers and experts are noted."""
+        runner = self._runner()
+        assert runner is not None
+        names = runner.input_batch.req_ids
+        if names != self._names:  # else every request keeps its row, and none is asked
+            self._names = list(names)
+            self._streams = [RandomStream.of(runner.requests[name].sampling_params) for name in self._names]
+            self._seeds = np.array([stream.seed for stream in self._streams], dtype=np.uint64)
+            self._starts = np.array([stream.start for stream in self._streams], dtype=np.int64)
+        if self._experts and self._names:
+            self._experts.note(self._streams)
+        return logits
 
     def _without_never(self, logits: Tensor) -> Tensor:
         return logits.index_fill(-1, self._never, -torch.inf) if len(self._never) else logits

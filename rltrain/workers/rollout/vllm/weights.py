@@ -18,9 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from rltrain.base.errors import ConfigError, SyncError
+from rltrain.models.routing import num_experts
 from rltrain.models.weights.names import Weight
-
-_COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def derived_weights(config: Any) -> str:
@@ -28,7 +27,7 @@ def derived_weights(config: Any) -> str:
     settings = config.get_text_config().to_dict()
     if settings.get("kv_lora_rank"):
         return "latent attention"
-    return "experts" if any(settings.get(name) for name in _COUNTS_OF_EXPERTS) else ""
+    return "experts" if num_experts(config) else ""
 
 
 def refuse_on_npu(config: Any) -> None:

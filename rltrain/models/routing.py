@@ -1,0 +1,117 @@
+"""Which experts the tokens of a model go to: recorded in one pass, and replayed in another.
+
+A router's choice is a step function of its input, so what rounds differently in two passes (other kernels, other
+micro-batches, an engine's own precision) sends a few tokens of every layer to other experts, and their log-probs differ
+by more than rounding. Replaying the choice of an earlier pass (Zheng et al. 2025, arXiv 2507.18071, section 5.3; of the
+engine: Ma et al. 2025, arXiv 2510.11370) leaves the weights of the chosen experts to the router, whose gradient stays.
+
+Every family writes its router itself, but all of transformers' that choose the largest scores call ``torch.topk`` for
+it, and go on from its result alone. So the call is intercepted, and no family needs a copy of its router here. One that
+chooses in another way has nothing recorded, and is refused (`RoutingError`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
+
+from rltrain.base.errors import ConfigError
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_GROUPS = ("n_group", "num_expert_group")
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Experts of a layer, of which each token goes to some; 0 where a model has none."""
+    settings = config.get_text_config().to_dict()
+    return next((_first(settings[name]) for name in _COUNTS if settings.get(name)), 0)
+
+
+def _first(number: int | list[int]) -> int:
+    # HunYuan may have a number per layer.
+    return number if isinstance(number, int) else max(number)
+
+
+class Routing:
+    """The choices of all layers with experts of ``model``, in the order of the layers.
+
+    A choice is [tokens, layers, experts per token] in the narrowest unsigned integers that hold every expert's number.
+    """
+
+    def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
+        self.num_experts = num_experts(config)
+        settings = config.get_text_config().to_dict()
+        self._num_groups = next((settings[name] for name in _GROUPS if settings.get(name)), 1)
+        self._blocks = [part for part in model.modules() if isinstance(getattr(part, "experts", None), nn.Module)]
+        self._given: Tensor | None = None
+        self._seen: list[list[Tensor]] | None = None
+        for number, block in enumerate(self._blocks):
+            # Around the block, because there the choice is made and used, also when its activations are recomputed.
+            block.forward = partial(self._run, block.forward, number)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a choice."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+    def replay(self, choice: Tensor | None) -> None:
+        """Have all forwards from now on go to these experts, and the backward passes that recompute them; None: to
+        those that the router chooses."""
+        self._given = choice
+
+    def record(self) -> None:
+        """Begin to note what is chosen."""
+        self._seen = [[] for _ in self._blocks]
+
+    def recorded(self) -> Tensor:
+        """What was chosen since `record`, which ends.
+
+        Raises ConfigError for a model whose routers choose otherwise than by ``torch.topk``.
+        """
+        seen, self._seen = self._seen, None
+        if not seen or not all(seen):
+            raise ConfigError(
+                "actor_rollout_ref.actor.router_replay.mode: the choice of a layer's experts could not be seen, since "
+                "its router does not choose the largest scores. Leave router_replay out for this model."
+            )
+        return torch.stack([torch.cat(parts) for parts in seen], 1)
+
+    def _run(self, forward: Callable[..., Any], number: int, *arguments: Any, **named: Any) -> Any:
+        if self._given is None and self._seen is None:
+            return forward(*arguments, **named)
+        given = None if self._given is None else self._given[:, number].long()
+        with _Choice(self.num_experts, self._num_groups, given) as choice:
+            outputs = forward(*arguments, **named)
+        if self._seen is not None and choice.made is not None:
+            self._seen[number].append(choice.made.to(self.dtype))
+        return outputs
+
+
+class _Choice(TorchFunctionMode):
+    """Takes what ``torch.topk`` chooses among the scores of all experts [tokens, experts], or gives it ``given``."""
+
+    def __init__(self, num_experts: int, num_groups: int, given: Tensor | None) -> None:
+        super().__init__()
+        self._num_experts, self._num_groups, self._given = num_experts, num_groups, given
+        self.made: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2:
+            return func(*args, **kwargs)
+        scores, *rest = args
+        if scores.shape[1] == self._num_experts:
+            values, self.made = func(*args, **kwargs) if self._given is None else (None, self._given)
+            # Gathered, so that the gradient of the scores goes the way it would.
+            return torch.return_types.topk((scores.gather(1, self.made) if values is None else values, self.made))
+        if scores.shape[1] == self._num_groups and self._given is not None:
+            # Only experts of some groups may be chosen (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2).
+            groups = self._given // (self._num_experts // self._num_groups)
+            scores = scores.scatter(1, groups, torch.inf)
+        return func(scores, *rest, **kwargs)

@@ -1,0 +1,144 @@
+"""Experts that the old_log_prob pass or the engine has chosen are those that the update goes to."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PhimoeConfig, Qwen3MoeConfig
+
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
+from rltrain.base.errors import ConfigError
+from rltrain.models.attention.packing import computed_tokens, pack, per_computed_token
+from rltrain.models.routing import Routing
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.run.preflight.model_check import check_routing
+from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer
+from tests.tiny_tools import save_calling_model, tool_run
+
+A, R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+MODE = A + "router_replay__mode"
+LAYERS, EXPERTS, CHOSEN = 3, 8, 2
+
+
+def save_moe(folder, **changes):
+    save_tiny_tokenizer(folder)
+    config = Qwen3MoeConfig(
+        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
+        num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN, norm_topk_prob=True, max_position_embeddings=128, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, initializer_range=0.4, tie_word_embeddings=False, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return save_moe(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """What every forward of a trained model is given."""
+    given = []
+    replay = Routing.replay
+    monkeypatch.setattr(Routing, "replay", lambda self, choice: (given.append(choice), replay(self, choice))[1])
+    return given
+
+
+def test_the_update_goes_where_the_old_log_prob_pass_went(process_group, tiny_trainer, moe, replays):
+    keys = {"actor_rollout_ref__model__path": moe, A + "recompute_old_log_prob": "always", A + "ppo_mini_batch_size": 4}
+    plain = tiny_trainer(**keys)
+    without = plain.step(1).metrics
+    assert all(choice is None for choice in replays)
+    replays.clear()
+    replayed = tiny_trainer(**keys, **{MODE: "R2"}).step(1).metrics
+    # The pass itself is free; each micro-batch of the update is not.
+    firsts = [choice is None for choice in replays]
+    assert not firsts[-1]
+    assert firsts == sorted(firsts, reverse=True)
+    # In one process with float32 nothing rounds otherwise, so nothing changes.
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"):
+        assert replayed[name] == pytest.approx(without[name], abs=1e-6)
+
+
+def test_the_first_mini_batch_of_a_step_needs_no_replay(process_group, tiny_trainer, moe, replays):
+    metrics = tiny_trainer(actor_rollout_ref__model__path=moe, **{MODE: "R2"}).step(1).metrics
+    assert {choice is None for choice in replays} == {True, False}
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_the_engine_tells_where_its_tokens_went(process_group, tiny_trainer, moe):
+    trainer = tiny_trainer(actor_rollout_ref__model__path=moe, **{MODE: "R3"})
+    rollout, actor = trainer.worker.rollout, trainer.worker.actor
+    batch, _, _ = rollout.generate(trainer.experience_task())
+    routed = batch.ragged(c.ROUTED_EXPERTS)
+    assert routed.values.shape[1:] == (LAYERS, CHOSEN)
+    assert str(routed.values.dtype).removeprefix("torch.") in c.COLUMNS[c.ROUTED_EXPERTS].dtype
+    assert routed.lengths.tolist() == computed_tokens(batch).tolist()
+    # The trainer's router, left alone, chooses the same in float32.
+    alone = {name: batch[name] for name in batch if name != c.ROUTED_EXPERTS}
+    own = actor.policy(pack(Batch(alone), torch.device("cpu")), with_experts=True).experts
+    assert torch.equal(per_computed_token(own, batch).values.sort(-1)[0], routed.values.sort(-1)[0])
+    assert trainer.step(1).metrics["training/rollout_probs_diff_mean"] < 1e-4
+
+
+def test_replaying_the_engine_closes_the_gap_that_its_rounding_opens(process_group, tiny_trainer, moe):
+    keys = {"actor_rollout_ref__model__path": moe, R + "dtype": "bfloat16", R + "n": 8}
+    gaps = {
+        mode: tiny_trainer(**keys, **{MODE: mode}).step(1).metrics["training/rollout_probs_diff_max"]
+        for mode in ("disabled", "R3")
+    }
+    assert gaps["R3"] < gaps["disabled"] / 2
+
+
+def test_adapters_replay_and_their_reference_goes_by_its_router(process_group, tiny_trainer, moe, replays):
+    lora = {
+        "actor_rollout_ref__model__lora_rank": 2,
+        "actor_rollout_ref__model__target_modules": "[q_proj,v_proj]",
+        A + "use_kl_loss": True,
+        A + "kl_loss_type": "full",
+    }
+    metrics = tiny_trainer(actor_rollout_ref__model__path=moe, **lora, **{MODE: "R3"}).step(1).metrics
+    # In the update each micro-batch is computed twice: without adapters, then with them.
+    assert replays[-2] is None
+    assert replays[-1] is not None
+    assert metrics["actor/kl_loss"] >= 0
+
+
+def test_turns_go_on_where_the_row_was_kept(process_group, tiny_trainer, tmp_path):
+    """The engine computes of a next turn only what is new, and tells of that alone."""
+    folder = save_calling_model(tmp_path / "calling", experts=True)
+    trainer = tiny_trainer(**tool_run(folder, tmp_path), **{MODE: "R3"})
+    batch, _, numbers = trainer.worker.rollout.generate(trainer.experience_task())
+    assert numbers.num_reused_tokens
+    alone = Batch({name: batch[name] for name in batch if name != c.ROUTED_EXPERTS})
+    own = trainer.worker.actor.policy(pack(alone, torch.device("cpu")), with_experts=True).experts
+    told = batch.ragged(c.ROUTED_EXPERTS)
+    assert torch.equal(per_computed_token(own, batch).values.sort(-1)[0], told.values.sort(-1)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({MODE: "R2", "algorithm__rollout_correction__bypass_mode": True}, "makes none. Use R3"),
+        ({MODE: "R3", R + "name": "sglang"}, "rollout.name=hf or rollout.name=vllm, or R2"),
+        ({MODE: "R3", R + "name": "vllm"}, "enable_prefix_caching=False"),
+        ({MODE: "R3", R + "name": "vllm", R + "enforce_eager": False}, "Leave actor_rollout_ref.rollout.enforce_eager"),
+        ({MODE: "R2", A + "fsdp_config__use_torch_compile": True}, "Leave fsdp_config.use_torch_compile out"),
+        ({MODE: "R3", R + "tail": "carry_over"}, "two policies"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(tiny_trainer, moe, changes, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        tiny_trainer(actor_rollout_ref__model__path=moe, **changes)
+
+
+def test_a_model_without_experts_is_refused_before_the_start(tiny_model, tmp_path):
+    with pytest.raises(ConfigError, match=r"router_replay.mode=R2: Qwen3 has no experts. Leave it out."):
+        check_routing("router_replay.mode=R2", ModelSpec(str(tiny_model)), ModelSpec(str(tiny_model)).load_config())
+    phimoe = PhimoeConfig(num_local_experts=4, num_hidden_layers=1, hidden_size=32, intermediate_size=16)
+    with pytest.raises(ConfigError, match="Leave router_replay out for this model"):
+        check_routing("router_replay.mode=R2", ModelSpec(""), phimoe)

@@ -64,7 +64,7 @@ class FilterGroupsConfig:
 
 @dataclass
 class GiGPOConfig:
-    """GiGPO: turns that begin in the same state are compared."""
+    """GiGPO: turns that begin alike are compared."""
 
     step_advantage_w: float = key(1.0, least=0)
     """gigpo: weight of what compares turns, beside what compares whole answers."""

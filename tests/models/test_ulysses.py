@@ -1,5 +1,6 @@
 """Ranks that share sequences compute what one process computes: scores, values and gradients."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,12 +81,23 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
     # FSDP takes the mean over all ranks, each of which has one part in `size` of the gradient.
     (loss * size).backward()
     hook.remove()
+    # Behind the backward pass, which recomputes activations as the last forward went.
+    if isinstance(model, PolicyModel) and model._routing and inputs.spans:
+        found |= routed(model, inputs)
     gradients = {
         name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
     model.zero_grad(set_to_none=True)
     found |= {"length": torch.tensor(lengths[0])} | gradients
     return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+@torch.no_grad()
+def routed(model, inputs: PackedInputs) -> dict[str, torch.Tensor]:
+    """Where the tokens go, and what comes of their going elsewhere. No prompt is shared: samples stand one by one."""
+    experts = model(inputs, with_experts=True).experts
+    elsewhere = replace(inputs, experts=(experts + 1) % model._routing.num_experts)
+    return {"experts": experts.sort(-1)[0], "replayed": model(elsewhere, 0.7).log_probs}
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
@@ -120,8 +132,9 @@ def test_sharing_sequences_changes_no_score_and_no_gradient(found, name, which, 
         alone, shared = rank[name, which, 1], rank[name, which, size]
         assert (alone["length"], shared["length"]) == (num_tokens, -(-num_tokens // size))
         assert alone.keys() == shared.keys()
-        outputs = {name for name in alone if name in ("log_probs", "entropy", "values")}
-        for names in (outputs, alone.keys() - outputs - {"length"}):
+        assert "experts" not in alone or torch.equal(alone["experts"], shared["experts"])
+        outputs = {name for name in alone if name in ("log_probs", "entropy", "values", "replayed")}
+        for names in (outputs, alone.keys() - outputs - {"length", "experts"}):
             one, other = ({name: found[name] for name in names} for found in (shared, alone))
             if which == "idle":
                 assert not any(each.any() for found in (one, other) for each in found.values())

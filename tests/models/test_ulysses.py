@@ -13,7 +13,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.models.attention.packing import AttentionPlan, PackedInputs, Segment, pack
 from rltrain.models.attention.ulysses import sequence_group
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.weights.shard import make_mesh, sharded_model
+from rltrain.models.weights.shard import make_mesh, reshard, sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.batches import batch_of_rows
 from tests.distance import distance
@@ -97,7 +97,9 @@ def routed(model, inputs: PackedInputs) -> dict[str, torch.Tensor]:
     """Where the tokens go, and what comes of their going elsewhere. No prompt is shared: samples stand one by one."""
     experts = model(inputs, with_experts=True).experts
     elsewhere = replace(inputs, experts=(experts + 1) % model._routing.num_experts)
-    return {"experts": experts.sort(-1)[0], "replayed": model(elsewhere, 0.7).log_probs}
+    log_probs = model(elsewhere, 0.7).log_probs
+    reshard(model)
+    return {"experts": experts.sort(-1)[0], "replayed": log_probs}
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:

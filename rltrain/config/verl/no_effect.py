@@ -190,7 +190,6 @@ NO_EFFECT = {
     },
     _A + "actor.calculate_entropy": "entropy is always measured",
     _A + "actor.adaptive_entropy.enabled": "adaptive_entropy.target_entropy turns it on",
-    _A + "actor.adaptive_entropy.min_ent_coef=0|0.0": "the weight of the bonus may fall to 0",
     _A + "actor.calculate_sum_pi_squared": "it follows from the estimator",
     **{
         f"{_A}actor.router_replay.{name}": "what was chosen goes with the samples, in memory"

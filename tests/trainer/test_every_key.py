@@ -218,10 +218,12 @@ def notes(arguments: list[str], key: str) -> list[str]:
 
 def test_the_cases_are_all_keys():
     keys = {key for key in all_keys() if key.startswith((ACTOR, ALGORITHM))}
-    # The first shows where prompts have images (test_vision_steps.py), and the command says so where none has. The
-    # others make steps faster and change no number (test_kernels.py, test_ranks.py).
+    # The first shows where prompts have images (test_vision_steps.py), and the command says so where none has; the
+    # second where a model has experts (test_router_replay.py), and the command refuses others. The rest make steps
+    # faster and change no number (test_kernels.py, test_ranks.py).
     silent = (
         "freeze_vision_tower",
+        "router_replay.mode",
         "fsdp_config.use_torch_compile",
         "fsdp_config.use_no_sync_for_gradient_accumulation",
     )

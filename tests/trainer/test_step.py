@@ -21,7 +21,7 @@ from rltrain.trainer.advantage import whole_groups
 from rltrain.trainer.balance import Layout
 from rltrain.trainer.mini_batches import cut_prompts
 from rltrain.trainer.progress import Progress
-from rltrain.workers import actor_ref
+from rltrain.workers import selection
 from rltrain.workers.selection import noise
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
@@ -62,7 +62,7 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
 
 def test_a_selection_draws_anew_per_mini_batch_and_step(make, monkeypatch):
     trainer, seen = make(**VARIANTS["loss clip_cov"]), []
-    monkeypatch.setattr(actor_ref, "noise", lambda *arguments: seen.append(noise(*arguments)) or seen[-1])
+    monkeypatch.setattr(selection, "noise", lambda *arguments: seen.append(noise(*arguments)) or seen[-1])
     for step in (1, 2):
         trainer.step(step)
     assert len({float(each[0]) for each in seen}) == len(seen) >= 2 * 4, "two mini-batches, each in two epochs"

@@ -9,6 +9,7 @@ import pytest
 from rltrain.agents.toolbox import toolbox_of
 from rltrain.base.columns import names as c
 from rltrain.data.chat import chat_encoder
+from rltrain.workers.rollout.conversations import Conversations
 from tests.tiny_tools import CALL_ID, END_ID, TOOLS, VOCABULARY, save_calling_model, tool_run
 
 R = "actor_rollout_ref__rollout__"
@@ -75,13 +76,24 @@ def test_how_long_tools_take_changes_no_token(process_group, tiny_trainer, tools
     assert numbers[c.TOOL_S].max() > 0
 
 
-def test_it_is_measured_how_long_an_engine_waits_with_nothing_to_do(process_group, tiny_trainer, tools, tmp_path):
-    (tmp_path / "nap.py").write_text(TOOLS.replace("    return", "    import time\n    time.sleep(1.5)\n    return"))
-    # So many answers that some call on any CPU, and so short that all are sampled before the first call has ended.
+def test_it_is_measured_how_long_an_engine_waits_with_nothing_to_do(
+    process_group, tiny_trainer, tools, tmp_path, monkeypatch
+):
+    # However fast the engine is, it has nothing to do for as long as the tool takes from then on.
+    idle, wait = tmp_path / "idle", Conversations.wait
+    monkeypatch.setattr(Conversations, "wait", lambda self: (idle.touch(), wait(self))[1])
+    nap = f"""
+    import pathlib, time
+    while not pathlib.Path("{idle}").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    return"""
+    (tmp_path / "nap.py").write_text(TOOLS.replace("\n    return", nap))
+    # So many answers that some call on any CPU.
     few = {R + "n": 8, "data__max_response_length": 200, R + "multi_turn__function_tool_path": tmp_path / "nap.py"}
     trainer = tiny_trainer(**tools | few | {R + "multi_turn__max_assistant_turns": 2})
     metrics = trainer.step(1).metrics
-    # All answers that call wait side by side, and some tokens may be sampled meanwhile.
+    # All answers that call wait side by side.
     assert 0.1 < metrics["timing_s/wait_for_tools"] < metrics["timing_s/generate_sequences"]
     share = metrics["timing_s/wait_for_tools"] / metrics["timing_s/generate_sequences"]
     assert metrics["perf/rollout_wait_share"] == pytest.approx(share)

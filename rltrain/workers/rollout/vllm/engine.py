@@ -115,7 +115,7 @@ class VLLMRollout:
         takes = sees and settings.images
         self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if takes else None
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
-        self._experts = ExpertNotes(self._worker.model_runner) if settings.with_experts else None
+        self._experts = ExpertNotes(self._worker.model_runner, config) if settings.with_experts else None
         self._sampler = CountedSampler.put_into(self._worker.model_runner, never, self._experts)
         self._loader = WeightLoader(self._worker, config, on_cpu=device.is_cpu)
         self._num_requests = self._num_calls = 0

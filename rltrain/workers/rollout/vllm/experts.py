@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PretrainedConfig
 
 from rltrain.base.errors import ConfigError
 from rltrain.models.routing import num_experts
@@ -22,9 +23,10 @@ Experts = NDArray[np.integer[Any]]
 
 
 class ExpertNotes:
-    """Of every request that runs, where the tokens went that vLLM has computed. runner: vLLM's, with its model."""
+    """Of every request that runs, where the tokens went that vLLM has computed. runner: vLLM's, with its model of
+    ``config``."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, config: PretrainedConfig) -> None:
         try:
             from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
         except ImportError as error:
@@ -33,7 +35,7 @@ class ExpertNotes:
                 f"({error}); 0.32 does. Use rollout.name=hf, or R2."
             ) from error
         self._runner = weakref.ref(runner)
-        self._dtype = np.uint8 if num_experts(runner.model_config.hf_config) <= 256 else np.int16
+        self._dtype = np.uint8 if num_experts(config) <= 256 else np.int16
         # Of the forward that was last: by layer.
         self._chosen: dict[int, Any] = {}
         # By the random numbers of the request: vLLM gives it another name than it was asked under.

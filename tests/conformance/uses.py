@@ -59,6 +59,7 @@ VLLM = Package(
         "vllm.v1.utils:CpuGpuBuffer": "np",
         "vllm.v1.worker.gpu_input_batch:InputBatch":
             "num_computed_tokens_cpu num_prompt_tokens num_tokens_no_spec req_ids",
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer:": "bind_routed_experts_capturer?",
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
         "vllm.v1.sample.sampler:Sampler": "apply_penalties compute_logprobs greedy_sample topk_topp_sampler",
         "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens target_logits_indices",
@@ -102,7 +103,8 @@ VLLM = Package(
     # Names of weights, of the model's configuration, of arguments of its image processor, of Python's own and of ours.
     ours="__dataclass_fields__ _make_filename embed_tokens.weight experts get_text_config image kv_lora_rank "
          "lm_head.weight max_pixels npu rltrain stop "
-         "tie_word_embeddings to_dict torch. video vllm vllm.distributed.device_communicators.cpu_communicator",
+         "tie_word_embeddings to_dict torch. video vllm vllm.distributed.device_communicators.cpu_communicator "
+         "vllm.model_executor.layers.fused_moe.routed_experts_capturer",
     replaced={
         "vllm.v1.worker.gpu_worker:Worker": "vllm_ascend.worker.worker:NPUWorker",
         "vllm.v1.worker.gpu_worker": "vllm_ascend.worker.worker",

@@ -7,6 +7,7 @@ requests of the step. Graphs would run without these notes.
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -22,25 +23,32 @@ from rltrain.models.routing import num_experts
 Experts = NDArray[np.integer[Any]]
 
 
+def import_if_there(module: str) -> Any:
+    """The module, or None where this version has it not."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+
+
 class ExpertNotes:
     """Of every request that runs, where the tokens went that vLLM has computed. runner: vLLM's, with its model of
     ``config``."""
 
     def __init__(self, runner: Any, config: PretrainedConfig) -> None:
-        try:
-            from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
-        except ImportError as error:
+        module = import_if_there("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
+        if not hasattr(module, "bind_routed_experts_capturer"):
             raise ConfigError(
-                "actor_rollout_ref.actor.router_replay.mode=R3: this vLLM does not show what its routers choose "
-                f"({error}); 0.32 does. Use rollout.name=hf, or R2."
-            ) from error
+                "actor_rollout_ref.actor.router_replay.mode=R3: this vLLM does not show what its routers choose; 0.32 "
+                "does. Use rollout.name=hf, or R2."
+            )
         self._runner = weakref.ref(runner)
         self._dtype = np.uint8 if num_experts(config) <= 256 else np.int16
         # Of the forward that was last: by layer.
         self._chosen: dict[int, Any] = {}
         # By the random numbers of the request: vLLM gives it another name than it was asked under.
         self._parts: dict[Hashable, list[tuple[int, Experts]]] = defaultdict(list)
-        bind_routed_experts_capturer(runner.get_model(), self)  # type: ignore[arg-type]
+        module.bind_routed_experts_capturer(runner.get_model(), self)
 
     def capture(self, layer_id: int, topk_ids: Any) -> None:
         """Called by vLLM's routers: [tokens, experts per token]."""

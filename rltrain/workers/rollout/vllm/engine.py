@@ -11,6 +11,7 @@ builds. Not run on CUDA or Ascend hardware.
 
 from __future__ import annotations
 
+import importlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.stops import StopTexts
-from rltrain.workers.rollout.vllm.experts import ExpertNotes, import_if_there
+from rltrain.workers.rollout.vllm.experts import ExpertNotes
 from rltrain.workers.rollout.vllm.images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm.sampler import CountedSampler, RandomStream
 from rltrain.workers.rollout.vllm.weights import WeightLoader, derived_weights, refuse_on_npu
@@ -315,7 +316,7 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
     token = replica.agree(f"{session}-{uuid.uuid4().hex}")
     memory: Any = shared_memory
     plain_name = memory._make_filename
-    if replica.size > 1 and (module := import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
+    if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
         plain = module._CPUSHMDistributed.make_group_name
         module._CPUSHMDistributed.make_group_name = staticmethod(lambda found: f"{plain(found)}-{token}")
     memory._make_filename = lambda: f"/psm_{session}-{uuid.uuid4().hex}"
@@ -325,3 +326,10 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
         memory._make_filename = plain_name
     for file in Path("/dev/shm").glob(f"*{token}*") if replica.leads else ():
         file.unlink(missing_ok=True)
+
+
+def _import_if_there(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None

@@ -11,11 +11,11 @@ import importlib
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PretrainedConfig
 
 from rltrain.base.errors import ConfigError
 from rltrain.models.routing import num_experts
@@ -23,20 +23,14 @@ from rltrain.models.routing import num_experts
 Experts = NDArray[np.integer[Any]]
 
 
-def import_if_there(module: str) -> Any:
-    """The module, or None where this version has it not."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None
-
-
 class ExpertNotes:
     """Of every request that runs, where the tokens went that vLLM has computed. runner: vLLM's, with its model of
     ``config``."""
 
-    def __init__(self, runner: Any, config: PretrainedConfig) -> None:
-        module = import_if_there("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
+    def __init__(self, runner: Any, config: Any) -> None:
+        module: Any = None
+        with suppress(ImportError):
+            module = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
         if not hasattr(module, "bind_routed_experts_capturer"):
             raise ConfigError(
                 "actor_rollout_ref.actor.router_replay.mode=R3: this vLLM does not show what its routers choose; 0.32 "

@@ -157,7 +157,9 @@ def rank_main(rank: int, world: int, folder: Path, cases: list[tuple[int, int, s
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request):
     """By number of processes, of those that share sequences, and variant: what came of it, for the tests that run."""
-    asked = [item.callspec.params["case"] for item in request.session.items if "found" in item.fixturenames]
+    # Other files have a fixture of this name too.
+    own = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
+    asked = [item.callspec.params["case"] for item in own]
     cases = [*asked, *((1, 1, name) for name in VARIANTS if name in {case[2] for case in asked})]
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_model(folder / "model", heads=4, kv_heads=2)

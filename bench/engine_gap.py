@@ -1,11 +1,17 @@
 """The gap between engine and trainer of a run, in one process: |log pi_engine - log pi_trainer| of sampled tokens."""
 
+import argparse
+import os
+import platform
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from subprocess import run
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.load import load_config
@@ -19,6 +25,8 @@ from rltrain.workers.tasks import GenerateTask
 from tests.tiny import small_run, write_arithmetic
 
 PROMPTS, ANSWERS, TOKENS = 8, 4, 64
+Row = Callable[..., str]
+Rows = Callable[[str], Iterable[tuple[str, ...]]]
 COLUMNS = ("tokens", "mean", "99 %", "largest")
 
 
@@ -49,14 +57,36 @@ def cells(gaps: Tensor) -> str:
     return f"{len(gaps)} | " + " | ".join(f"{float(number):.2e}" for number in numbers)
 
 
-def each_in_a_process(module: str, rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """The lines that ``python -m MODULE --one A,B,…`` prints behind "ROW ", as vLLM has one engine a process."""
+def table(module: str, title: str, about: str, head: Sequence[str], row: Row, rows: Rows, result: Path) -> None:
+    """The command of a bench: a table of `COLUMNS` behind those of ``head``, whose rows ``--engines`` limits.
+
+    row: a line of the table, from what tells it apart and an empty folder. rows: these of an engine. about: what was
+    measured, behind the command and the date.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engines", default="hf,vllm")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.one:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with tempfile.TemporaryDirectory() as folder:
+            sys.stdout.write(f"ROW {row(Path(folder), *words.one.split(','))}\n")
+        sys.stdout.flush()
+        os._exit(0)  # an engine may have processes that an ordinary end waits for
     lines = []
-    for row in rows:
-        done = run([sys.executable, "-m", module, "--one", ",".join(row)], capture_output=True, text=True)
+    for which in (each for engine in words.engines.split(",") for each in rows(engine)):
+        # Each in a process of its own, as vLLM has one engine a process.
+        done = run([sys.executable, "-m", module, "--one", ",".join(which)], capture_output=True, text=True)
         told = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]
         reason = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        lines += told or [f"| {' | '.join(row)} | failed: {reason} ||||"]
+        lines += told or [f"| {' | '.join(which)} | failed: {reason} ||||"]
         sys.stdout.write(lines[-1] + "\n")
         sys.stdout.flush()
-    return lines
+    columns = [*head, *COLUMNS]
+    command = " ".join(["python -m", module, *sys.argv[1:]])
+    text = (
+        f"# {title}\n\n`{command}`, {date.today()}, {platform.machine()} CPU, {about}, "
+        f"{PROMPTS * ANSWERS} answers of {TOKENS} tokens at temperature 1: |log π_engine − log π_trainer| of a sampled "
+        f"token.\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    )
+    result.write_text(text + "\n".join(lines) + "\n")

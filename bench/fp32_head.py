@@ -1,25 +1,17 @@
 """How far engine and trainer are apart in half precision, with the head's product in it and in float32.
 
-    python -m bench.fp32_head [--engines hf,vllm] [--dtypes bfloat16,float16]
+    python -m bench.fp32_head [--engines hf,vllm]
 
 Engine and trainer are those of a run, in one process, with a random model over 32,000 tokens. Each row samples the same
 number of answers and has the trainer compute their log-probs. Writes bench/results/fp32_head_cpu.md.
 """
 
-import argparse
-import os
-import platform
-import sys
-import tempfile
-from datetime import date
-from itertools import product
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from bench.engine_gap import ANSWERS, COLUMNS, PROMPTS, TOKENS, cells, each_in_a_process, measured
+from bench.engine_gap import cells, measured, table
 from tests.tiny import save_tiny_tokenizer
 
 RESULT = Path(__file__).parent / "results" / "fp32_head_cpu.md"
@@ -40,38 +32,19 @@ def save_model(folder: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == 1
 
 
-def row(engine: str, dtype: str, head: str, folder: Path) -> str:
+def row(folder: Path, engine: str, dtype: str, head: str) -> str:
     """A line of the table."""
     save_model(folder / "model")
     gaps = measured(engine, dtype, folder, actor_rollout_ref__model__fp32_head=head == "float32")
     return f"| {engine} | {dtype} | {head} | {cells(gaps)} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--engines", default="hf,vllm")
-    parser.add_argument("--dtypes", default="bfloat16,float16")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.one:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        with tempfile.TemporaryDirectory() as folder:
-            sys.stdout.write(f"ROW {row(*words.one.split(','), Path(folder))}\n")
-        sys.stdout.flush()
-        os._exit(0)  # an engine may have processes that an ordinary end waits for
-    kinds = product(words.engines.split(","), words.dtypes.split(","))
-    rows = [(engine, dtype, head) for engine, dtype in kinds for head in (dtype, "float32")]
-    lines = each_in_a_process("bench.fp32_head", rows)
-    text = (
-        "# Head in float32\n\n"
-        f"`python -m bench.fp32_head {' '.join(sys.argv[1:])}`, {date.today()}, {platform.machine()} CPU, a random "
-        f"Qwen3 of 4 layers over 32,000 tokens, {PROMPTS * ANSWERS} answers of {TOKENS} tokens at temperature 1: "
-        "|log π_engine − log π_trainer| of a sampled token.\n\n"
-        f"| engine | weights and states | head's product | {' | '.join(COLUMNS)} |\n"
-        "|---|---|---|---|---|---|---|\n"
-    )
-    RESULT.write_text(text + "\n".join(lines) + "\n")
+def rows(engine: str) -> list[tuple[str, ...]]:
+    """Of each dtype, with the head in it and in float32."""
+    return [(engine, dtype, head) for dtype in ("bfloat16", "float16") for head in (dtype, "float32")]
 
 
 if __name__ == "__main__":
-    main()
+    about = "a random Qwen3 of 4 layers over 32,000 tokens"
+    heads = "engine", "weights and states", "head's product"
+    table("bench.fp32_head", "Head in float32", about, heads, row, rows, RESULT)

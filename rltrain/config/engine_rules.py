@@ -124,8 +124,8 @@ def replay_problems(config: Config) -> Iterator[str]:
                 f"{key}: of tokens that {rollout.name} finds in its prefix cache it does not tell where they went. Set "
                 f"{_R}enable_prefix_caching=False."
             )
-        if rollout.enforce_eager is False:
-            yield f"{key}: graphs of {rollout.name} do not tell where tokens went. Leave {_R}enforce_eager out."
+        if not rollout.enforce_eager:
+            yield f"{key}: graphs of {rollout.name} do not tell where tokens went. Set {_R}enforce_eager=True."
 
 
 def _engine(config: Config) -> Iterator[str]:

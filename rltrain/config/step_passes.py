@@ -295,10 +295,12 @@ def needs_all_old_log_probs(config: Config) -> bool:
 
 
 def reads_old_log_probs(config: Config) -> bool:
-    """Whether the update reads old log-probs. The distance from a teacher alone does not, unless it is a cost."""
+    """Whether the update reads what the old_log_prob pass makes: the log-probs, which the distance from a teacher alone
+    does not read unless it is a cost, or the choice of experts."""
     actor, loss = config.actor_rollout_ref.actor, config.distillation.distillation_loss
     return (
         not config.distillation.is_alone
         or loss.use_policy_gradient
+        or actor.router_replay.mode == "R2"
         or (actor.use_kl_loss and actor.use_bias_correction_kl)
     )

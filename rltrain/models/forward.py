@@ -97,13 +97,13 @@ class PolicyModel(PackedModel):
         with_experts: also where the tokens went. states_only: return the hidden states at the predictors instead.
         Under sequence parallelism these cover this rank's slice only, as do the states in ``reference``.
         """
-        by_sample, total = inputs.by_sample, inputs.plan.num_tokens
+        total = inputs.plan.num_tokens
         inputs, collect = share_of_row(inputs, self.group)
         hidden, experts = self._routed(inputs, record=with_experts)
         if states_only:
             return hidden[inputs.predictors]
         if experts is not None:
-            experts = whole_row(experts, total, self.group)[by_sample]
+            experts = whole_row(experts, total, self.group)[inputs.by_sample()]
         head, config = self.model.get_output_embeddings(), self.model.config
         scaling, states = Scaling.of(config)._replace(temperature=temperature), hidden[inputs.predictors]
         asked = with_entropy, reference, has_fp32_head(config), with_squares

@@ -5,9 +5,9 @@ micro-batches, an engine's own precision) sends a few tokens of every layer to o
 by more than rounding. Replaying the choice of an earlier pass (Zheng et al. 2025, arXiv 2507.18071, section 5.3; of the
 engine: Ma et al. 2025, arXiv 2510.11370) leaves the weights of the chosen experts to the router, whose gradient stays.
 
-Every family writes its router itself, but all of transformers' that choose the largest scores call ``torch.topk`` for
-it, and go on from its result alone. So the call is intercepted, and no family needs a copy of its router here. One that
-chooses in another way has nothing recorded, and is refused (`RoutingError`).
+Every family writes its router itself, but most choose the largest scores by ``torch.topk`` and go on from its result
+alone. So the call is intercepted, and no family needs a copy of its router here. One that chooses in another way has
+nothing recorded, and is refused.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class Routing:
         self._blocks = [part for part in model.modules() if isinstance(getattr(part, "experts", None), nn.Module)]
         self._given: Tensor | None = None
         self._seen: list[list[Tensor]] | None = None
-        for number, block in enumerate(self._blocks):
-            # Around the block, because there the choice is made and used, also when its activations are recomputed.
-            block.forward = partial(self._run, block.forward, number)
+        self._is_around = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,10 +61,13 @@ class Routing:
     def replay(self, choice: Tensor | None) -> None:
         """Have all forwards from now on go to these experts, and the backward passes that recompute them; None: to
         those that the router chooses."""
+        if choice is not None:
+            self._go_around()
         self._given = choice
 
     def record(self) -> None:
         """Begin to note what is chosen."""
+        self._go_around()
         self._seen = [[] for _ in self._blocks]
 
     def recorded(self) -> Tensor:
@@ -81,6 +82,15 @@ class Routing:
                 "its router does not choose the largest scores. Leave router_replay out for this model."
             )
         return torch.stack([torch.cat(parts) for parts in seen], 1)
+
+    def _go_around(self) -> None:
+        """Stand around the blocks, where the choice is made and used, also when activations are computed again.
+
+        Not before somebody asks for it: a layer that is compiled would be compiled with this.
+        """
+        for number, block in enumerate(() if self._is_around else self._blocks):
+            block.forward = partial(self._run, block.forward, number)
+        self._is_around = True
 
     def _run(self, forward: Callable[..., Any], number: int, *arguments: Any, **named: Any) -> Any:
         if self._given is None and self._seen is None:

@@ -44,6 +44,7 @@ _EXPERIMENT = (
         _ACTOR + name
         for name in (
             "policy_loss.",
+            "router_replay.",
             "clip_ratio",
             "loss_",
             "kl_loss_",
@@ -51,6 +52,8 @@ _EXPERIMENT = (
             "entropy_coeff",
             "adaptive_entropy.",
             "top_entropy_quantile",
+            "off_policy_mask_threshold",
+            "use_bias_correction_kl",
             "tau_",
         )
     ),

@@ -6,11 +6,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rltrain.base.columns import names as c
+from rltrain.config.load import load_config
+from rltrain.config.step_passes import make_step_passes
 from rltrain.controller.samples import assemble
 from rltrain.models.weights import shard
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, small_run
 from tests.trainer.steps import ACTOR, DISTILLATION, ESTIMATOR, NO_KL, ONE_STEP, TEACHER, actor_weights
 
 ALONE = {"distillation__enabled": True, DISTILLATION + "use_task_rewards": False, **NO_KL}
@@ -156,3 +158,14 @@ def test_alone_no_pass_is_made_for_old_log_probs_that_nobody_reads(taught, mode)
 )
 def test_alone_the_pass_is_made_where_the_ratio_is_read(taught, changes):
     assert "timing_s/old_log_prob" in taught(**changes).step(1).metrics
+
+
+def test_alone_the_pass_is_made_whose_choice_of_experts_is_replayed(tmp_path):
+    files = tmp_path / "train.parquet", tmp_path / "test.parquet"
+    keys = {**ALONE, TEACHER: tmp_path, MODE: "reverse_kl"}
+    made = {}
+    for replay in ("disabled", "R2"):
+        words = small_run(tmp_path, files, tmp_path, **keys, **{ACTOR + "router_replay__mode": replay})
+        made[replay] = make_step_passes(load_config(words).config)
+    assert not made["disabled"].makes("old_log_prob", 2)
+    assert made["R2"].makes("old_log_prob", 2)

@@ -20,6 +20,7 @@ from rltrain.models.weights.names import CheckpointNames, whole_weights
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.conversations import Conversations, routed_experts_of
 from rltrain.workers.rollout.settings import make_engine
+from rltrain.workers.rollout.vllm.experts import ExpertNotes
 from rltrain.workers.rollout.vllm.weights import derived_weights, refuse_on_npu
 from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer
 from tests.workers.engines import generate, jobs_of, queue_of, rollout_of, settings_of
@@ -133,6 +134,16 @@ def test_vllm_tells_where_its_tokens_went(engine, model, sampling):
             model(torch.tensor([[*answer.prompt.tolist(), *answer.tokens.tolist()[:-1]]]), use_cache=False)
         assert torch.equal(found.sort(-1)[0], routing.recorded().sort(-1)[0])
     assert sampling.greedy or len({len(answer.tokens) for answer in source.all}) > 1
+
+
+def test_what_is_computed_again_takes_the_place_of_what_was():
+    """As of a request that had lost its memory, or of drafts that were refused."""
+    notes = object.__new__(ExpertNotes)
+    first, again = np.zeros((7, 2, 2), np.uint8), np.ones((2, 2, 2), np.uint8)
+    notes._parts = {"stream": [(0, first[:5]), (5, first[5:]), (4, again), (6, again)]}
+    whole = np.concatenate(notes.of("stream"))
+    assert whole[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert not notes._parts
 
 
 def test_vllms_own_reload_damages_its_packed_experts(engine, model, folder):

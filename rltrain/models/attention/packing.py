@@ -171,10 +171,10 @@ class PackedInputs:
     spans: tuple[tuple[range, range], ...] = ()
     """Where the tokens of each sample's prompt stand, and those of its answer that predict anything."""
 
-    @cached_property
     def by_sample(self) -> Tensor:
         """The places of all samples' tokens, one sample behind the other [tokens of samples], on the host."""
-        return torch.cat([torch.zeros(0).long(), *(torch.arange(*_ends(part)) for span in self.spans for part in span)])
+        parts = [torch.arange(part.start, part.stop) for span in self.spans for part in span]
+        return torch.cat([torch.zeros(0).long(), *parts])
 
 
 # An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.
@@ -184,10 +184,6 @@ _LONGEST_ANSWER_PER_PROMPT_TOKEN = 16
 def pays_to_share(prompt_length: Any, answer_length: Any) -> Any:
     """Whether an answer shares its prompt with the other answers to it. Lengths: numbers or arrays of them."""
     return _LONGEST_ANSWER_PER_PROMPT_TOKEN * prompt_length >= answer_length
-
-
-def _ends(part: range) -> tuple[int, int]:
-    return part.start, part.stop
 
 
 def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
@@ -261,6 +257,8 @@ def _experts(batch: Batch, spans: Sequence[tuple[range, range]], total: int, dev
     """See `PackedInputs.experts`."""
     if c.ROUTED_EXPERTS not in batch or not len(given := batch.ragged(c.ROUTED_EXPERTS).values):
         return None
+    # Samples of one mini-batch all have theirs, or none; else the rows below would be those of others.
+    assert torch.equal(batch.ragged(c.ROUTED_EXPERTS).lengths, computed_tokens(batch))
     packed = given.new_zeros(total, *given.shape[1:])
     # Backwards, so that a shared prompt has those of the first.
     ends = batch.ragged(c.ROUTED_EXPERTS).offsets.tolist()[1:]

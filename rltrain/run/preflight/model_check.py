@@ -101,7 +101,7 @@ def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
     """Raises ConfigError for a model whose choice of experts cannot be replayed, as ``key`` asks."""
     if not num_experts(config):
         raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Leave it out.")
-    routing = None
+    tried: Routing | None = None
     # A small copy of some families does not run; a run says so at its first step.
     with suppress(Exception), torch.no_grad():
         small = small_copy(config)
@@ -109,8 +109,9 @@ def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
         routing = Routing(model, small)
         routing.record()
         model(torch.arange(3, 6)[None])
-    if routing:
-        routing.recorded()
+        tried = routing
+    if tried:
+        tried.recorded()
 
 
 def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> Differences:

@@ -91,7 +91,7 @@ class VLLMRollout:
             "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "enable_prefix_caching": rollout.enable_prefix_caching,
-            "enforce_eager": settings.eager or settings.with_experts,
+            "enforce_eager": settings.eager,
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "disable_log_stats": rollout.disable_log_stats,
             "enable_sleep_mode": self._sleeps,

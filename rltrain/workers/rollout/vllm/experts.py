@@ -64,11 +64,13 @@ class ExpertNotes:
 
     def of(self, stream: Hashable) -> list[Experts]:
         """All tokens of a request that has ended, one part after the other, of which nothing is kept."""
-        whole: list[Experts] = []
-        # What a request has lost its memory for is computed again, and drafts that were refused are too.
+        whole, end = list[Experts](), 0
         for start, part in self._parts.pop(stream, []):
-            before = np.concatenate(whole)[:start] if whole else None
-            whole = [*([] if before is None else [before]), part]
+            # What a request has lost its memory for is computed again, and drafts that were refused are too.
+            if start < end:
+                whole = [np.concatenate(whole)[:start]]
+            whole.append(part)
+            end = start + len(part)
         return whole
 
     def forget(self) -> None:

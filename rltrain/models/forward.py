@@ -7,6 +7,7 @@ inside the forward of the wrapped module, and the logits never leave it.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from rltrain.base.errors import ConfigError
 from rltrain.models.attention.packed import PLAN
 from rltrain.models.attention.packing import PackedInputs
-from rltrain.models.attention.ulysses import GROUP, share_of_row, whole_row
+from rltrain.models.attention.ulysses import GROUP, share_of_row, slice_of_row, whole_row
 from rltrain.models.head import (
     ReferenceStates,
     Scaling,
@@ -79,6 +80,20 @@ class PolicyModel(PackedModel):
             )
         self._routing = Routing(model, model.config) if num_experts(model.config) else None
 
+    def measure_load(self) -> None:
+        """Begin to count how many tokens go to each expert in forwards with gradients. Not with compiled layers."""
+        if self._routing is not None:
+            self._routing.measure_load()
+
+    def load(self) -> Tensor | None:
+        """Tokens that went to each expert [layers, experts] on this rank since `measure_load`, which ends.
+
+        They are those of the samples, prompts and answers: a prompt that answers share counts for each of them, and
+        neither padding nor what only keeps ranks in step counts. So the sum over ranks does not depend on how samples
+        are laid out. None: the model has no experts, or routers that do not show where tokens go.
+        """
+        return self._routing.load() if self._routing is not None else None
+
     def forward(
         self,
         inputs: PackedInputs,
@@ -98,8 +113,10 @@ class PolicyModel(PackedModel):
         Under sequence parallelism these cover this rank's slice only, as do the states in ``reference``.
         """
         total = inputs.plan.num_tokens
+        counts = self._routing is not None and self._routing.measures_load and torch.is_grad_enabled()
+        times = slice_of_row(inputs.times_counted(), self.group) if counts else None
         inputs, collect = share_of_row(inputs, self.group)
-        hidden, experts = self._routed(inputs, record=with_experts)
+        hidden, experts = self._routed(inputs, times, record=with_experts)
         if states_only:
             return hidden[inputs.predictors]
         if experts is not None:
@@ -114,15 +131,18 @@ class PolicyModel(PackedModel):
         others = (values if values is None else collect(values) for values in outputs[1:])
         return TokenLogProbs(collect(outputs.log_probs), *others)._replace(experts=experts)
 
-    def _routed(self, inputs: PackedInputs, *, record: bool) -> tuple[Tensor, Tensor | None]:
-        """The hidden states of tokens that go where ``inputs`` says, and where they went if that is asked."""
+    def _routed(self, inputs: PackedInputs, times: Tensor | None, *, record: bool) -> tuple[Tensor, Tensor | None]:
+        """The hidden states of tokens that go where ``inputs`` says, and where they went if that is asked. times: how
+        often the load counts each token.
+        """
         if self._routing is None:
             return self.hidden(inputs), None
         self._routing.replay(inputs.experts)
-        if not record:
-            return self.hidden(inputs), None
-        self._routing.record()
-        return self.hidden(inputs), self._routing.recorded()
+        if record:
+            self._routing.record()
+        with self._routing.counting(times):
+            hidden = self.hidden(inputs)
+        return hidden, self._routing.recorded() if record else None
 
 
 class ScalarModel(PackedModel):
@@ -167,8 +187,8 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
 
     num_parameters: all of them; trained_parameters: those with a gradient. matmul_parameters: those that a token is
     multiplied with (the head, not the input embedding or a vision tower; of the experts only those it is routed to).
-    attention_width: layers x heads x head size. cache_width: numbers that an engine keeps of a token. Where prompts may
-    have images, also those of `tower_numbers`.
+    attention_width: layers x heads x head size. cache_width: numbers that an engine keeps of a token. num_experts: of a
+    layer. Where prompts may have images, also those of `tower_numbers`.
     """
     config = policy.model.config.get_text_config()
     settings = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
@@ -193,5 +213,6 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
         "matmul_parameters": total - aside - round(idle * in_experts),
         "attention_width": layers * config.num_attention_heads * head_size,
         "cache_width": layers * width,
+        "num_experts": experts,
         **(tower_numbers(policy.model) if policy.sees else {}),
     }

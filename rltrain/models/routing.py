@@ -12,7 +12,8 @@ nothing recorded, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ class Routing:
         self._blocks = [part for part in model.modules() if isinstance(getattr(part, "experts", None), nn.Module)]
         self._given: Tensor | None = None
         self._seen: list[list[Tensor]] | None = None
+        self._load: _Load | None = None
         self._is_around = False
 
     @property
@@ -83,6 +85,37 @@ class Routing:
             )
         return torch.stack([torch.cat(parts) for parts in seen], 1)
 
+    def measure_load(self) -> None:
+        """Begin to add up where tokens go in forwards under `counting`."""
+        self._go_around()
+        self._load = _Load(len(self._blocks), self.num_experts)
+
+    @property
+    def measures_load(self) -> bool:
+        """Whether `measure_load` has begun."""
+        return self._load is not None
+
+    @contextmanager
+    def counting(self, times: Tensor | None) -> Iterator[None]:
+        """Count where the tokens of a forward go, each so many times [tokens]; None: not at all.
+
+        A backward pass that computes activations again lies behind it, and counts nothing.
+        """
+        if times is None or self._load is None:
+            yield
+            return
+        self._load.begin(times)
+        try:
+            yield
+        finally:
+            self._load.end()
+
+    def load(self) -> Tensor | None:
+        """How many tokens went to each expert [layers, experts] on this rank since `measure_load`, which ends. None
+        where the routers choose otherwise than by ``torch.topk``."""
+        load, self._load = self._load, None
+        return load.total if load and load.covers_all else None
+
     def _go_around(self) -> None:
         """Stand around the blocks, where the choice is made and used, also when activations are computed again.
 
@@ -93,14 +126,56 @@ class Routing:
         self._is_around = True
 
     def _run(self, forward: Callable[..., Any], number: int, *arguments: Any, **named: Any) -> Any:
-        if self._given is None and self._seen is None:
+        load = self._load if self._load and self._load.is_counting else None
+        if self._given is None and self._seen is None and load is None:
             return forward(*arguments, **named)
         given = None if self._given is None else self._given[:, number].long()
         with _Choice(self.num_experts, self._num_groups, given) as choice:
             outputs = forward(*arguments, **named)
-        if self._seen is not None and choice.made is not None:
-            self._seen[number].append(choice.made.to(self.dtype))
+        if choice.made is not None:
+            if self._seen is not None:
+                self._seen[number].append(choice.made.to(self.dtype))
+            if load is not None:
+                load.count(number, choice.made.flatten())
         return outputs
+
+
+class _Load:
+    """Tokens of each expert, added up over forwards."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.total: Tensor | None = None
+        """[layers, experts]."""
+        self._layers: set[int] = set()
+        self._shape = num_layers, num_experts
+        # Of the forward under way.
+        self._times: Tensor | None = None
+        self._counts = torch.zeros(0)
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether every layer has shown where tokens go."""
+        return len(self._layers) == self._shape[0]
+
+    @property
+    def is_counting(self) -> bool:
+        return self._times is not None
+
+    def begin(self, times: Tensor) -> None:
+        # Floats, which every accelerator adds by index; whole numbers are exact in them up to 2^24.
+        self._times, self._counts = times.float(), torch.zeros(self._shape, device=times.device)
+
+    def count(self, layer: int, experts: Tensor) -> None:
+        """experts: of all tokens, the chosen ones of each behind each other."""
+        assert self._times is not None
+        if len(self._times) != len(experts):  # once a forward
+            self._times = self._times.repeat_interleave(len(experts) // len(self._times))
+        self._counts[layer].index_add_(0, experts, self._times)
+        self._layers.add(layer)
+
+    def end(self) -> None:
+        counts, self._times = self._counts.long(), None
+        self.total = counts if self.total is None else self.total + counts
 
 
 class _Choice(TorchFunctionMode):

@@ -31,6 +31,7 @@ from rltrain.trainer.alarms import Alarms
 from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
 from rltrain.trainer.entropy_bonus import EntropyBonus
 from rltrain.trainer.experience import Experience
+from rltrain.trainer.experts import ExpertLoad
 from rltrain.trainer.left_out import left_out, present
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
@@ -87,6 +88,8 @@ class PPOTrainer:
         self.entropy_bonus = EntropyBonus(cfg.actor_rollout_ref.actor)
         self._prompts = prompts
         self._alarms = Alarms(cfg, models.sizes["log_prob_gap_limit"])
+        compiled = cfg.actor_rollout_ref.actor.fsdp_config.use_torch_compile
+        self._expert_load = ExpertLoad(models.sizes.get("num_experts", 0), compiled=compiled)
         self._metrics: Metrics = {}  # of the newest step
         self._on_phase = on_phase
         sources = np.array(rewards.data_sources("train"), dtype=object)
@@ -223,6 +226,7 @@ class PPOTrainer:
         # Statistics per token are means over the tokens that were computed: silent samples have none to add.
         computed = np.array([samples[c.LOSS_TOKENS][ids].sum() for ids in mini_batches])
         record.metrics |= m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
+        record.metrics |= self._expert_load.measure(results[0].expert_load)
         # Every epoch over the batch would have computed them once more.
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if plan.passes.learns_entropy:
@@ -370,10 +374,10 @@ class PPOTrainer:
         """What a resumed run needs besides the weights."""
         drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
         coef, lengths = self.advantages.kl_coef, self.actor.lengths.state()
-        bonus = self.entropy_bonus.coef
+        bonus, experts = self.entropy_bonus.coef, self._expert_load.state()
         # Of several turns no file has the tools' and environments' part, so a resumed run begins what waits anew.
         answers = None if several_turns(self.cfg.actor_rollout_ref.rollout) else line.answers()
-        return Progress(drawn, coef, sampler.state(), line.state(), answers, lengths, self._metrics, bonus)
+        return Progress(drawn, coef, sampler.state(), line.state(), answers, lengths, self._metrics, bonus, experts)
 
     def restore(self, progress: Progress, folder: Path | None = None) -> None:
         """Go on where ``progress`` was. folder: its checkpoint."""
@@ -385,3 +389,4 @@ class PPOTrainer:
         self.experience.restore(progress, answers)
         self.advantages.restore(progress)
         self.entropy_bonus.restore(progress)
+        self._expert_load.restore(progress.expert_load)

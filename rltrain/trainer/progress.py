@@ -35,6 +35,8 @@ class Progress:
     """Of the step, for a run that ends between the checkpoint and its line in metrics.jsonl."""
     entropy_coef: float | None = None
     """Weight of the entropy bonus, as a controller has found it."""
+    expert_load: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """What alarms over the load of experts remember (`ExpertLoad.state`)."""
 
 
 class ResponseLengths:

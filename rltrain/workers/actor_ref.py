@@ -210,6 +210,8 @@ class ActorRefWorker(Actor):
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """One optimizer step per mini-batch (see `Updater.run`)."""
         self.residency.enter("update_actor")
+        if not self._actor_cfg.fsdp_config.use_torch_compile:
+            self.policy.measure_load()
         numbers = self.updater.run(
             batch,
             task.mini_batches,
@@ -221,6 +223,9 @@ class ActorRefWorker(Actor):
         )
         if self._beside:
             self._beside.free()
+        if (load := self.policy.load()) is not None:
+            dist.all_reduce(load)
+            numbers = replace(numbers, expert_load=load.cpu().numpy())
         return numbers
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:

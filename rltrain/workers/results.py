@@ -47,6 +47,9 @@ class UpdateNumbers:
     ranks."""
     loss_scale: float | None = None
     """After the last step; None in other dtypes."""
+    expert_load: Array | None = None
+    """Tokens that went to each expert [layers, experts] in all forwards, over all ranks; None where it is not measured.
+    The same on all ranks."""
 
     @property
     def num_made(self) -> int:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.errors import ConfigError
+from rltrain.models.attention import packed
 from rltrain.models.attention.packing import pack, per_computed_token
 from rltrain.models.forward import PolicyModel
 from rltrain.models.routing import Routing, num_experts
@@ -34,11 +35,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def model_of(name):
+def model_of(name, attention="eager"):
     kind, keys = FAMILIES[name]
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
-        getattr(transformers, kind)(**SIZES | keys), experts_implementation="eager"
+        getattr(transformers, kind)(**SIZES | keys), experts_implementation="eager", attn_implementation=attention
     ).double()
 
 
@@ -115,6 +116,55 @@ def test_activations_that_are_computed_again_go_the_same_way():
     again, same = outputs(saving, given)
     torch.testing.assert_close(again.log_probs, whole.log_probs)
     torch.testing.assert_close(same, gradients)
+
+
+def counts(experts, given, num_experts):
+    """Tokens of each expert by layer, of every sample: a plain count."""
+    rows = per_computed_token(experts, given).values
+    return torch.stack([rows[:, layer].flatten().bincount(minlength=num_experts) for layer in range(rows.shape[1])])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_load_is_a_plain_count_over_the_samples(name):
+    packed.register()
+    policy, given = PolicyModel(model_of(name, packed.NAME)), batch()
+    with torch.no_grad():
+        chosen = policy(pack(given, torch.device("cpu")), with_experts=True).experts
+    expected = counts(chosen, given, 8)
+    policy.measure_load()
+    outputs(policy, given)
+    assert torch.equal(policy.load(), expected)
+    # One sample at a time, so that no prompt is shared, and a rank that has none.
+    policy.measure_load()
+    for sample in range(3):
+        outputs(policy, given.select([sample]))
+    outputs(policy, Batch())
+    assert torch.equal(policy.load(), expected)
+
+
+def test_the_load_counts_what_is_replayed_and_only_once():
+    policy, given = PolicyModel(model_of("qwen3_moe")), batch()
+    policy.model.gradient_checkpointing_enable()
+    policy.train()
+    chosen = outputs(policy, given, with_experts=True)[0].experts
+    elsewhere = (chosen + 1) % 8
+    given.update({c.ROUTED_EXPERTS: per_computed_token(elsewhere, given)})
+    policy.measure_load()
+    with torch.no_grad():  # a pass that looks ahead
+        policy(pack(given, torch.device("cpu")))
+    outputs(policy, given)
+    assert torch.equal(policy.load(), counts(elsewhere, given, 8))
+    # Nothing is measured that nobody asks for.
+    outputs(policy, given)
+    assert policy.load() is None
+
+
+def test_a_router_that_does_not_show_its_choice_has_no_load():
+    config = transformers.PhimoeConfig(**SIZES | {"num_local_experts": 8, "num_experts_per_tok": 2})
+    policy = PolicyModel(AutoModelForCausalLM.from_config(config))
+    policy.measure_load()
+    outputs(policy, batch())
+    assert policy.load() is None
 
 
 def test_a_dense_model_has_no_experts():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 from rltrain.base.columns.batch import Batch
@@ -73,6 +74,7 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
         lambda _, args: lengths.append(args[0].shape[1])
     )
     if isinstance(model, PolicyModel):
+        model.measure_load()
         log_probs, entropy, *_ = model(inputs, 0.7, True)
         found, loss = {"log_probs": log_probs, "entropy": entropy}, log_probs.sum() + 0.3 * entropy.sum()
     else:
@@ -82,6 +84,9 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
     (loss * size).backward()
     hook.remove()
     # Behind the backward pass, which recomputes activations as the last forward went.
+    if isinstance(model, PolicyModel) and (load := model.load()) is not None:
+        dist.all_reduce(load)
+        found["load"] = load // (WORLD // size)
     if isinstance(model, PolicyModel) and model._routing and inputs.spans:
         found |= routed(model, inputs)
     gradients = {
@@ -135,8 +140,9 @@ def test_sharing_sequences_changes_no_score_and_no_gradient(found, name, which, 
         assert (alone["length"], shared["length"]) == (num_tokens, -(-num_tokens // size))
         assert alone.keys() == shared.keys()
         assert "experts" not in alone or torch.equal(alone["experts"], shared["experts"])
+        assert "load" not in alone or torch.equal(alone["load"], shared["load"])
         outputs = {name for name in alone if name in ("log_probs", "entropy", "values", "replayed")}
-        for names in (outputs, alone.keys() - outputs - {"length", "experts"}):
+        for names in (outputs, alone.keys() - outputs - {"length", "experts", "load"}):
             one, other = ({name: found[name] for name in names} for found in (shared, alone))
             if which == "idle":
                 assert not any(each.any() for found in (one, other) for each in found.values())

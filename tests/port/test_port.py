@@ -134,6 +134,17 @@ def test_a_setting_of_a_model_stays_with_that_model(section, place):
     assert translate([(f"{section}.megatron.param_offload", "True")]).settings[f"{place}.param_offload"] == "True"
 
 
+def test_routing_replay_of_a_backend_is_that_of_the_actor():
+    key = "actor_rollout_ref.actor.router_replay.mode"
+    for backend, mode in (("megatron", "R2"), ("megatron", "R3"), ("veomni", "R3")):
+        section = f"actor_rollout_ref.actor.{backend}.router_replay"
+        new = translate([(f"{section}.mode", mode), (f"{section}.record_file", "/tmp/record")])
+        assert new.settings == {**translate([]).settings, key: mode}
+        assert not new.lost
+    assert translate([(M + "router_replay.mode", "R4")]).lost
+    assert translate([("actor_rollout_ref.ref.megatron.router_replay.mode", "R3")]).lost
+
+
 @pytest.mark.parametrize(
     ("setting", "told"),
     [

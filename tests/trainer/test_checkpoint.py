@@ -519,11 +519,12 @@ def flip(file: Path, bit: int) -> None:
 def test_a_flipped_bit_in_any_file_is_found(folder, caplog):
     saver, cfg = saver_of(folder, "algorithm.adv_estimator=grpo")
     for step in (1, 2):
-        saver.save(step, Progress(step, sampler={"seen": np.arange(9)}))
+        experts = {"tokens": np.arange(6).reshape(2, 3)}
+        saver.save(step, Progress(step, sampler={"seen": np.arange(9)}, expert_load=experts))
         add_digests(folder.step_folder(step))
     newest, random = folder.step_folder(2), Random(0)
     files = [*(file for file in newest.rglob("*") if file.is_file() and file.name != "manifest.json")]
-    assert {file.name for file in files} == {"progress.json", "sampler.npz", "lengths.npz"}
+    assert {file.name for file in files} == {"progress.json", "sampler.npz", "lengths.npz", "experts.npz"}
     for file in files:
         for bit in random.sample(range(8 * file.stat().st_size), 20):
             flip(file, bit)

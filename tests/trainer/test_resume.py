@@ -22,6 +22,7 @@ from tests import local
 from tests.tiny import small_run, write_arithmetic
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
 from tests.trainer.steps import ACTOR, CORRECTION, GAE, numbers_of
+from tests.trainer.test_router_replay import save_moe
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -70,9 +71,11 @@ RUNS = {
         {**GAE, ACTOR + "fsdp_config__compute_dtype": "float16", "critic__model__fsdp_config__compute_dtype": "float16",
          ROLLOUT + "dtype": "float16", ACTOR + "optim__lr_warmup_steps": 3}, "actor/steps_held"
     ),
+    "experts of the engine": ({ACTOR + "router_replay__mode": "R3", **OFF_POLICY}, "moe/max_vio/mean"),
+    "experts of the pass": ({ACTOR + "router_replay__mode": "R2", **OFF_POLICY}, "moe/max_vio/mean"),
     "pictures, critic": ({**PICTURES, **GAE, **OFF_POLICY}, "critic/vf_loss"),
 }  # fmt: skip
-ALWAYS = [each for each in list(RUNS)[:5] if "pictures" not in each]
+ALWAYS = [*(each for each in list(RUNS)[:5] if "pictures" not in each), "experts of the engine"]
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
@@ -127,6 +130,8 @@ def arguments(tiny_model, tmp_path, monkeypatch):
         score = lambda text, *rest: 0.5 if "equal" in name else zlib.crc32(text.encode()) % 5 / 5  # noqa: E731
         monkeypatch.setattr(local, "find_scorer", lambda source: score)
         model, write = tiny_model, write_arithmetic
+        if "experts" in name:
+            model = save_moe(tmp_path / "model")
         if "pictures" in name:
             if not importlib.util.find_spec("torchvision"):
                 pytest.skip("torchvision is not installed (scripts/test.sh installs it)")
@@ -152,6 +157,7 @@ def stopped_run(make, cuts, validates: bool):
         trainer.restore(start.progress, start.folder)
         for step in range(start.step + 1, cut + 1):
             yield step_of(trainer, step, validates)
+        assert ("moe/max_vio/mean" in trainer.progress.metrics) == bool(trainer.progress.expert_load)
         saver.save(step, trainer.progress)
         saver.finish()
         folder.release()

@@ -170,7 +170,7 @@ NO_EFFECT = {
     _R + "logprobs_mode": "log-probs are always those of the sampling temperature",
     _R + "micro_batch_size": "see max_num_seqs, how many answers are generated at once",
     _R + "mode!=sync": "every step generates with the current weights",
-    _R + "moe_load_balance_metrics_interval": "the load of experts is not measured",
+    _R + "moe_load_balance_metrics_interval": "moe/max_vio/* measure the load of experts in every update",
     _R + "multi_stage_wake_up": "the engine is always woken in stages",
     **{f"{_R}multi_turn.{name}": why for name, why in _OF_TURNS.items()},
     _R + "n_gpus_per_node": "engines share the devices of the trainer",

@@ -176,6 +176,10 @@ class PackedInputs:
         parts = [torch.arange(part.start, part.stop) for span in self.spans for part in span]
         return torch.cat([torch.zeros(0).long(), *parts])
 
+    def times_counted(self) -> Tensor:
+        """In how many samples each token of the row stands [total]: a shared prompt's in all of its answers'."""
+        return send(self.by_sample().bincount(minlength=self.plan.num_tokens), self.tokens.device)
+
 
 # An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.
 _LONGEST_ANSWER_PER_PROMPT_TOKEN = 16

@@ -129,10 +129,8 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
         for tensor in (inputs.tokens, inputs.positions)
     )
     images = None if inputs.images is None else inputs.images.within(start, length)
-    experts = inputs.experts
-    if experts is not None:
-        # A token of padding goes to the first ones.
-        experts = pad(experts, (0, 0, 0, 0, 0, length * ranks - total))[start : start + length]
+    # A token of padding goes to the first ones.
+    experts = None if inputs.experts is None else slice_of_row(inputs.experts, group)
     # Places within the slice; predictors of other ranks fall outside of it.
     predictors = inputs.host_predictors - start
     own_places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
@@ -149,6 +147,16 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
         return _Collect.apply(values, places, num_answer_tokens, group) if num_answer_tokens else values
 
     return share, collect
+
+
+def slice_of_row(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Of what every token of the row has [total, ...], that of this rank's slice. Padding has zeros."""
+    if group is None:
+        return values
+    length = -(-len(values) // group.size())
+    missing = length * group.size() - len(values)
+    start = group.rank() * length
+    return pad(values, (0, 0) * (values.dim() - 1) + (0, missing))[start : start + length]
 
 
 def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:

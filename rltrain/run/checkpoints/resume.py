@@ -34,6 +34,7 @@ from rltrain.workers.node import altered
 
 log = logging.getLogger(__name__)
 
+_EXPERTS = "experts.npz"
 # Every version before the first that says so.
 _FIRST_VERSION = "0.1.0"
 # With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
@@ -87,7 +88,9 @@ def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: 
     record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef, "in_flight": progress.in_flight}
     record |= {"metrics": progress.metrics, "entropy_coef": progress.entropy_coef}
     files = {"progress.json": json.dumps(record, indent=1).encode()}
-    for name, arrays in (("sampler.npz", progress.sampler), ("lengths.npz", progress.lengths)):
+    arrays_of: dict[str, dict[str, Any]] = {"sampler.npz": progress.sampler, "lengths.npz": progress.lengths}
+    arrays_of |= {_EXPERTS: progress.expert_load} if progress.expert_load else {}
+    for name, arrays in arrays_of.items():
         np.savez(content := io.BytesIO(), **arrays)
         files[name] = content.getvalue()
     return files
@@ -172,10 +175,14 @@ def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[
 def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
     sampler = _read_arrays(folder / "sampler.npz")
     # Checkpoints may have been made before there were lengths, metrics or an entropy_coef in them.
-    lengths = _read_arrays(file) if patiently(file := folder / "lengths.npz", file.exists) else {}
+    lengths, experts = (
+        _read_arrays(file) if patiently(file := folder / name, file.exists) else {}
+        for name in ("lengths.npz", _EXPERTS)
+    )
     numbers, metrics = (record["batches_drawn"], record["kl_coef"]), record.get("metrics", {})
     entropy_coef = record.get("entropy_coef")
-    return Progress(*numbers, sampler, record["in_flight"], lengths=lengths, metrics=metrics, entropy_coef=entropy_coef)
+    others: Any = {"metrics": metrics, "entropy_coef": entropy_coef, "expert_load": experts}
+    return Progress(*numbers, sampler, record["in_flight"], lengths=lengths, **others)
 
 
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:

@@ -108,7 +108,14 @@ RULES: dict[str, Rule] = {
     "*.override_transformer_config.moe_router_bias_update_rate": Rule(turn=_only("0", "0.0")),
     "*.override_transformer_config.moe_router_load_balancing_type": Rule(turn=_only("none")),
     "*.override_transformer_config.*dropout": Rule(turn=_only("0", "0.0")),
-    "*.megatron.router_replay.mode": Rule(turn=_only("disabled")),
+    **{
+        f"*.actor.{backend}.router_replay.mode": Rule(
+            "{role}.router_replay.mode", f"was {backend}.router_replay.mode", _only("disabled", "R2", "R3")
+        )
+        for backend in ("megatron", "veomni")
+    },
+    "*.actor.*.router_replay.*_file": Rule(why="what was chosen goes with the samples, in memory"),
+    "*.router_replay.mode": Rule(turn=_only("disabled")),
     "*.megatron.qat.enable": Rule(turn=_only("False", "false")),
     "*.megatron.override_transformer_config.fp8*": Rule(turn=_only("False", "false")),
     "*.megatron.override_transformer_config.mtp*": Rule(turn=_only("0")),

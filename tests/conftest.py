@@ -1,6 +1,7 @@
 """Shared fixtures: a tiny model with its own tokenizer, made on the spot, and two-process runs without Ray."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -13,6 +14,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 
 from pathlib import Path
 
+import omegaconf.base
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from tests.fault_table import FaultTable
 from tests.hosts.hosts import Network, forbidden
 from tests.left_out import LeftOut
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
+
+# A third of the time of reading a configuration, of which tests read thousands: its references, always the same few.
+omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 
 
 def pytest_addoption(parser):
@@ -80,7 +85,9 @@ def tiny_trainer(tiny_model, arithmetic_files, tmp_path):
     made = []
 
     def make(twist=None, **changes):
-        made.append(local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **changes), twist))
+        # To compute layers twice takes longer and changes nothing: tests/trainer/test_lora_step.py, and runs with Ray.
+        keys = {"actor_rollout_ref__model__enable_gradient_checkpointing": False} | changes
+        made.append(local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **keys), twist))
         return made[-1]
 
     yield make

@@ -52,7 +52,8 @@ def run(folder, *arguments):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_a_run_uses_everything_that_was_added(extended, tiny_model, tmp_path):
+@pytest.mark.parametrize("dry", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_run_uses_everything_that_was_added(extended, tiny_model, tmp_path, dry):
     """A scorer, an estimator, a loss, an engine, a tracker and a key, each added as the page says."""
     file = write_arithmetic(tmp_path / "train.parquet", range(24), data_source="my/parity")
     changes = {
@@ -63,8 +64,11 @@ def test_a_run_uses_everything_that_was_added(extended, tiny_model, tmp_path):
         "trainer__logger": "[lines]",
         "data__shout": 2,
     }
-    done = run(extended, *small_run(tiny_model, (file, file), tmp_path / "run", **changes))
+    words = small_run(tiny_model, (file, file), tmp_path / "run", **changes)
+    done = run(extended, *words, *["--dry-run"] * dry)
     assert done.returncode == 0, done.stderr
+    if dry:
+        return
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2]
     assert all("actor/outside" in line for line in metrics)

@@ -74,6 +74,7 @@ def test_the_wheel_says_what_it_is(installed):
     assert "docs/rollout.md" in description
 
 
+@pytest.mark.long
 def test_an_installed_wheel_plans_a_run_away_from_the_checkout(installed, tiny_model, arithmetic_files, tmp_path):
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run")
     done = python("-m", "rltrain.tools.cli", "train", *run, "--dry-run", cwd=tmp_path, PYTHONPATH=str(installed))

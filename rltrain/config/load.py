@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def changed(loaded: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The resolved configuration as plain values, secrets masked."""
-    return _masked(OmegaConf.to_container(OmegaConf.structured(config)))
+    return _masked(asdict(config))
 
 
 def to_yaml(config: Config) -> str:

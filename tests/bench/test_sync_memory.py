@@ -13,7 +13,8 @@ BUCKET_MIB = 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of resident memory are read from /proc")
-@pytest.mark.parametrize("vocabulary", [pytest.param(6000, marks=pytest.mark.long), 24_000])
+@pytest.mark.long
+@pytest.mark.parametrize("vocabulary", [6000, 24_000])
 def test_a_sync_takes_a_bucket_and_at_most_one_weight(tmp_path, vocabulary):
     """However often. The engine's weights are some buckets; the larger embedding alone is three."""
     torch.manual_seed(0)

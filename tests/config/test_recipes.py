@@ -28,8 +28,6 @@ from tests.tiny_vision import picture, save_tiny_vision_model
 FOLDER = Path(__file__).parent.parent.parent / "examples"
 # GiB that the driver shows of a device.
 ROOM = {"H100": 79.1, "910B": 60.9, "A3": 60.9}
-# What a device needs is foretold of this one in CI, of the others with -m long.
-IN_CI = "qwen2_5_7b_grpo-910B"
 
 
 def _sizes(
@@ -254,9 +252,9 @@ def test_a_recipe_would_run_on_its_devices(row, dry, monkeypatch):
         assert "nothing found" in out
 
 
-@pytest.mark.parametrize(
-    "row", [each if str(each) == IN_CI else pytest.param(each, marks=pytest.mark.long) for each in ROWS], ids=str
-)
+# What foretells it is held by tests/trainer/test_memory.py.
+@pytest.mark.long
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_recipe_needs_what_the_table_says(row, dry):
     code, out = dry(row)
     assert code == 0, out

@@ -84,6 +84,8 @@ def test_our_methods_stand_in_for_theirs(name, ours):
     assert all(own == takes.split() for takes in API[name]["takes"][theirs].values())
 
 
+# It downloads a wheel of each and reads them; what the adapters use is compared with the record in every run.
+@pytest.mark.long
 @each_package
 def test_the_record_is_what_the_wheels_say(name):
     try:

@@ -65,7 +65,8 @@ follow_imports_for_stubs = true
 """
 
 
-@pytest.mark.slow
+# That our own calls are right `make check` says; this, that it would say if they were not.
+@pytest.mark.long
 def test_mypy_finds_wrong_calls_and_unfinished_roles(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     wrong = "\n\ndef wrong(group: WorkerGroup, request: Request, task: UpdateTask, prompts: GenerateTask) -> None:\n"

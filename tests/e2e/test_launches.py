@@ -106,8 +106,8 @@ def with_tools(folder: Path) -> dict[str, object]:
     }
 
 
-# Every run of the suite makes two of texts, `bash scripts/test.sh -m long` the others.
-_ALWAYS = ("mistral_nemo", "ppo_trainer/run_qwen3")
+# Every run of the suite makes one with a critic, `make test-long` the others.
+_ALWAYS = ("ppo_trainer/run_qwen3",)
 _SEEING = {"qwen3_vl": "qwen3_vl", "Qwen2-VL": "qwen2_vl"}
 
 

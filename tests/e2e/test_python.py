@@ -37,8 +37,9 @@ def everything(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("joined")
-@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("saves", [True, False])
 def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithmetic_files, tmp_path, saves, caplog):
     steps = {"trainer__total_training_steps": 1, "trainer__save_at_end": saves}
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **steps)
@@ -66,7 +67,7 @@ def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithm
 
 
 @pytest.mark.usefixtures("joined")
-@pytest.mark.parametrize("kind", ["critic and reference", "adapters"])
+@pytest.mark.parametrize("kind", ["critic and reference", pytest.param("adapters", marks=pytest.mark.long)])
 def test_evaluation_of_a_checkpoint_needs_the_policy_and_the_validation_alone(
     kind, tiny_model, arithmetic_files, tmp_path
 ):
@@ -80,7 +81,10 @@ def test_evaluation_of_a_checkpoint_needs_the_policy_and_the_validation_alone(
     wanted = {name: value for name, value in result.newest().items() if name.startswith("val-")}
     left = ("data.train", "actor_rollout_ref.actor.", "critic.", "algorithm.", "actor_rollout_ref.rollout.n=")
     alone = [word for word in run if not word.startswith(left)]
+    before = everything(tmp_path / "run")
     found = rltrain.evaluate(alone)
+    after = everything(tmp_path / "run")
+    assert [name for name in before if after[name] != before[name] and name.suffix not in (".lock", ".log")] == []
     assert {name: found[name] for name in wanted} == wanted
     untrained = rltrain.evaluate(
         [*alone, "trainer.resume_mode=disable", f"trainer.default_local_dir={tmp_path / 'new'}"]

@@ -32,6 +32,8 @@ def made(convert, folder, *options):
     assert convert.main(["--output", str(folder / "rows"), *options]) == 0
 
 
+# What each environment does, without a run: tests/agents/ready.
+@pytest.mark.long
 @pytest.mark.usefixtures("joined")
 def test_a_number_is_guessed(run, tmp_path):
     made(guess_number, tmp_path, "--num-train", "24", "--num-test", "4", "--high", "3")
@@ -45,6 +47,7 @@ def test_a_number_is_guessed(run, tmp_path):
     assert metrics["agent/failed"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("joined")
 def test_a_lake_is_walked(run, tmp_path):
     made(frozen_lake, tmp_path, "--num-train", "24", "--num-test", "4", "--sizes", "3", "--instruction", "Move.")
@@ -56,6 +59,7 @@ def test_a_lake_is_walked(run, tmp_path):
     assert metrics["agent/failed"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("joined")
 def test_a_corpus_is_searched(run, tmp_path):
     rows = "".join(json.dumps({"question": f"q{i}", "golden_answers": ["Oslo"]}) + "\n" for i in range(24))

@@ -50,6 +50,8 @@ def engine_pids() -> list[int]:
     ]
 
 
+# Engines over two devices, without Ray: tests/workers/test_replicas.py.
+@pytest.mark.long
 def test_a_run_with_one_engine_over_two_devices(launch, tmp_path):
     process = launch(2)
     output, _ = process.communicate(timeout=240)

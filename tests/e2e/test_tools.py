@@ -49,6 +49,7 @@ def test_a_run_with_tools(arithmetic_files, tmp_path, capsys):
     assert "-> [add 2, 3 = 5] -> " in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("joined")
 def test_a_run_with_the_calculator_that_comes_along(arithmetic_files, tmp_path):
     tools = tool_run(save_calling_model(tmp_path / "model", call=PRODUCT), tmp_path)

@@ -104,7 +104,8 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             "trainer__overlap": True,
             "actor_rollout_ref__actor__fsdp_config__fsdp_size": 1,
         },
-        {"reward__overlap": False},
+        # Without Ray: tests/trainer/test_reward_steps.py.
+        pytest.param({"reward__overlap": False}, marks=pytest.mark.long),
         # Replicas that serve one queue: tests/workers/test_replicas.py has them in every run.
         pytest.param({"trainer__n_gpus_per_node": 2, R + "name": "vllm"}, marks=pytest.mark.long),
         pytest.param(
@@ -277,7 +278,15 @@ def stopped_after(step: int, straight: Path, folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(lines[:step]))
 
 
-@pytest.mark.parametrize("cut", [4, 6, 7], ids=["mid_epoch", "epoch_end", "after_epoch_end"])
+# After every step, without Ray: tests/trainer/test_resume.py.
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(4, id="mid_epoch", marks=pytest.mark.long),
+        pytest.param(6, id="epoch_end"),
+        pytest.param(7, id="after_epoch_end", marks=pytest.mark.long),
+    ],
+)
 def test_resume_continues_bit_for_bit(tiny_model, arithmetic_files, tmp_path, cut, straight_run):
     stopped_after(cut, straight_run, tmp_path)
     assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=8)) == 0
@@ -341,6 +350,8 @@ def test_weights_alone_start_a_new_run(reference_run, tiny_model, arithmetic_fil
     assert largest_difference(weights(reference_run, 1), weights(tmp_path, 1)) > 0
 
 
+# Without a run: tests/trainer/test_saving.py; on a full disk: tests/faults/test_full_disk.py.
+@pytest.mark.long
 def test_a_disk_that_fills_up_is_noticed_before_writing(tiny_model, arithmetic_files, tmp_path, capsys, monkeypatch):
     frees = iter([10**9] * 2)  # looked at before Ray starts and before the first step
     monkeypatch.setattr(
@@ -443,7 +454,7 @@ def test_grpo_learns_what_is_rewarded(tiny_model, arithmetic_files, tmp_path):
     )
     args = small_run(
         tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer,
-        trainer__total_training_steps=30, data__train_batch_size=8, actor_rollout_ref__actor__ppo_mini_batch_size=8,
+        trainer__total_training_steps=12, data__train_batch_size=8, actor_rollout_ref__actor__ppo_mini_batch_size=8,
         actor_rollout_ref__rollout__n=8, actor_rollout_ref__actor__entropy_coeff=0,
         actor_rollout_ref__actor__optim__lr=5e-3, actor_rollout_ref__actor__kl_loss_coef=0,
         actor_rollout_ref__actor__optim__eps=1e-8,

@@ -30,16 +30,15 @@ RUNS = {
     "pictures, adapters": ("qwen2_5_vl", PICTURES | LORA),
     "vllm": ("qwen2_5_vl", {R + "name": "vllm", R + "engine_kwargs__vllm__block_size": 32}),
 }
+# Of the others every run has a part: tests/models/test_vision_text.py and tests/trainer/test_vision_steps.py texts and
+# adapters, tests/workers/test_engine_images.py vLLM, tests/trainer/test_vision_resume.py what is resumed.
+ALWAYS = "pictures, a critic, two processes"
 # vLLM starts in half a minute, and a checkpoint does not depend on the engine.
-RESUMED = [name for name in RUNS if name != "vllm"]
-
-
-# Texts and adapters: tests/models/test_vision_text.py and tests/trainer/test_vision_steps.py have them in every run.
-ALWAYS = ("pictures, a critic, two processes", "vllm")
+RESUMED = [name for name in RUNS if name not in ("vllm", ALWAYS)]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in RUNS]
+    "name", [pytest.param(name, marks=() if name == ALWAYS else pytest.mark.long) for name in RUNS]
 )
 def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
     family, changes = RUNS[name]

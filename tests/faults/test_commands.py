@@ -24,6 +24,8 @@ from tests.faults.plug import (
 from tests.tiny import small_run
 
 
+# What is said of a killed worker, without a run: tests/controller/test_group.py.
+@pytest.mark.long
 @pytest.mark.fault("A killed worker is named within seconds, exit 75; the same command goes on")
 @pytest.mark.usefixtures("own_ray")
 def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arithmetic_files, tmp_path):
@@ -87,9 +89,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder, s
 """
 
 
+@pytest.mark.long
 @pytest.mark.fault("A second Ctrl-C, and one outside of a step, stop at once: 130")
 @pytest.mark.usefixtures("joined")
-@pytest.mark.parametrize("when", ["in_a_step", pytest.param("in_the_first_validation", marks=pytest.mark.long)])
+@pytest.mark.parametrize("when", ["in_a_step", "in_the_first_validation"])
 def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, arithmetic_files, tmp_path, when):
     (tmp_path / "reward.py").write_text(SLOW_REWARD)
     process = start(
@@ -193,6 +196,7 @@ def test_sigterm_while_a_checkpoint_is_written(start, tiny_model, arithmetic_fil
     assert gone(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.fault("SIGTERM while Ray starts leaves no process, exit 75")
 @pytest.mark.usefixtures("own_ray")
 def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_model, arithmetic_files, tmp_path):
@@ -229,9 +233,10 @@ def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_
     ("change", "words"),
     [
         ({"algorithm__adv_estimater": "grpo"}, ["unknown key 'algorithm.adv_estimater'", "algorithm.adv_estimator"]),
-        ({"data__train_files": "/no/such/file.parquet"}, ["/no/such/file.parquet"]),
-        ({"actor_rollout_ref__rollout__n": 0}, ["rollout.n"]),
-        ({"actor_rollout_ref__model__path": "/no/such/model"}, ["/no/such/model"]),
+        # Each in this process: tests/config/test_config.py and tests/test_main_ppo.py.
+        pytest.param({"data__train_files": "/no/such/file.parquet"}, ["/no/such/file.parquet"], marks=pytest.mark.long),
+        pytest.param({"actor_rollout_ref__rollout__n": 0}, ["rollout.n"], marks=pytest.mark.long),
+        pytest.param({"actor_rollout_ref__model__path": "/no/such/model"}, ["/no/such/model"], marks=pytest.mark.long),
     ],
 )
 def test_what_a_user_mistypes_is_an_error_without_traceback(

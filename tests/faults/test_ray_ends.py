@@ -26,8 +26,9 @@ def told(output: str) -> str:
     return error_of(output)
 
 
+@pytest.mark.long
 @pytest.mark.fault("A killed raylet or GCS is named within seconds, exit 75, and nothing is left")
-@pytest.mark.parametrize("part", ["raylet/raylet", pytest.param("gcs/gcs_server", marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", ["raylet/raylet", "gcs/gcs_server"])
 def test_a_killed_part_of_ray_ends_the_run_and_its_processes(start, command, shm, tmp_path, part):
     process = start(command(trainer__total_training_steps=100000), shm=shm)
     wait_for_step(tmp_path / "run", 2, process)
@@ -56,6 +57,7 @@ def test_a_raylet_killed_at_the_start_is_told(start, command, tmp_path):
     assert gone(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.fault("Too small a limit for files (ulimit -f) is named before Ray starts, exit 2")
 def test_a_limit_for_files_that_ray_does_not_fit_is_named(start, command):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

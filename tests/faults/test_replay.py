@@ -11,7 +11,7 @@ from tests.tiny import small_run
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
 
 
-@pytest.fixture(params=["text", pytest.param("pictures and adapters", marks=pytest.mark.long)])
+@pytest.fixture(params=["text", "pictures and adapters"])
 def kind(request, tiny_model, arithmetic_files, tmp_path):
     """Model, files and keys of a run."""
     if request.param == "text":
@@ -22,6 +22,8 @@ def kind(request, tiny_model, arithmetic_files, tmp_path):
     return tmp_path / "model", files, PICTURES
 
 
+# What is kept and computed again, without a run: tests/workers/test_incidents.py.
+@pytest.mark.long
 @pytest.mark.fault("A loss that is not finite makes no optimizer step, exit 70, and is computed again on one device")
 @pytest.mark.usefixtures("joined")
 def test_a_non_finite_loss_ends_the_run_and_is_replayed(kind, tmp_path, capsys):

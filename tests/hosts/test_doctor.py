@@ -2,10 +2,14 @@
 
 import re
 
+import pytest
+
 from tests.hosts.hosts import ROOT
 from tests.tiny import save_tiny_model
 
 
+# The doctor of one host, with every check: tests/test_doctor.py.
+@pytest.mark.long
 def test_the_doctor_names_what_is_wrong_with_a_host(network):
     first, second = network(2)
     script, where = f"bash {ROOT}/scripts/ray_start.sh", {"HEAD_FILE": first.shared / "ray"}

@@ -31,6 +31,8 @@ def ray_of(host):
     return host.pids("raylet") + host.pids("gcs_server")
 
 
+# What is looked at when nodes gather, without Ray and hosts: tests/controller/test_launch.py.
+@pytest.mark.long
 def test_a_cluster_without_shared_files_gathers_and_ends_alone(hosts):
     head, worker, third = hosts
     log = head.check(f"{SCRIPT} head --num-cpus=1")

@@ -1,4 +1,5 @@
-"""A cluster that somebody else has started with `ray start`: ways to join it, and what workers find on each node."""
+"""A cluster that somebody else has started with `ray start`: ways to join it, what workers find on each node, and what
+a run over both learns."""
 
 import json
 import os
@@ -7,6 +8,7 @@ import pytest
 
 from rltrain.base.env import cpu_quota, installed
 from tests.hosts.hosts import wait_until
+from tests.hosts.test_two_hosts import Run
 
 TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 LOOK = "python -m tests.hosts.look trainer.device=cpu trainer.nnodes=2 trainer.n_gpus_per_node=1"
@@ -58,6 +60,20 @@ def test_variables_reach_every_node_and_each_finds_its_card(hosts):
     assert not any("OTHER" in variables for variables in seen.values())
 
 
+def test_a_run_over_two_hosts_learns_what_one_process_learns(
+    hosts, process_group, tiny_model, arithmetic_files, tmp_path
+):
+    run = Run(hosts, tiny_model, arithmetic_files, TOKEN)
+    job = run.start(2, 1, 2)
+    assert job.wait(LIMIT_S) == 0, job.output
+    assert sorted(json.loads((run.folder / "env.json").read_text())["hosts"]) == ["host1", "host2"]
+    alone = run.learns_what_one_process_learns(tmp_path)
+    for line, other in zip(run.lines, alone, strict=True):
+        assert line["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
+        assert line["rollout/log_prob_gap/mean"] < 1e-5
+
+
+@pytest.mark.long
 def test_a_host_outside_drives_the_cluster_as_a_client(hosts):
     head, _, outside = hosts
     given = TOKEN | {"NCCL_DEBUG": "WARN"}

@@ -13,7 +13,8 @@ from tests.hosts.hosts import wait_until
 from tests.local import local_trainer
 from tests.tiny import small_run
 
-pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(900)]
+# A run that nothing befalls is in every run of the suite: test_running_cluster.py.
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(900), pytest.mark.long]
 # For a slow and busy machine; what is waited for comes long before.
 START_S, END_S = 240, 150
 # Ray counts a silent node as lost after 65 s. Here after 20.
@@ -39,8 +40,8 @@ def of_run(host) -> list[int]:
 class Run:
     """The command of a run, typed on the first host again and again with other numbers of nodes and workers."""
 
-    def __init__(self, hosts, model, files) -> None:
-        self.hosts, self.shared, self.ended = hosts, hosts[0].shared, []
+    def __init__(self, hosts, model, files, environment=None) -> None:
+        self.hosts, self.shared, self.ended, self._environment = hosts, hosts[0].shared, [], environment or {}
         self.folder = self.shared / "run"
         self.model = shutil.copytree(model, self.shared / "model")
         self.files = tuple(shutil.copy(file, self.shared) for file in files)
@@ -49,7 +50,7 @@ class Run:
         keys = {"trainer__nnodes": nodes, "trainer__n_gpus_per_node": workers, "trainer__total_training_steps": steps}
         keys |= {"trainer__save_freq": 1, "ray_kwargs__ray_init__address": "auto", **changes}
         words = small_run(self.model, self.files, self.folder, **keys)
-        return self.hosts[0].start(f"exec python -m rltrain.main_ppo {' '.join(words)}")
+        return self.hosts[0].start(f"exec python -m rltrain.main_ppo {' '.join(words)}", self._environment)
 
     def wait_for_step(self, job, step: int) -> None:
         wait_until(lambda: self.last_step >= step or job.returncode is not None, f"step {step}", START_S)

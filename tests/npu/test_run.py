@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.npu.standin import environment
 from tests.tiny import small_run
 
-STEPS = 3
+STEPS = 2
 A = "actor_rollout_ref__actor__"
 CHANGES = {
     "trainer__n_gpus_per_node": 2,
@@ -44,14 +44,22 @@ def weights(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def on_npu(tiny_model, arithmetic_files, tmp_path_factory):
-    """(run folder, lines of the report of each rank). Killed by signal 9 after its first checkpoint, then resumed."""
+    """(run folder, lines of the report of each rank)."""
     folder = tmp_path_factory.mktemp("npu")
     report = folder / "report"
     report.mkdir()
     variables = environment(count=2) | {"RLTRAIN_STANDIN_REPORT": str(report)}
+    finished(small_run(tiny_model, arithmetic_files, folder, trainer__device="npu", **CHANGES), variables)
+    return folder, [[json.loads(line) for line in file.read_text().splitlines()] for file in sorted(report.iterdir())]
+
+
+@pytest.fixture(scope="module")
+def killed_on_npu(tiny_model, arithmetic_files, tmp_path_factory):
+    """Run folder. Killed by signal 9 after its first checkpoint, then resumed."""
+    folder = tmp_path_factory.mktemp("killed")
     arguments = small_run(tiny_model, arithmetic_files, folder, trainer__device="npu", **CHANGES)
     with (folder / "first.out").open("w") as output:
-        first = subprocess.Popen(command(arguments), env=variables, stdout=output, stderr=subprocess.STDOUT)
+        first = subprocess.Popen(command(arguments), env=environment(count=2), stdout=output, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 200
         while not (folder / "global_step_1" / "manifest.json").is_file():
             assert first.poll() is None, (folder / "first.out").read_text()[-6000:]
@@ -59,10 +67,8 @@ def on_npu(tiny_model, arithmetic_files, tmp_path_factory):
             time.sleep(0.05)
         first.kill()
         first.wait()
-    for file in report.iterdir():
-        file.unlink()
-    finished(arguments, variables)
-    return folder, [[json.loads(line) for line in file.read_text().splitlines()] for file in sorted(report.iterdir())]
+    finished(arguments, environment(count=2))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +78,11 @@ def on_cpu(tiny_model, arithmetic_files, tmp_path_factory):
     return folder
 
 
+# Steps in one process, bit for bit as on the CPU: test_standin.py. Two ranks and their memory: the last test.
+@pytest.mark.long
 @pytest.mark.fault("A run on a device, killed by kill -9, ends with the weights of an unbroken one")
-def test_weights_are_those_of_the_cpu_bit_for_bit(on_npu, on_cpu):
-    own, expected = weights(on_npu[0]), weights(on_cpu)
+def test_weights_are_those_of_the_cpu_bit_for_bit(killed_on_npu, on_cpu):
+    own, expected = weights(killed_on_npu), weights(on_cpu)
     assert own.keys() == expected.keys()
     assert [name for name in own if not torch.equal(own[name], expected[name])] == []
 

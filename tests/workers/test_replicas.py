@@ -59,8 +59,8 @@ SEEING = {
     "images, vllm 2": (2, SEES | {R + "name": "vllm"}, 2**29),
     "images, vllm 2 as one replica": (2, SEES | {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
 }
-# Two of them are in every run: two replicas of one process each, and two of two.
-PARTS = ["vllm 1", "sglang 2 as one replica", "sglang 4 as one replica"]
+# Every run has replicas of one process and of two, vLLM and SGLang over two, and no engine in four processes.
+PARTS = ["vllm 1", "vllm 2", "sglang 4 as two replicas", "sglang 4 as one replica"]
 CASES = [pytest.param(cut, marks=pytest.mark.long if cut in PARTS else ()) for cut in CUTS]
 # Engines that draw alike: every cut answers as this one.
 LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "sglang": "sglang 1"}

@@ -104,8 +104,7 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             "trainer__overlap": True,
             "actor_rollout_ref__actor__fsdp_config__fsdp_size": 1,
         },
-        # Without Ray: tests/trainer/test_reward_steps.py.
-        pytest.param({"reward__overlap": False}, marks=pytest.mark.long),
+        {"reward__overlap": False},
         # Replicas that serve one queue: tests/workers/test_replicas.py has them in every run.
         pytest.param({"trainer__n_gpus_per_node": 2, R + "name": "vllm"}, marks=pytest.mark.long),
         pytest.param(

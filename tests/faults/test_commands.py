@@ -233,7 +233,7 @@ def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_
     ("change", "words"),
     [
         ({"algorithm__adv_estimater": "grpo"}, ["unknown key 'algorithm.adv_estimater'", "algorithm.adv_estimator"]),
-        # Each in this process: tests/config/test_config.py and tests/test_main_ppo.py.
+        # Each in this process: tests/config/test_config.py and tests/test_dry_run.py.
         pytest.param({"data__train_files": "/no/such/file.parquet"}, ["/no/such/file.parquet"], marks=pytest.mark.long),
         pytest.param({"actor_rollout_ref__rollout__n": 0}, ["rollout.n"], marks=pytest.mark.long),
         pytest.param({"actor_rollout_ref__model__path": "/no/such/model"}, ["/no/such/model"], marks=pytest.mark.long),

@@ -7,7 +7,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 CHARACTERS = "0123456789+-=? "
 SPECIALS = ["<pad>", "<eos>", "<user>", "<assistant>", "<unk>"]
@@ -36,12 +43,26 @@ def save_tiny_model(
     folder: Path, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 128, width: int = 32
 ) -> Path:
     """A random two-layer Qwen3 over the tiny tokenizer."""
+    return _save(folder, Qwen3Config(**_sizes(heads, kv_heads, positions, width)), seed)
+
+
+def save_tiny_moe(folder: Path, heads: int = 2, kv_heads: int = 1, **changes: object) -> Path:
+    """The same with 8 experts in a layer, of which a token goes to two."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **changes}
+    return _save(folder, Qwen3MoeConfig(**_sizes(heads, kv_heads, 128, 32) | experts), 0)
+
+
+def _sizes(heads: int, kv_heads: int, positions: int, width: int) -> dict[str, object]:
+    return {
+        "vocab_size": len(CHARACTERS) + len(SPECIALS), "hidden_size": width, "intermediate_size": 2 * width,
+        "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 32,
+        "max_position_embeddings": positions, "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0,
+        "bos_token_id": None, "initializer_range": 0.2,
+    }  # fmt: skip
+
+
+def _save(folder: Path, config: PretrainedConfig, seed: int) -> Path:
     save_tiny_tokenizer(folder)
-    config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=positions,
-        tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, initializer_range=0.2,
-    )  # fmt: skip
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

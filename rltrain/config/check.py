@@ -44,6 +44,7 @@ _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
     "tensor_model_parallel_size": "engines",
     "fsdp_size": "copies of the weights",
+    "expert_parallel_size": "layers of experts",
 }
 
 

@@ -128,6 +128,25 @@ def replay_problems(config: Config) -> Iterator[str]:
             yield f"{key}: graphs of {rollout.name} do not tell where tokens went. Set {_R}enforce_eager=True."
 
 
+def _experts_of_engine(config: Config) -> Iterator[str]:
+    """Experts that are spread over the devices of an engine."""
+    rollout = config.actor_rollout_ref.rollout
+    experts, devices = rollout.expert_parallel_size, rollout.tensor_model_parallel_size
+    key = f"{_R}expert_parallel_size={experts}"
+    if experts == 1:
+        return
+    if not ENGINES[rollout.name].expert_parallel:
+        others = engines_with("expert_parallel")
+        yield f"{key}: rollout.name={rollout.name} has all experts on each device. Leave it out, or use {others}."
+    elif experts != devices:
+        yield (
+            f"{key}: the devices of an engine share its experts, and {_R}tensor_model_parallel_size={devices} is their "
+            "number. Set both to the same, or leave it out."
+        )
+    elif config.trainer.device == "cpu":
+        yield f"{key}: the process ends in vLLM's kernel for CPUs, which knows no share of the experts. Leave it out."
+
+
 def _engine(config: Config) -> Iterator[str]:
     """What the chosen engine cannot do."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
@@ -140,6 +159,7 @@ def _engine(config: Config) -> Iterator[str]:
             f"{_R}tensor_model_parallel_size={size}: an engine of rollout.name={rollout.name} runs on one device. "
             f"Use 1, or {engines_with('tensor_parallel')}."
         )
+    yield from _experts_of_engine(config)
     here = config.trainer.n_gpus_per_node
     if size > here and engine.tensor_parallel and not engine.over_nodes:
         yield (

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rltrain.base.device import Device
 from rltrain.config.schema.model import OptimConfig
@@ -18,7 +20,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig, device:
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     betas = (cfg.betas[0], cfg.betas[1])
     decay, fused = cfg.weight_decay, device.fused_optimizer or None
-    return torch.optim.AdamW(trainable, lr=cfg.lr, betas=betas, eps=cfg.eps, weight_decay=decay, fused=fused)
+    groups = [{"params": group} for group in alike(trainable)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, eps=cfg.eps, weight_decay=decay, fused=fused)
 
 
 def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:
@@ -37,11 +40,39 @@ def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: i
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * max(0.0, wave))
 
 
+@torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale gradients to a global norm of at most ``max_norm``. Returns the norm before clipping (a scalar tensor)."""
-    norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm)
-    # The norm of shards is a DTensor, whose local value is only this rank's part.
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    groups = alike(parameter for parameter in parameters if parameter.grad is not None)
+    norm = torch.linalg.vector_norm(torch.stack([_norm(group) for group in groups]))
+    for group in groups:
+        clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def _norm(group: list[nn.Parameter]) -> Tensor:
+    """Of the gradients of weights that are spread alike, over all ranks."""
+    gradients = [weight.grad for weight in group if weight.grad is not None]
+    norm, first = (
+        get_total_norm([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]),
+        group[0],
+    )
+    if isinstance(first, DTensor):
+        squares = norm.square()
+        for dim, placement in enumerate(first.placements):
+            if placement.is_shard():
+                dist.all_reduce(squares, group=first.device_mesh.get_group(dim))
+        norm = squares.sqrt()
+    return norm
+
+
+def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that are spread over the same ranks in the same way together: one kernel takes no others."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        spread = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        groups.setdefault(spread, []).append(parameter)
+    return list(groups.values())
 
 
 class LossScale:

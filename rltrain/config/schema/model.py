@@ -78,6 +78,9 @@ class ShardingConfig(OffloadConfig):
     trained is scaled (loss_scale). Gradients are reduced in float32."""
     fsdp_size: int = -1
     """Ranks that share one copy of the weights; -1: all. Fewer make replicas of shard groups (HSDP)."""
+    expert_parallel_size: int = key(1, least=1)
+    """Neighbouring ranks that share the experts of each layer: each keeps some, and tokens travel to theirs. 1: every
+    rank gathers all experts of a layer while it computes that layer."""
     reshard_after_forward: bool = True
     """Free the gathered weights of each layer after its forward."""
 

@@ -162,6 +162,9 @@ class RolloutConfig:
     """dtype of the engine's weights: auto is bfloat16 on NPU and GPU, float32 on CPU."""
     tensor_model_parallel_size: int = key(1, least=1)
     """Devices per engine replica. More than 1 needs name=vllm or name=sglang."""
+    expert_parallel_size: int = key(1, least=1)
+    """1: every device of an engine has a part of each expert. As many as tensor_model_parallel_size: each has some
+    experts whole (vllm, on accelerators)."""
     gpu_memory_utilization: float = key(0.5, over=0, most=1)
     """Share of device memory for the engine (name=hf: of what is free before generation, for keys and values)."""
     max_num_seqs: int = key(256, least=1)

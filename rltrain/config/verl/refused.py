@@ -73,8 +73,6 @@ REFUSED = {
     _R + "nnodes": _SYNCHRONOUS,
     _R + "data_parallel_size!=1": "the number of engines is that of the devices divided by tensor_model_parallel_size: "
     "leave it out",
-    _R + "expert_parallel_size!=1": "an engine does not spread experts over devices in this version: leave it out, or "
-    "use tensor_model_parallel_size, which cuts each expert",
     _R + "pipeline_model_parallel_size!=1": "an engine spans devices by tensor_model_parallel_size alone: use that",
     _R + "quantization*": FULL_PRECISION + ": leave it out",
     _R + "skip_rollout": "every step generates its own answers: leave it out",
@@ -128,7 +126,8 @@ REFUSED = {
     # Megatron's keys, where there is something to use in their place.
     "*.megatron.*model_parallel_size!=1": _FSDP + "weights are sharded over all devices by themselves; for long "
     "sequences use {role}.ulysses_sequence_parallel_size",
-    "*.megatron.expert_*parallel_size!=1": _FSDP + "weights are sharded over all devices by themselves",
+    "*.megatron.expert_*parallel_size!=1": _FSDP + "use {fsdp}.expert_parallel_size, or leave it out, as weights are "
+    "sharded over all devices by themselves",
     "*.megatron.context_parallel_size!=1": _FSDP + "use {role}.ulysses_sequence_parallel_size",
     "*.megatron.param_offload": _FSDP + "use {fsdp}.param_offload",
     "*.ref.megatron.optimizer_offload": _FSDP + "leave it out, the reference has no optimizer",

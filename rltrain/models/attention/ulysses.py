@@ -61,20 +61,32 @@ def _neighbours(world: ProcessGroup, size: int) -> ProcessGroup:
 # -- around attention --------------------------------------------------------------------------------------------------
 
 
+Sizes = list[int] | None
+
+
+def exchange(rows: Tensor, group: ProcessGroup, sent: Sizes = None, received: Sizes = None) -> Tensor:
+    """Rows [n, ...] of this rank -> those that the ranks of ``group`` have for it, in the order of the ranks.
+
+    sent: how many go to each rank, one rank's behind the other's; received: how many come from each. None: as many to
+    and from each.
+    """
+    exchanged: Tensor = _Exchange.apply(rows, group, sent, received)
+    return exchanged
+
+
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows [ranks, n]: row i goes to rank i. It is its own transpose."""
+    """It is its own transpose, with the sizes the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        rows = rows.contiguous()
-        received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows, group=group)
-        return received
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup, sent: Sizes, received: Sizes) -> Tensor:
+        ctx.way_back = group, received, sent
+        arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(gradients[0], *ctx.way_back), None, None, None
 
 
 def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
@@ -90,7 +102,7 @@ def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
         # Copies of a head are neighbours, so each rank gets the keys that its share of the queries attends to.
         tensor = tensor.repeat_interleave(times, 1) if times > 1 else tensor
         parts.append(tensor[0].unflatten(0, (ranks, -1)))
-    received = _Exchange.apply(torch.cat([part.flatten(1) for part in parts], 1), group)
+    received = exchange(torch.cat([part.flatten(1) for part in parts], 1), group)
     pieces = received.split([part[0].numel() for part in parts], 1)
     return [
         piece.view(part.shape).transpose(0, 1).flatten(1, 2)[None] for piece, part in zip(pieces, parts, strict=True)
@@ -100,7 +112,7 @@ def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
 def share_of_tokens(group: ProcessGroup, tensor: Tensor) -> Tensor:
     """The way back. tensor: [1, tokens, heads / ranks, d]. Returns [1, tokens / ranks, heads, d]."""
     parts = tensor[0].unflatten(0, (group.size(), -1))
-    received = _Exchange.apply(parts.flatten(1), group).view(parts.shape)
+    received = exchange(parts.flatten(1), group).view(parts.shape)
     return received.transpose(0, 1).flatten(1, 2)[None]
 
 

@@ -133,7 +133,7 @@ def _buckets(
     filled = 0
     for unit in units.values():
         size = sum(_num_shards(weight) * _shard_size(weight) for _, weight in unit) * dtype.itemsize
-        if bucket and filled + size > most_bytes:
+        if bucket and (filled + size > most_bytes or _is_of_rank(unit[0][1]) != _is_of_rank(bucket[0][1])):
             yield bucket, sizes
             bucket, sizes, filled = [], [], 0
         # Merged while its bucket is filled, so that merged copies never take more than a bucket.
@@ -148,8 +148,14 @@ def _buckets(
 
 
 def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
-    # All weights of a model are sharded over one mesh, so the first speaks for its bucket.
     first, ranks = bucket[0][1], _num_shards(bucket[0][1])
+    if _is_of_rank(first):
+        for name, weight in bucket:
+            assert isinstance(weight, DTensor)
+            cast: Any = weight.to(dtype)
+            yield Weight(name, cast.full_tensor())
+        return
+    # All other weights of a model are sharded over one mesh, so the first speaks for its bucket.
     if ranks == 1:
         yield from (Weight(name, _local(weight).to(dtype)) for name, weight in bucket)
         return
@@ -167,6 +173,11 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
     for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
         # Padding is at the end, because only the last shards can be shorter. A single weight is a view: no second copy.
         yield Weight(name, shards.reshape(-1)[: weight.numel()].view(weight.shape))
+
+
+def _is_of_rank(weight: Tensor) -> bool:
+    """Whether it is experts of which each rank keeps some (`models.experts`): cut in two directions."""
+    return isinstance(weight, DTensor) and sum(placement.is_shard() for placement in weight.placements) > 1
 
 
 def _local(weight: Tensor) -> Tensor:

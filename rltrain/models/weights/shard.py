@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rltrain.base.device import COLLECTIVE_TIMEOUT, Device
 from rltrain.models.attention import packed as attention
 from rltrain.models.attention.ulysses import sequence_group
+from rltrain.models.experts import keep_experts
 from rltrain.models.files.entries import NoEntries, files_of, read_entries
 from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel
 from rltrain.models.kernels import fuse, kernels_of
@@ -43,15 +46,42 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 256 << 20
 
 
-def make_mesh(device: Device, fsdp_size: int = -1) -> DeviceMesh:
-    """All ranks in one shard group, or (``fsdp_size`` given) replicas of shard groups of that size (HSDP)."""
+class Mesh(NamedTuple):
+    """The ranks that a model is spread over."""
+
+    weights: DeviceMesh
+    """[shards of a copy], or [copies, shards of a copy] (HSDP)."""
+    experts: DeviceMesh | None
+    """The same ranks, of the experts: [ranks that share an expert, ranks that share the experts], behind the copies.
+    None where all weights are spread alike."""
+
+
+def make_mesh(device: Device, fsdp_size: int = -1, expert_parallel_size: int = 1) -> Mesh:
+    """All ranks in one shard group, or (``fsdp_size`` given) replicas of shard groups of that size (HSDP).
+
+    expert_parallel_size: neighbouring ranks, which share the experts of each layer.
+    """
     world = dist.get_world_size()
-    if fsdp_size in (-1, 0) or fsdp_size >= world:
-        return init_device_mesh(device.kind, (world,), mesh_dim_names=("shard",))
-    ranks = torch.arange(world).view(-1, fsdp_size)
+    ranks = torch.arange(world)
+    copies = ["replicate"] if 0 < fsdp_size < world else []
+    if copies:
+        ranks = ranks.view(-1, fsdp_size)
+    weights = _mesh(device, ranks, [*copies, "shard"])
+    if expert_parallel_size == 1:
+        return Mesh(weights, None)
+    grid = ranks.view(*ranks.shape[:-1], -1, expert_parallel_size)
+    return Mesh(weights, _mesh(device, grid, [*copies, "shard", "expert"]))
+
+
+def _mesh(device: Device, ranks: Tensor, names: list[str]) -> DeviceMesh:
+    if len(names) == 1:
+        return init_device_mesh(device.kind, (len(ranks),), mesh_dim_names=tuple(names))
     # Those that a mesh makes for itself would give up after minutes, long before a call is late.
-    groups = [dist.new_subgroups_by_enumeration(grid.tolist(), COLLECTIVE_TIMEOUT)[0] for grid in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, device.kind, ranks, mesh_dim_names=("replicate", "shard"))
+    groups = [
+        dist.new_subgroups_by_enumeration(ranks.movedim(dim, -1).flatten(0, -2).tolist(), COLLECTIVE_TIMEOUT)[0]
+        for dim in range(ranks.dim())
+    ]
+    return DeviceMesh.from_group(groups, device.kind, ranks, mesh_dim_names=tuple(names))
 
 
 def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -> Model:
@@ -112,7 +142,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
         fuse(model, kernels)
     if spec.compiled:
         _compile_layers(model)
-    spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size))
+    spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size, spec.fsdp.expert_parallel_size))
     # Cut while it is on the meta device, the model gets memory for its shards alone.
     packed.to_empty(device=device.torch_device)
     # to_empty gives tied weights a memory each.
@@ -173,24 +203,39 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
 @torch.no_grad()
 def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: SlicedCheckpoint) -> None:
     for name, parameter in packed.named_parameters():
-        name, (first, last) = huggingface_name(name), _rows_here(parameter)
-        rows = weights[name][first:last] if name in weights else checkpoint.rows(name, first, last, parameter.dtype)
-        _local(parameter).copy_(rows)
+        name, (rows, *others) = huggingface_name(name), _place_here(parameter)
+        within = (slice(None), *others)
+        if name in weights:
+            values = weights[name][rows]
+        else:
+            values = checkpoint.rows(name, rows.start, rows.stop, parameter.dtype)
+        _local(parameter).copy_(values[within])
     for name, buffer in packed.named_buffers():
         buffer.copy_(checkpoint.buffers[huggingface_name(name)])
 
 
-def spread(packed: PackedModel, spec: ModelSpec, mesh: DeviceMesh) -> None:
+def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     """Cut the weights over ``mesh``, whatever device they are on, and set what is recomputed."""
     if spec.gradient_checkpointing:
         recompute_activations(packed.model, spec.section, offload=spec.activation_offload)
     precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
+    held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
+    if mesh.experts:
+        _spread_experts(packed, mesh, held)
     # Layers first: the root then takes the parameters that no layer holds.
     for layer in decoder_layers(packed.model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=spec.fsdp.reshard_after_forward)
+        fully_shard(layer, mesh=mesh.weights, **held)
     # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
     # until `reshard`; otherwise they would be gathered twice per micro-batch.
-    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(packed, mesh=mesh.weights, mp_policy=precision, reshard_after_forward=False)
+
+
+def _spread_experts(packed: PackedModel, mesh: Mesh, held: dict[str, Any]) -> None:
+    assert mesh.experts
+    *others, _ = mesh.experts.mesh_dim_names or ()
+    for part in keep_experts(packed.model, mesh.experts["expert"]):
+        # Rows within an expert, as there may be more ranks than experts.
+        fully_shard(part, mesh=mesh.experts[tuple(others)], shard_placement_fn=lambda _: Shard(1), **held)
 
 
 def reshard(packed: PackedModel) -> None:
@@ -204,17 +249,18 @@ def reshard(packed: PackedModel) -> None:
 def _hand_out(packed: PackedModel, source: dict[str, Tensor] | None) -> None:
     """Fill the shards from rank 0, which alone has ``source``, some rows at a time."""
     for name, parameter in packed.named_parameters():
-        local, (first, last) = _local(parameter), _rows_here(parameter)
-        step = max(1, _PIECE_BYTES // max(parameter[:1].numel() * parameter.element_size(), 1))
+        local, (rows, *others) = _local(parameter), _place_here(parameter)
+        step = max(1, _PIECE_BYTES // max(math.prod(parameter.shape[1:]) * parameter.element_size(), 1))
         for at in range(0, parameter.shape[0], step):
             end = min(at + step, parameter.shape[0])
             piece = torch.empty(end - at, *parameter.shape[1:], dtype=parameter.dtype, device=local.device)
             if source:
                 piece.copy_(source[huggingface_name(name)][at:end])
             dist.broadcast(piece, src=0)
-            inside = slice(max(at, first), min(end, last))
-            if inside.start < inside.stop:
-                local[inside.start - first : inside.stop - first] = piece[inside.start - at : inside.stop - at]
+            first, last = max(at, rows.start), min(end, rows.stop)
+            if first < last:
+                within = (slice(first - at, last - at), *others)
+                local[first - rows.start : last - rows.start] = piece[within]
     for name, buffer in packed.named_buffers():
         if source:
             buffer.copy_(source[huggingface_name(name)])
@@ -226,10 +272,8 @@ def _local(parameter: nn.Parameter) -> Tensor:
     return parameter.to_local().detach()
 
 
-def _rows_here(parameter: nn.Parameter) -> tuple[int, int]:
-    """The rows of a weight that this rank holds. FSDP2 cuts as torch.chunk: full shards, a shorter one, then none."""
+def _place_here(parameter: nn.Parameter) -> list[slice]:
+    """What of each dimension of a weight this rank holds."""
     assert isinstance(parameter, DTensor)
-    # The last dimension of the mesh has the shards; with HSDP, the first one has the replicas.
-    mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1
-    first = min(mesh.get_local_rank(dim) * -(-parameter.shape[0] // mesh.size(dim)), parameter.shape[0])
-    return first, first + len(_local(parameter))
+    sizes, starts = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_iter
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import DEVICES, Device
 from rltrain.config.schema.model import OptimConfig
-from rltrain.models import forward
+from rltrain.models import experts, forward
 from rltrain.models.attention import delta_rule, recurrent, varlen
 from rltrain.models.attention import packed as attention
 from rltrain.models.attention.packing import PackedInputs, pack
@@ -197,7 +197,8 @@ def fake_model(
             # Which answers a rank has depends on numbers, which fake tensors have not.
             mine = None if inputs is None else share_of_row(inputs, packed.group)
             enter(patch.object(forward, "share_of_row", lambda *_: mine))
-        spread(packed, spec, make_mesh(DEVICES["cpu"], spec.fsdp.fsdp_size))
+        spread(packed, spec, make_mesh(DEVICES["cpu"], spec.fsdp.fsdp_size, spec.fsdp.expert_parallel_size))
+        enter(patch.object(experts, "row_sizes", _evenly))
         enter(patch.dict(DEVICES, cpu=replace(device, kind="cpu")))
         enter(patch.dict(sys.modules, torch_npu=_Kernels))
         stack.callback(_forget_tables)
@@ -218,6 +219,12 @@ def _elsewhere(**_: Any) -> saved_tensors_hooks:
     return saved_tensors_hooks(
         lambda tensor: torch.empty_like(tensor, device="meta"), lambda saved: torch.empty_like(saved, device="cpu")
     )
+
+
+def _evenly(chosen: Tensor, num_here: int, group: Any) -> tuple[list[int], list[int], Tensor]:
+    """In place of `experts.row_sizes`: as many tokens go to each expert, as fake tensors have no numbers."""
+    sizes = [len(part) for part in torch.arange(chosen.numel(), device="meta").tensor_split(group.size())]
+    return sizes, [sizes[0]] * group.size(), torch.arange(sizes[0] * group.size()) % num_here
 
 
 def _forget_tables() -> None:

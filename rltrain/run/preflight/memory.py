@@ -29,6 +29,7 @@ from rltrain.config.schema.keys import get
 from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.config.step_passes import rests_on_host
 from rltrain.models.attention.packing import pays_to_share
+from rltrain.models.experts import parts_with_experts
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.names import whole_weights
 from rltrain.models.weights.shard import empty_packed
@@ -109,10 +110,13 @@ class _Role:
         """Bytes of the weights, of those that learn, and the number of all elements on all ranks."""
         shards = self.ranks if self.spec.fsdp.fsdp_size in (-1, 0) else min(self.spec.fsdp.fsdp_size, self.ranks)
         packed = empty_packed(self.kind, self.spec, self.spec.load_config())
+        kept = parts_with_experts(packed.model) if self.spec.fsdp.expert_parallel_size > 1 else []
+        even = {id(weight) for part in kept for weight in part.parameters()}
         weights = learning = 0
         for each in packed.parameters():
             # FSDP2 cuts rows, and the first rank's part is the largest.
-            size = -(-len(each) // shards) * math.prod(each.shape[1:]) * each.dtype.itemsize
+            rows = len(each) / shards if id(each) in even else -(-len(each) // shards)
+            size = round(rows * math.prod(each.shape[1:])) * each.dtype.itemsize
             weights += size
             learning += size if each.requires_grad else 0
         return weights, learning, sum(each.numel() for name, each in packed.named_parameters() if ".lora_" not in name)

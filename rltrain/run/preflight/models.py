@@ -20,19 +20,22 @@ from rltrain.config.budgets import judge_lengths, longest_text
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
+from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.seam import Seam
 from rltrain.models.attention.ulysses import heads_problem
+from rltrain.models.experts import experts_problem
 from rltrain.models.files.source import model_problem
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
+from rltrain.models.routing import num_experts
 from rltrain.models.weights.lora import exclusion_note, first_adapters
 from rltrain.models.weights.shard import empty_packed, look_at_weights
 from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.model_check import check_numbers, check_routing
-from rltrain.trainer.plan import ImageSizes
+from rltrain.trainer.plan import ImageSizes, devices_per_copy
 from rltrain.workers.judge import judge_encoder
 from rltrain.workers.reward_model import check_reward_model
 from rltrain.workers.rollout.vllm.weights import refuse_on_npu
@@ -150,6 +153,7 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
             check_reward_model(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
         read_score_head(spec.path)
     packed = empty_packed(kind, spec, config)
+    findings.problems += _experts(cfg, role, spec, packed.model, config)
     findings.notes += [note for note in look_at_weights(kind, spec, config) if note not in findings.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
     if role == "ref" and cfg.actor_rollout_ref.ref.update_every_steps:
@@ -164,6 +168,21 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         if spec.lora.path:
             first_adapters(packed.model, spec.lora)
         findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
+
+
+def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
+    """Experts that cannot be shared by as many ranks."""
+    size, section = spec.fsdp.expert_parallel_size, ROLES[role].fsdp
+    own = hasattr(get(cfg, section), "expert_parallel_size")
+    # A frozen model is sharded as the actor, and may have no experts.
+    if size == 1 or not (own or num_experts(config)):
+        return
+    key = f"{section if own else ROLES['actor'].fsdp}.expert_parallel_size={size}"
+    devices = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    if problem := experts_problem(model, config, size, devices_per_copy(spec.fsdp.fsdp_size, devices)):
+        yield f"{key}: {'' if own else f'of {spec.path}, '}{problem}"
+    if spec.compiled:
+        yield f"{key}: no layer is compiled whose tokens travel. Leave {section}.use_torch_compile out."
 
 
 def _policy(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> None:

@@ -57,7 +57,7 @@ def _modules(value: str) -> str | None:
 
 
 SPREAD = (
-    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of TP, PP and EP; a device computes "
+    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of TP and PP; a device computes "
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
 _SAME_MATHS = "it changes how the backend computes, not what"
@@ -86,6 +86,10 @@ RULES: dict[str, Rule] = {
     ),
     "*.ulysses_parallel_size": Rule("{role}.ulysses_sequence_parallel_size", "was ulysses_parallel_size"),
     "*.torchtitan.context_parallel_size": Rule("{role}.ulysses_sequence_parallel_size", "was context_parallel_size"),
+    "*.ref.*.expert_*parallel_size": Rule(why="the reference is sharded as the actor is"),
+    "*.megatron.expert_model_parallel_size": Rule("{fsdp}.expert_parallel_size", "was expert_model_parallel_size"),
+    "*.veomni.expert_parallel_size": Rule("{fsdp}.expert_parallel_size", "was veomni.expert_parallel_size"),
+    "*.torchtitan.expert_parallel_size": Rule("{fsdp}.expert_parallel_size", "was torchtitan.expert_parallel_size"),
     "*.megatron.*parallel_size": Rule(why=SPREAD),
     "*.torchtitan.*parallel*_size": Rule(why=SPREAD),
     "*.veomni.*parallel_size": Rule(why=SPREAD),

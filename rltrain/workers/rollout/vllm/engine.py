@@ -81,6 +81,7 @@ class VLLMRollout:
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
+            "enable_expert_parallel": rollout.expert_parallel_size > 1,
             # It looks for the devices of other ranks, and every worker sees only its own.
             "disable_custom_all_reduce": True,
             # NCCL's ten minutes would end a process that waits for a late one, which then could not be named.

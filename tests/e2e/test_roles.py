@@ -48,6 +48,8 @@ def test_every_role_has_its_timer_and_its_metrics(straight_run):
     assert (straight_run / "global_step_3" / "critic").is_dir()
 
 
+# With a critic, adaptive KL and filtered groups, after every step: tests/trainer/test_resume.py.
+@pytest.mark.long
 def test_a_run_with_all_roles_resumes_bit_for_bit(straight_run, tiny_model, arithmetic_files, reward_model, tmp_path):
     folder = tmp_path / "stopped"
     shutil.copytree(straight_run, folder)

@@ -22,7 +22,7 @@ def test_a_save_takes_the_host_memory_of_one_tensor(tmp_path):
     "some",
     [
         ("grpo", "reward model", "tis"),
-        ("exact kl in reward, gae", "adapters"),
+        pytest.param(("exact kl in reward, gae", "adapters"), marks=pytest.mark.long),
         pytest.param(("half precision", "carry over", "exact kl"), marks=pytest.mark.long),
         pytest.param((), marks=pytest.mark.long),
     ],
@@ -32,7 +32,8 @@ def test_steps_move_weights_as_on_the_cpu_bit_for_bit(some):
     run("tests.npu.variants:texts", *some, timeout=280)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("internvl", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_a_tower_learns_on_the_device_as_on_the_cpu(family):
     run("tests.npu.variants:pictures", family)
 

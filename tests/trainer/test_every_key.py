@@ -236,11 +236,16 @@ def test_two_runs_of_the_same_keys_do_not_differ(traces):
         assert not differ(traces(BASE, steps), shown)
 
 
-# A run of its own each; other tests hold what these compute, and `make test-long` that each has an effect.
-LONG = (ACTOR + "optim.", ACTOR + "policy_loss.", CORRECTION, ALGORITHM + "kl_ctrl.", ALGORITHM + "filter_groups.")
+# Other tests hold what these compute, tests/config/test_keys_are_read.py that they are read, and `make test-long` that
+# each has an effect: with surroundings of its own it takes two runs more.
+LONG = [
+    key
+    for key, (_, surroundings) in CASES.items()
+    if surroundings or key.startswith((ACTOR + "optim.", ACTOR + "policy_loss.", CORRECTION))
+]
 
 
-@pytest.mark.parametrize("key", [pytest.param(key, marks=[pytest.mark.long] * key.startswith(LONG)) for key in CASES])
+@pytest.mark.parametrize("key", [pytest.param(key, marks=[pytest.mark.long] * (key in LONG)) for key in CASES])
 def test_a_key_has_an_effect_or_a_line_says_why_not(traces, key):
     value, surroundings = CASES[key]
     said = notes(traces.arguments(BASE | {key: value}), key)

@@ -35,7 +35,13 @@ def scored_samples(trainer) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("variant", WITHOUT_PASS)
+# Every run of the suite has those that take roads of their own.
+ROADS = ("two steps", "one step", "gae", "cut")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.long] * (name not in ROADS)) for name in WITHOUT_PASS]
+)
 def test_old_log_probs_may_come_from_the_updates_own_forward(make, variant):
     keys = WITHOUT_PASS[variant]
     found = []

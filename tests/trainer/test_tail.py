@@ -163,7 +163,11 @@ def test_bypass_takes_the_ratio_against_who_sampled_the_token(make):
     assert max(metrics["rollout_corr/kl"] for metrics in carried) != pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("tail", ["oversample", "carry_over"])
+# What is carried over is what is thrown away, and more.
+BOTH = [pytest.param("oversample", marks=pytest.mark.long), "carry_over"]
+
+
+@pytest.mark.parametrize("tail", BOTH)
 def test_a_ratio_of_one_changes_nothing(make, tail):
     found = []
     for changes in ({}, {ROLLOUT + "tail": tail, ROLLOUT + "oversample_ratio": 1.0}):
@@ -180,7 +184,7 @@ def test_a_ratio_of_one_changes_nothing(make, tail):
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("mode", ["oversample", "carry_over"])
+@pytest.mark.parametrize("mode", BOTH)
 def test_a_prompt_keeps_its_random_numbers_in_every_attempt(make, mode):
     """A long answer is not replaced by a shorter one: a policy that stands still gives the answers of a plain run."""
     still = {"actor_rollout_ref__actor__optim__lr": 0.0}
@@ -195,7 +199,7 @@ def test_a_prompt_keeps_its_random_numbers_in_every_attempt(make, mode):
     assert max(again.values()) == 1
 
 
-@pytest.mark.parametrize("mode", ["oversample", "carry_over"])
+@pytest.mark.parametrize("mode", BOTH)
 def test_no_prompt_is_older_than_the_cap(make, mode):
     trainer = make(**MODES[mode], **{ROLLOUT + "tail_max_age": 1})
     watch, line = Watch(trainer), trainer.experience.line
@@ -281,7 +285,7 @@ def test_carried_answers_stay_and_only_missing_are_asked_for(make):
     assert {part.ref[row] for part in again.answers.parts_with("text") for row in part.rows} == {"9:2", "3:3"}
 
 
-@pytest.mark.parametrize("mode", ["oversample", "carry_over"])
+@pytest.mark.parametrize("mode", BOTH)
 def test_a_resumed_run_starts_the_same_prompts(make, mode):
     still = {"actor_rollout_ref__actor__optim__lr": 0.0}
     straight, first, second = (make(**MODES[mode], **still) for _ in range(3))

@@ -122,7 +122,7 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
     "limits",
     [
         pytest.param({"max_num_seqs": 4}, marks=pytest.mark.long),
-        {"max_num_seqs": 9, "block": 4},
+        pytest.param({"max_num_seqs": 9, "block": 4}, marks=pytest.mark.long),
         pytest.param({"max_num_batched_tokens": 5}, marks=pytest.mark.long),
         {"max_num_batched_tokens": 5, "enable_chunked_prefill": False},
         {"max_num_seqs": 5, "max_num_batched_tokens": 1, "block": 16},

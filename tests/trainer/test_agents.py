@@ -227,10 +227,9 @@ class Slow(Shop):
 """
 
 
-MANY = [(4, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in ((4, 1), (64, 1), (64, 2)))]
-
-
-@pytest.mark.parametrize(("at_once", "processes"), MANY)
+# Of tokens alone: test_a_process_that_is_killed_changes_no_token, and test_tools.py of how long tools take.
+@pytest.mark.long
+@pytest.mark.parametrize(("at_once", "processes"), [(4, 2), (4, 1), (64, 1), (64, 2)])
 def test_latencies_places_and_processes_change_no_token_and_no_weight(
     process_group, tiny_trainer, settings, at_once, processes
 ):

@@ -399,6 +399,8 @@ def test_tensorboard_has_numbers_tables_config_and_summary(real, tmp_path):
     assert "summary/best/critic/score/mean | 0.4" in text("summary")
 
 
+# What is sent to it, without wandb itself: the tests above.
+@pytest.mark.long
 def test_wandb_offline(real, tmp_path):
     _, run_id = real("wandb", WANDB_MODE="offline")
     folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))

@@ -33,11 +33,12 @@ from transformers import (
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 VOCABULARY = ["<pad>", "<eos>", START, END, IMAGE, VIDEO, "<user>", "<assistant>", *"0123456789"]
 VOCABULARY += [*"abcdefghijklmnopqrstuvwxyz", *" +-=.?"]
@@ -85,6 +86,10 @@ def build_config(family: str) -> PreTrainedConfig:
     rope["mrope_interleaved"] = True
     vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text["head_dim"] = HEAD
+    if family == "qwen3_vl_moe":
+        # The last is what the published config.json says, which vLLM asks and transformers takes for granted.
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
+        return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
 
 
@@ -115,9 +120,9 @@ def build_processor(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
         return InternVLProcessor(tiles, tokenizer, video, image_seq_length=tokens, chat_template=template)
     unit = (MERGE * PATCH) ** 2  # pixels of one token
     sizes = {"patch_size": PATCH, "merge_size": MERGE, "size": {"shortest_edge": unit, "longest_edge": 64 * unit}}
-    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
-    video = (Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor)(**sizes)
-    return kinds[family](Qwen2VLImageProcessor(**sizes), tokenizer, video, chat_template=template)
+    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+    video = (Qwen2VLVideoProcessor if family in kinds else Qwen3VLVideoProcessor)(**sizes)
+    return kinds.get(family, Qwen3VLProcessor)(Qwen2VLImageProcessor(**sizes), tokenizer, video, chat_template=template)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,11 +16,14 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TOKENS = ["<pad>", "<eos>", *VISION_TOKENS, *"0123456789+-=? ", "<user>", "<assistant>"]
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
+# Of the tower, the processor and the positions of qwen3_vl; its decoder has experts.
+WITH_EXPERTS = "qwen3_vl_moe"
 # As those of the real models: content is a text, or a list of parts, each a text or an image.
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>"
@@ -68,6 +71,10 @@ def _config(family: str, tied: bool, heads: int, kv_heads: int, positions: int):
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
     text = of_text | {"rope_parameters": _ROPE | {"mrope_interleaved": True}}
     vision = of_tower | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    if family == WITH_EXPERTS:
+        # The last is what the published config.json says, which vLLM asks and transformers takes for granted.
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
 
 
@@ -84,7 +91,7 @@ def randomize(model, seed: int) -> None:
 def save_tiny_vision_model(
     folder: Path, family: str, *, tied: bool, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 512
 ) -> Path:
-    """Two layers of text and two of vision. family: one of FAMILIES."""
+    """Two layers of text and two of vision. family: one of FAMILIES, or WITH_EXPERTS."""
     config = _config(family, tied, heads, kv_heads, positions)
     model = AutoModelForImageTextToText.from_config(config)
     randomize(model, seed)
@@ -111,7 +118,7 @@ def save_tiny_families(factory) -> dict[str, str]:
     """A model folder for each family, one of them with tied embeddings. factory: pytest's tmp_path_factory."""
     return {
         family: str(save_tiny_vision_model(factory.mktemp(family), family, tied=family == "qwen3_vl"))
-        for family in FAMILIES
+        for family in (*FAMILIES, WITH_EXPERTS)
     }
 
 
@@ -138,9 +145,9 @@ def _processor(family: str, patch: int, tokenizer):
     unit = (2 * patch) ** 2  # pixels of one token
     sizes = {"patch_size": patch, "merge_size": 2, "size": {"shortest_edge": unit, "longest_edge": 32 * unit}}
     images = Qwen2VLImageProcessor(**sizes)
-    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
-    video = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
-    return kinds[family](images, tokenizer, video(**sizes), chat_template=template)
+    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+    video = Qwen2VLVideoProcessor if family in kinds else Qwen3VLVideoProcessor
+    return kinds.get(family, Qwen3VLProcessor)(images, tokenizer, video(**sizes), chat_template=template)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

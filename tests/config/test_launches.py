@@ -23,7 +23,7 @@ from rltrain.run.preflight import settings as preflight
 from tests.pictures import RED
 from tests.tiny import save_tiny_adapter, save_tiny_model, save_tiny_reward_model, write_arithmetic
 from tests.tiny_tools import save_calling_model
-from tests.tiny_vision import FAMILIES, save_tiny_vision_model
+from tests.tiny_vision import FAMILIES, WITH_EXPERTS, save_tiny_vision_model
 
 FOLDER = Path(__file__).parent / "launches"
 EXAMPLES = "HOME/verl/examples/sglang_multiturn/config"
@@ -126,7 +126,7 @@ def seeing(tmp_path_factory):
 
     @cache
     def model(kind: str) -> Path:
-        family = kind if kind in FAMILIES else "qwen3_vl"
+        family = kind if kind in (*FAMILIES, WITH_EXPERTS) else "qwen3_vl"
         sizes = {"heads": 16, "kv_heads": 16, "positions": 131_072}
         path = save_tiny_vision_model(folder / kind, family, tied=False, **sizes)
         if kind != family:  # refused before anything else of the folder counts

@@ -29,7 +29,7 @@ from rltrain.models.weights.state import load_training_state, save_training_stat
 from tests.distance import distance
 from tests.exported import export_huggingface
 from tests.models.test_vision_packed import CPU, LORA, TEMPERATURE, loss_of, make, make_batch
-from tests.tiny_vision import FAMILIES, TOKENS, picture, save_tiny_families
+from tests.tiny_vision import FAMILIES, TOKENS, WITH_EXPERTS, picture, save_tiny_families
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -46,7 +46,7 @@ def folders(tmp_path_factory):
     return save_tiny_families(tmp_path_factory)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, WITH_EXPERTS])
 def folder(request, folders) -> str:
     return folders[request.param]
 

@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import get_device
+from rltrain.config.schema.model import ShardingConfig
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
 from rltrain.models.attention.ulysses import sequence_group
@@ -29,9 +30,10 @@ from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
 from tests.ranks import run_on_ranks
-from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, picture, save_tiny_vision_model
+from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, WITH_EXPERTS, picture, save_tiny_vision_model
 
 CPU = torch.device("cpu")
+FAMILIES = [*FAMILIES, WITH_EXPERTS]
 TEMPERATURE = 0.7
 LORA = Lora("actor_rollout_ref.model", 2, 4.0, "all-linear", None, None, torch.float32, 1)
 # Text, images, lengths of the answers: two images and three answers; a text; one image, of which one answer is empty.
@@ -102,6 +104,9 @@ def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make(folder: str, kind=PolicyModel, **changes):
+    if WITH_EXPERTS in folder and "lora" in changes:
+        # Experts are no linear layers, and get no adapters.
+        changes["lora"] = replace(changes["lora"], target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     spec = ModelSpec(folder, gradient_checkpointing=True, tower="trained")
     return sharded_model(kind, replace(spec, **changes), get_device("cpu")).train()
 
@@ -210,7 +215,7 @@ def test_a_frozen_tower_is_used_and_gets_no_gradient(folder, changes):
     assert all(parameter.grad is None for part in tower(policy.model) for parameter in part.parameters())
     found = gradients(policy)
     if "lora" in changes:
-        assert len(found) == 2 * 2 * 7
+        assert len(found) == 2 * 2 * (4 if WITH_EXPERTS in folder else 7)
     else:
         theirs = {name: each.grad for name, each in reference.named_parameters() if name in found}
         assert distance(found, theirs) < 1e-5
@@ -230,7 +235,7 @@ def test_adapters_get_the_gradient_of_the_layers_they_are_in(folder):
         if "lora_B" in name:
             layer = reference.get_submodule(name.partition(".lora_B")[0])
             expected[name] = 2.0 * layer.weight.grad @ first[name.replace("lora_B", "lora_A")].T
-    assert len(expected) == 2 * 7
+    assert len(expected) == 2 * (4 if WITH_EXPERTS in folder else 7)
     assert distance({name: found[name] for name in expected}, expected) < 1e-5
 
 
@@ -295,7 +300,9 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     for family in FAMILIES:
         batch = make_batch(str(folder / family))
         for mode, changes in MODES.items():
-            policy = make(str(folder / family), **changes)
+            # Where ranks differ, each keeps some of the experts.
+            shared = world if family == WITH_EXPERTS else 1
+            policy = make(str(folder / family), **changes, fsdp=ShardingConfig(expert_parallel_size=shared))
             for name, cut in (CUTS if world > 1 else {"alone": None}).items():
                 found[family, name, mode] = run_cut(policy, batch, cut)
     torch.save(found, folder / f"rank_{rank}_of_{world}.pt")

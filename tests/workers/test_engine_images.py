@@ -18,7 +18,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.base.seeds import sample_seeds
 from rltrain.models.load import load_config
 from rltrain.models.vision import placeholder_ids, takes_images, tower
-from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.names import CheckpointNames, whole_weights
 from rltrain.workers.rollout.contract import Job, Sampling
 
 if not importlib.util.find_spec("torchvision"):
@@ -41,16 +41,16 @@ PLACEHOLDERS = [START, END, IMAGE, VIDEO]
 # Prompts in parts of 10 tokens, which cut images; few answers at once, so that others enter later.
 IN_PARTS = {"max_num_batched_tokens": 10, "max_num_seqs": 4}
 ENGINES = {
-    **{f"hf {family}": {} for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")},
+    **{f"hf {family}": {} for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")},
     "hf qwen3_vl in parts": IN_PARTS,
-    **{f"vllm {family}": {} for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")},
+    **{f"vllm {family}": {} for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")},
     "vllm qwen2_5_vl in place": IN_PARTS,
 }
 
 
 # vLLM takes seconds to start, and shows a model of Qwen2-VL to the same code as one of Qwen2.5-VL. The other two are
 # there in parts, and prompts in one piece with the other families.
-SOMETIMES = ("vllm qwen2_vl", "vllm qwen2_5_vl", "hf qwen3_vl")
+SOMETIMES = ("vllm qwen2_vl", "vllm qwen2_5_vl", "hf qwen3_vl", "hf qwen3_vl_moe", "vllm qwen3_vl_moe")
 ALWAYS = [pytest.param(name, marks=pytest.mark.long if name in SOMETIMES else ()) for name in ENGINES]
 
 
@@ -86,10 +86,15 @@ def made(request, tmp_path_factory):
     cleanup_dist_env_and_memory()  # the process group too
 
 
+def sent(policy, engine):
+    """As a sync sends them."""
+    return whole_weights(policy, torch.float32, names=None if engine.names_in_memory else CheckpointNames(policy.model))
+
+
 @pytest.fixture
 def ready(made):
     engine, policy, asked = made
-    load(engine, whole_weights(policy, torch.float32))
+    load(engine, sent(policy, engine))
     yield engine, policy, asked
     engine.sleep()
 
@@ -222,7 +227,7 @@ def test_new_weights_count_from_the_next_token_on(ready):
         for weight in (weight for part in parts for weight in part.parameters()):
             weight.data.add_(torch.randn_like(weight.data) * 0.1)
         engine.sleep()
-        load(engine, whole_weights(policy, torch.float32))
+        load(engine, sent(policy, engine))
         found = run(engine, asked, Sampling(8), 2)
         assert answers(found) != before
         assert distance(found.log_probs.values, by_trainer(policy, asked, answers(found))) < 1e-4

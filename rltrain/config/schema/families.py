@@ -41,6 +41,7 @@ FAMILIES = {
     "qwen2_vl": _MROPE,
     "qwen2_5_vl": _MROPE,
     "qwen3_vl": _MROPE,
+    "qwen3_vl_moe": _MROPE,
     "internvl": Family(images=True),
     "gemma3": _BOTH_WAYS,
     "gemma3n": _BOTH_WAYS,

@@ -21,7 +21,6 @@ import xxhash
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
@@ -33,7 +32,7 @@ from rltrain.models.files.hashed import Digests, alone
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, load_config, source_dtype
 from rltrain.models.vision import takes_images
-from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.names import CheckpointNames, whole_weights
 
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
@@ -123,7 +122,7 @@ def _write(
         model.generation_config.eos_token_id = encoder.eos_token_ids
     disable_progress_bar()  # nobody sees it, and its thread, which is started here, waits for ever without memory
     model.save_pretrained(folder, state_dict={})  # all but the weights
-    write_shards(revert_weight_conversion(model, weights), folder, digests)
+    write_shards(CheckpointNames(model)(weights), folder, digests)
     copy_small_files(source, folder)
     if encoder.chat_template is not None:
         _write_template(encoder.tokenizer.chat_template, folder)

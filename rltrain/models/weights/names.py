@@ -15,6 +15,7 @@ weights, so each would have to put the parts together again.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,7 +65,12 @@ class CheckpointNames:
             # As save_pretrained does with a model that was not read from a file: what cannot be told without one, such
             # as a prefix that some files lack, stays as it is. Kept, or it would be looked for with every weight.
             rules = get_model_conversion_mapping(model, add_legacy=False)
-            conversions = [conversion for conversion in rules if type(conversion).__name__ != "PrefixChange"]
+            conversions = [copy.deepcopy(each) for each in rules if type(each).__name__ != "PrefixChange"]
+            # Where transformers turns a weight only if its shape asks for it, undoing that would leave the weight as it
+            # is in memory. Engines know the layout of the published files alone.
+            for step in (step for each in conversions for step in getattr(each, "operations", ())):
+                if getattr(step, "check_dims", False):
+                    step.check_dims = False
             vars(model)["_weight_conversions"] = conversions
         # Since 5.6 the last conversion is undone first.
         self._order: dict[str, Any] = (

@@ -64,8 +64,10 @@ def actor_loss(
     entropy_coeff: float = 0.0,
     kl: Tensor | None = None,
     teacher: TeacherLoss | None = None,
+    expert_balance: Tensor | None = None,
 ) -> LossShare:
-    """agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher's).
+    """agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher's)
+    + router_aux_loss_coef * ``expert_balance``, the micro-batch's share of the loss on the balance of experts (scalar).
 
     ``aggregation``: the policy loss's agg. ``weights``: importance weights w of the rollout correction. ``kept``: M,
     False on tokens that the policy loss passes over, which the denominators count all the same, by the name of the
@@ -105,6 +107,9 @@ def actor_loss(
         kl = kl * inputs.log_ratio.exp() if cfg.use_bias_correction_kl else kl
         shares["kl_loss"] = aggregate(kl, per_token)
         loss = loss + cfg.kl_loss_coef * shares["kl_loss"]
+    if expert_balance is not None:
+        shares["moe/aux_loss"] = expert_balance
+        loss = loss + cfg.router_aux_loss_coef * expert_balance
     return make_loss_share(loss, shares, statistics, inputs.mask)
 
 

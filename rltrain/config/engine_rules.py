@@ -101,6 +101,11 @@ def replay_problems(config: Config) -> Iterator[str]:
     key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
     if mode != "disabled" and actor.fsdp_config.use_torch_compile:
         yield f"{key}: layers that are compiled do not show what they choose. Leave fsdp_config.use_torch_compile out."
+    if actor.router_aux_loss_coef and actor.fsdp_config.use_torch_compile:
+        yield (
+            f"actor_rollout_ref.actor.router_aux_loss_coef={actor.router_aux_loss_coef:g}: layers that are compiled do "
+            "not show what their routers say. Leave fsdp_config.use_torch_compile out."
+        )
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
         yield (
             f"{key} replays the old_log_prob pass, and algorithm.rollout_correction.bypass_mode=True makes none. Use "

@@ -80,6 +80,8 @@ class StepPasses:
     """Until then only the critic learns."""
     router_replay: RouterReplay = "disabled"
     """Whose choice of experts is replayed in the update, and where it is the engine's in the old_log_prob pass."""
+    balances_experts: bool = False
+    """The actor's loss has a part on the balance of experts."""
     reference_moves: bool = False
     """It takes over the policy every now and then."""
     images: bool = False
@@ -232,13 +234,15 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         reads_engine=actor.off_policy_mask_threshold is not None,
         learns_entropy=learns_entropy,
         masks_certain=masks_certain,
-        # KL, entropy bonus and teacher have a gradient in every sample; whitening makes a 0 something else; and the
-        # tokens of all samples say which entropy is high.
+        # KL, entropy bonus, teacher and balance of experts have a gradient in every sample; whitening makes a 0
+        # something else; and the tokens of all samples say which entropy is high.
         skips_silent=loss.silent_at_zero
-        and not (actor.use_kl_loss or learns_entropy or estimator.whitens or distillation.enabled or masks_certain),
+        and not (actor.use_kl_loss or learns_entropy or estimator.whitens or distillation.enabled or masks_certain)
+        and not actor.router_aux_loss_coef,
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
         router_replay=actor.router_replay.mode,
+        balances_experts=bool(actor.router_aux_loss_coef),
         reference_moves="ref" in roles_of(config) and bool(config.actor_rollout_ref.ref.update_every_steps),
         images=images or between_turns,
         images_in_training=images_in_training or between_turns,
@@ -277,7 +281,8 @@ def needs_all_old_log_probs(config: Config) -> bool:
     """Whether something needs the old log-probs of every sample before the update begins.
 
     That is the KL in the reward, an estimator that reads the old policy, the denominators under rejection, the mean
-    importance weight, a selection over the mini-batch, a bonus that follows the entropy, a second epoch over the batch
+    importance weight, a selection over the mini-batch, a bonus that follows the entropy, a balance of experts that are
+    replayed, a second epoch over the batch
     (in which a sample may be on another rank), or an alarm that is to stop the run before it learns.
     """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
@@ -289,6 +294,7 @@ def needs_all_old_log_probs(config: Config) -> bool:
         or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
         or (rewarded and (loss.selects or loss.weighs_groups or actor.top_entropy_quantile < 1))
         or actor.adaptive_entropy.enabled
+        or (bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2")
         or actor.ppo_epochs > 1
         or config.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
     )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rltrain.base.errors import ConfigError
 from rltrain.models.attention.packed import PLAN
 from rltrain.models.attention.packing import PackedInputs
-from rltrain.models.attention.ulysses import GROUP, share_of_row, slice_of_row, whole_row
+from rltrain.models.attention.ulysses import GROUP, share_of_row, slice_of_row, whole_row, whole_sum
 from rltrain.models.head import (
     ReferenceStates,
     Scaling,
@@ -78,12 +78,13 @@ class PolicyModel(PackedModel):
                 f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain can compute log-probs only "
                 "for a linear head without adapters."
             )
-        self._routing = Routing(model, model.config) if num_experts(model.config) else None
+        self.routing = Routing(model, model.config) if num_experts(model.config) else None
+        """Of a model with experts."""
 
     def measure_load(self) -> None:
         """Begin to count how many tokens go to each expert in forwards with gradients. Not with compiled layers."""
-        if self._routing is not None:
-            self._routing.measure_load()
+        if self.routing is not None:
+            self.routing.measure_load()
 
     def load(self) -> Tensor | None:
         """Tokens that went to each expert [layers, experts] on this rank since `measure_load`, which ends.
@@ -92,7 +93,13 @@ class PolicyModel(PackedModel):
         neither padding nor what only keeps ranks in step counts. So the sum over ranks does not depend on how samples
         are laid out. None: the model has no experts, or routers that do not show where tokens go.
         """
-        return self._routing.load() if self._routing is not None else None
+        return self.routing.load() if self.routing is not None else None
+
+    def balance(self, weights: Tensor | None) -> None:
+        """Have forwards with gradients compute the loss on the balance of experts, with these weights [layers, experts]
+        (`algorithms.expert_balance`); None: not."""
+        if self.routing is not None:
+            self.routing.balance(weights)
 
     def forward(
         self,
@@ -113,7 +120,7 @@ class PolicyModel(PackedModel):
         Under sequence parallelism these cover this rank's slice only, as do the states in ``reference``.
         """
         total = inputs.plan.num_tokens
-        counts = self._routing is not None and self._routing.measures_load and torch.is_grad_enabled()
+        counts = self.routing is not None and self.routing.counts and torch.is_grad_enabled()
         times = slice_of_row(inputs.times_counted(), self.group) if counts else None
         inputs, collect = share_of_row(inputs, self.group)
         hidden, experts = self._routed(inputs, times, record=with_experts)
@@ -129,20 +136,22 @@ class PolicyModel(PackedModel):
             # A rank without answer tokens only keeps step: every parameter must stay in its graph.
             outputs = outputs._replace(log_probs=outputs.log_probs + 0.0 * hidden.float().sum())
         others = (values if values is None else collect(values) for values in outputs[1:])
-        return TokenLogProbs(collect(outputs.log_probs), *others)._replace(experts=experts)
+        outputs = TokenLogProbs(collect(outputs.log_probs), *others)._replace(experts=experts)
+        balance = self.routing.balance_loss() if self.routing is not None and counts else None
+        return outputs if balance is None else outputs._replace(balance_loss=whole_sum(balance, self.group))
 
     def _routed(self, inputs: PackedInputs, times: Tensor | None, *, record: bool) -> tuple[Tensor, Tensor | None]:
         """The hidden states of tokens that go where ``inputs`` says, and where they went if that is asked. times: how
         often the load counts each token.
         """
-        if self._routing is None:
+        if self.routing is None:
             return self.hidden(inputs), None
-        self._routing.replay(inputs.experts)
+        self.routing.replay(inputs.experts)
         if record:
-            self._routing.record()
-        with self._routing.counting(times):
+            self.routing.record()
+        with self.routing.counting(times):
             hidden = self.hidden(inputs)
-        return hidden, self._routing.recorded() if record else None
+        return hidden, self.routing.recorded() if record else None
 
 
 class ScalarModel(PackedModel):

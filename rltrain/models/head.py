@@ -28,7 +28,8 @@ class TokenLogProbs(NamedTuple):
     fp32; None where not asked for. The last has no gradient.
 
     In place of the KL may stand another divergence (`ReferenceStates`). experts: where the tokens went
-    [tokens of samples, layers, experts per token], in the order of `PackedInputs.by_sample`.
+    [tokens of samples, layers, experts per token], in the order of `PackedInputs.by_sample`. balance_loss: the loss on
+    the balance of experts (scalar), where `PolicyModel.balance` has it computed.
     """
 
     log_probs: Tensor
@@ -36,6 +37,7 @@ class TokenLogProbs(NamedTuple):
     kl: Tensor | None
     sum_pi_squared: Tensor | None = None
     experts: Tensor | None = None
+    balance_loss: Tensor | None = None
 
 
 class ReferenceStates(NamedTuple):

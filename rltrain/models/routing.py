@@ -19,12 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from rltrain.base.errors import ConfigError
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
+_SHARES = (torch.softmax, Tensor.softmax, functional.softmax, *_SIGMOIDS)
 _GROUPS = ("n_group", "num_expert_group")
 
 
@@ -53,7 +56,16 @@ class Routing:
         self._given: Tensor | None = None
         self._seen: list[list[Tensor]] | None = None
         self._load: _Load | None = None
+        self._weights: Tensor | None = None
+        self._times = torch.zeros(0)
+        self._terms: list[Tensor] = []
+        self._is_forward = False
         self._is_around = False
+
+    @property
+    def num_layers(self) -> int:
+        """Those with experts."""
+        return len(self._blocks)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,16 +84,16 @@ class Routing:
         self._go_around()
         self._seen = [[] for _ in self._blocks]
 
-    def recorded(self) -> Tensor:
+    def recorded(self, key: str = "actor_rollout_ref.actor.router_replay.mode") -> Tensor:
         """What was chosen since `record`, which ends.
 
-        Raises ConfigError for a model whose routers choose otherwise than by ``torch.topk``.
+        Raises ConfigError, which names ``key``, for a model whose routers choose otherwise than by ``torch.topk``.
         """
         seen, self._seen = self._seen, None
         if not seen or not all(seen):
             raise ConfigError(
-                "actor_rollout_ref.actor.router_replay.mode: the choice of a layer's experts could not be seen, since "
-                "its router does not choose the largest scores. Leave router_replay out for this model."
+                f"{key}: the choice of a layer's experts could not be seen, since its router does not choose the "
+                "largest scores. Leave it out for this model."
             )
         return torch.stack([torch.cat(parts) for parts in seen], 1)
 
@@ -90,10 +102,15 @@ class Routing:
         self._go_around()
         self._load = _Load(len(self._blocks), self.num_experts)
 
+    def balance(self, weights: Tensor | None) -> None:
+        """Have forwards under `counting` make `balance_loss`, with these weights [layers, experts]; None: not."""
+        self._go_around()
+        self._weights = weights
+
     @property
-    def measures_load(self) -> bool:
-        """Whether `measure_load` has begun."""
-        return self._load is not None
+    def counts(self) -> bool:
+        """Whether a forward with gradients is to be made under `counting`."""
+        return self._load is not None or self._weights is not None
 
     @contextmanager
     def counting(self, times: Tensor | None) -> Iterator[None]:
@@ -101,14 +118,26 @@ class Routing:
 
         A backward pass that computes activations again lies behind it, and counts nothing.
         """
-        if times is None or self._load is None:
+        if times is None:
             yield
             return
-        self._load.begin(times)
+        # Floats, which every accelerator adds by index; whole numbers are exact in them up to 2^24.
+        self._times, self._terms, self._is_forward = times.float(), [], True
+        if self._load:
+            self._load.begin(self._times)
         try:
             yield
         finally:
-            self._load.end()
+            self._is_forward = False
+            if self._load:
+                self._load.end()
+
+    def balance_loss(self) -> Tensor | None:
+        """Of the newest forward under `counting`: sum over layers, experts and tokens of weight x times x share, where
+        the shares that the router gives all experts add up to 1 for a token. They alone have a gradient. None where
+        there are no weights."""
+        terms, self._terms = self._terms, []
+        return torch.stack(terms).sum() if terms else None
 
     def load(self) -> Tensor | None:
         """How many tokens went to each expert [layers, experts] on this rank since `measure_load`, which ends. None
@@ -126,17 +155,23 @@ class Routing:
         self._is_around = True
 
     def _run(self, forward: Callable[..., Any], number: int, *arguments: Any, **named: Any) -> Any:
-        load = self._load if self._load and self._load.is_counting else None
-        if self._given is None and self._seen is None and load is None:
+        load = self._load if self._is_forward else None
+        # A backward pass that computes activations again has to compute this again too.
+        weights = self._weights if torch.is_grad_enabled() else None
+        if self._given is None and self._seen is None and load is None and weights is None:
             return forward(*arguments, **named)
         given = None if self._given is None else self._given[:, number].long()
         with _Choice(self.num_experts, self._num_groups, given) as choice:
             outputs = forward(*arguments, **named)
-        if choice.made is not None:
-            if self._seen is not None:
-                self._seen[number].append(choice.made.to(self.dtype))
-            if load is not None:
-                load.count(number, choice.made.flatten())
+        if choice.made is None:
+            return outputs
+        if self._seen is not None:
+            self._seen[number].append(choice.made.to(self.dtype))
+        if load is not None:
+            load.count(number, choice.made.flatten())
+        if weights is not None and choice.shares is not None:
+            term = (self._times @ choice.shares.float() * weights[number]).sum()
+            self._terms += [term] if self._is_forward else []
         return outputs
 
 
@@ -149,32 +184,25 @@ class _Load:
         self._layers: set[int] = set()
         self._shape = num_layers, num_experts
         # Of the forward under way.
-        self._times: Tensor | None = None
-        self._counts = torch.zeros(0)
+        self._times = self._counts = torch.zeros(0)
 
     @property
     def covers_all(self) -> bool:
         """Whether every layer has shown where tokens go."""
         return len(self._layers) == self._shape[0]
 
-    @property
-    def is_counting(self) -> bool:
-        return self._times is not None
-
     def begin(self, times: Tensor) -> None:
-        # Floats, which every accelerator adds by index; whole numbers are exact in them up to 2^24.
-        self._times, self._counts = times.float(), torch.zeros(self._shape, device=times.device)
+        self._times, self._counts = times, torch.zeros(self._shape, device=times.device)
 
     def count(self, layer: int, experts: Tensor) -> None:
         """experts: of all tokens, the chosen ones of each behind each other."""
-        assert self._times is not None
         if len(self._times) != len(experts):  # once a forward
             self._times = self._times.repeat_interleave(len(experts) // len(self._times))
         self._counts[layer].index_add_(0, experts, self._times)
         self._layers.add(layer)
 
     def end(self) -> None:
-        counts, self._times = self._counts.long(), None
+        counts = self._counts.long()
         self.total = counts if self.total is None else self.total + counts
 
 
@@ -185,13 +213,23 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self._num_experts, self._num_groups, self._given = num_experts, num_groups, given
         self.made: Tensor | None = None
+        self.shares: Tensor | None = None
+        """What the router gives each expert of a token [tokens, experts]: its softmax, or its sigmoids over their sum
+        (DeepSeek-AI 2024, V3, eq. 18)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _SHARES and self.made is None and args[0].dim() == 2 and args[0].shape[1] == self._num_experts:
+            self.shares = outputs = func(*args, **kwargs)
+            if func in _SIGMOIDS:
+                self.shares = outputs / outputs.sum(1, keepdim=True)
+            return outputs
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2:
             return func(*args, **kwargs)
         scores, *rest = args
         if scores.shape[1] == self._num_experts:
+            # Some routers choose among logits.
+            self.shares = scores.float().softmax(1) if self.shares is None else self.shares
             values, self.made = func(*args, **kwargs) if self._given is None else (None, self._given)
             # Gathered, so that the gradient of the scores goes the way it would.
             return torch.return_types.topk((scores.gather(1, self.made) if values is None else values, self.made))

@@ -45,6 +45,7 @@ _EXPERIMENT = (
         for name in (
             "policy_loss.",
             "router_replay.",
+            "router_aux_loss_coef",
             "clip_ratio",
             "loss_",
             "kl_loss_",

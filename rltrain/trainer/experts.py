@@ -20,8 +20,9 @@ _IDLE_STEPS, _TOKENS_MISSED = 5, 20
 # it by at least 1: the busiest expert has the tokens of one expert more.
 _GROWN_STEPS, _TIMES_GROWN, _LEAST_GROWTH = 5, 2.0, 1.0
 _WAYS_OUT = (
-    "Its routers may be collapsing: lower actor_rollout_ref.actor.optim.lr, or have updates go to the experts of the "
-    "pass or engine before them (actor_rollout_ref.actor.router_replay.mode=R2 or R3)"
+    "Its routers may be collapsing: lower actor_rollout_ref.actor.optim.lr, have updates go to the experts of the pass "
+    "or engine before them (actor_rollout_ref.actor.router_replay.mode=R2 or R3), or learn to use them evenly "
+    "(actor_rollout_ref.actor.router_aux_loss_coef=0.001)"
 )
 _STATE = "tokens", "tokens_at_last_use", "idle_steps", "first_max_vio", "counters"
 

@@ -37,6 +37,7 @@ from rltrain.models.weights.lora import adapter_weights, adapters_off, write_ada
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import actor_spec
 from rltrain.models.weights.state import load_training_state
+from rltrain.workers.expert_balance import ExpertBalance
 from rltrain.workers.frozen import Beside, FrozenWorker, load_role, measure
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers, UpdateNumbers
@@ -84,6 +85,7 @@ class ActorRefWorker(Actor):
         # With its adapters off the policy is one too.
         self.reference: PolicyModel = self.frozen.models.get("ref", self.policy)
         self._exact_reference = Beside(self.reference)
+        self._balance = ExpertBalance(self.policy, self._device, passes) if passes.balances_experts else None
         self._beside = self._exact_reference if passes.exact_kl_in_loss else None
         """What the update compares whole distributions with."""
         if passes.exact_teacher:
@@ -217,7 +219,7 @@ class ActorRefWorker(Actor):
             task.mini_batches,
             task.learning_rate,
             lambda micro, mini: self._loss(micro, mini, task),
-            (lambda micros, mini: self._look_ahead(micros, mini, task)) if self._passes.looks_ahead else None,
+            lambda micros, mini: self._look_ahead(micros, mini, task),
             self._measure,
             {name: getattr(task, name) for name in ("shift", "scale", "weight_scale", "noise_seed", "entropy_coeff")},
         )
@@ -234,7 +236,7 @@ class ActorRefWorker(Actor):
         temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
         # Where no pass has compared actor and engine, the update's own forward does.
         measures = not mini.has_old_log_probs or self._passes.bypass
-        log_probs, entropy, kl, *_ = self.policy(inputs, temperature, with_entropy or measures, beside)
+        log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, beside)
         if not len(micro):
             return idle(log_probs)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
@@ -272,6 +274,7 @@ class ActorRefWorker(Actor):
             entropy_coeff=task.entropy_coeff,
             kl=kl,
             teacher=teacher,
+            expert_balance=outputs.balance_loss,
         )
         return replace(share, measured=measured)
 
@@ -312,6 +315,10 @@ class ActorRefWorker(Actor):
     @torch.no_grad()
     def _look_ahead(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
         """Add to the micro-batches of one mini-batch what their loss needs to know of all of it (`look_ahead`)."""
+        if self._balance:
+            self._balance.weigh(micros)
+        if not self._passes.looks_ahead:
+            return
         having = [micro for micro in micros if len(micro)]
         if self._log_probs_at == self.updater.num_steps or not self._passes.reads_policy_ahead:
             current = [self._old(micro).values for micro in having]

@@ -24,18 +24,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_two_ranks_count_the_load_that_one_counts(arithmetic_files, tmp_path):
+def test_two_ranks_count_and_balance_the_load_as_one_does(arithmetic_files, tmp_path):
     model, found = save_moe(tmp_path / "model"), []
+    changes = {**REPLAY, "actor_rollout_ref__actor__router_aux_loss_coef": 0.1}
     for number in (1, 2):
         folder = tmp_path / f"{number}"
-        assert main(small_run(model, arithmetic_files, folder, trainer__n_gpus_per_node=number, **REPLAY)) == 0
+        assert main(small_run(model, arithmetic_files, folder, trainer__n_gpus_per_node=number, **changes)) == 0
         found.append([line for line in read_metrics(folder) if line["step"]])
     for one, two in zip(*found, strict=True):
         assert 0 < one["moe/max_vio/mean"] <= one["moe/max_vio/max"]
         # Other kernels than this machine's may send a token elsewhere.
         assert [two[name] for name in LOAD] == pytest.approx([one[name] for name in LOAD], rel=0.05, abs=1)
         assert one["rollout/log_prob_gap/mean"] < 1e-4
-        for name in ("actor/pg_loss", "actor/grad_norm"):
+        for name in ("actor/pg_loss", "moe/aux_loss", "actor/grad_norm"):
             assert two[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4)
 
 

@@ -169,7 +169,7 @@ def test_a_router_that_does_not_show_its_choice_has_no_load():
 
 def test_a_dense_model_has_no_experts():
     assert not num_experts(transformers.Qwen3Config(**SIZES))
-    assert PolicyModel(AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES)))._routing is None
+    assert PolicyModel(AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES))).routing is None
 
 
 def test_a_router_that_chooses_otherwise_is_refused():

@@ -75,8 +75,13 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
     )
     if isinstance(model, PolicyModel):
         model.measure_load()
-        log_probs, entropy, *_ = model(inputs, 0.7, True)
+        if model.routing:
+            shape = model.routing.num_layers, model.routing.num_experts
+            model.balance(torch.rand(shape, generator=torch.Generator().manual_seed(3)))
+        log_probs, entropy, *_, balance = model(inputs, 0.7, True)
         found, loss = {"log_probs": log_probs, "entropy": entropy}, log_probs.sum() + 0.3 * entropy.sum()
+        if balance is not None:
+            found, loss = found | {"balance": balance}, loss + balance
     else:
         values = model(inputs)
         found, loss = {"values": values}, (values * torch.arange(1, len(values) + 1)).sum()
@@ -87,7 +92,7 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
     if isinstance(model, PolicyModel) and (load := model.load()) is not None:
         dist.all_reduce(load)
         found["load"] = load // (WORLD // size)
-    if isinstance(model, PolicyModel) and model._routing and inputs.spans:
+    if isinstance(model, PolicyModel) and model.routing and inputs.spans:
         found |= routed(model, inputs)
     gradients = {
         name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -101,7 +106,7 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
 def routed(model, inputs: PackedInputs) -> dict[str, torch.Tensor]:
     """Where the tokens go, and what comes of their going elsewhere. No prompt is shared: samples stand one by one."""
     experts = model(inputs, with_experts=True).experts
-    elsewhere = replace(inputs, experts=(experts + 1) % model._routing.num_experts)
+    elsewhere = replace(inputs, experts=(experts + 1) % model.routing.num_experts)
     log_probs = model(elsewhere, 0.7).log_probs
     reshard(model)
     return {"experts": experts.sort(-1)[0], "replayed": log_probs}
@@ -141,7 +146,7 @@ def test_sharing_sequences_changes_no_score_and_no_gradient(found, name, which, 
         assert alone.keys() == shared.keys()
         assert "experts" not in alone or torch.equal(alone["experts"], shared["experts"])
         assert "load" not in alone or torch.equal(alone["load"], shared["load"])
-        outputs = {name for name in alone if name in ("log_probs", "entropy", "values", "replayed")}
+        outputs = {name for name in alone if name in ("log_probs", "entropy", "values", "replayed", "balance")}
         for names in (outputs, alone.keys() - outputs - {"length", "experts", "load"}):
             one, other = ({name: found[name] for name in names} for found in (shared, alone))
             if which == "idle":

@@ -209,6 +209,10 @@ class ActorConfig:
     """Weight of the entropy bonus."""
     adaptive_entropy: AdaptiveEntropyConfig = section(AdaptiveEntropyConfig)
     """Entropy at a target."""
+    router_aux_loss_coef: float = key(0.0, least=0)
+    """Models with experts: weight of the loss on their balance, N sum_e f_e P_e of a layer (Switch Transformer), mean
+    over layers. f is of the whole mini-batch: with router_replay it is known, else one more forward finds it. Model
+    cards train with 0.001; 0: none."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = key(0.001, least=0, only_with="use_kl_loss")

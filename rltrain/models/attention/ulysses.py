@@ -171,6 +171,15 @@ def slice_of_row(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return pad(values, (0, 0) * (values.dim() - 1) + (0, missing))[start : start + length]
 
 
+def whole_sum(part: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum over the row of which each rank of the group has a part, with the gradient of this rank's."""
+    if group is None:
+        return part
+    total = part.detach().clone()
+    dist.all_reduce(total, group=group)
+    return part + (total - part.detach())
+
+
 def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
     """Of every token of the row [total, ...], from those of each rank's slice, without a gradient."""
     if group is None:

@@ -98,7 +98,7 @@ def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: boo
 
 
 def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
-    """Raises ConfigError for a model whose choice of experts cannot be replayed, as ``key`` asks."""
+    """Raises ConfigError for a model whose choice of experts cannot be seen, as ``key`` needs."""
     if not num_experts(config):
         raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Leave it out.")
     tried: Routing | None = None
@@ -111,7 +111,7 @@ def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
         model(torch.arange(3, 6)[None])
         tried = routing
     if tried:
-        tried.recorded()
+        tried.recorded(key)
 
 
 def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> Differences:

@@ -191,8 +191,11 @@ def _policy(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> No
     findings.problems += _positions(cfg, config, findings)
     if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
         refuse_on_npu(config)
-    if (mode := cfg.actor_rollout_ref.actor.router_replay.mode) != "disabled":
+    actor = cfg.actor_rollout_ref.actor
+    if (mode := actor.router_replay.mode) != "disabled":
         check_routing(f"actor_rollout_ref.actor.router_replay.mode={mode}", spec, config)
+    if coef := actor.router_aux_loss_coef:
+        check_routing(f"actor_rollout_ref.actor.router_aux_loss_coef={coef:g}", spec, config)
 
 
 def _cannot_become(cfg: Config, spec: ModelSpec, packed: Any) -> Iterator[str]:

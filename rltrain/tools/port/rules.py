@@ -107,7 +107,9 @@ RULES: dict[str, Rule] = {
         "verl.model_merger merge --backend megatron --local_dir …/global_step_N/actor --target_dir FOLDER"
     ),
     # What Megatron adds to the loss or to the model is no matter of sharding.
-    "*.override_transformer_config.moe_aux_loss_coeff": Rule(turn=_only("0", "0.0")),
+    "*.override_transformer_config.moe_aux_loss_coeff": Rule(
+        why="router_aux_loss_coef is such a loss, with another scale (docs/moe.md)", turn=_only("0", "0.0")
+    ),
     "*.override_transformer_config.moe_z_loss_coeff": Rule(turn=_only("0", "0.0")),
     "*.override_transformer_config.moe_router_bias_update_rate": Rule(turn=_only("0", "0.0")),
     "*.override_transformer_config.moe_router_load_balancing_type": Rule(turn=_only("none")),

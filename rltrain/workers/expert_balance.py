@@ -1,0 +1,54 @@
+"""How evenly a whole mini-batch uses the experts, before it is differentiated part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.algorithms.expert_balance import balance_weights, load_of
+from rltrain.base.columns import names as c
+from rltrain.base.columns.batch import Batch
+from rltrain.base.device import Device
+from rltrain.config.step_passes import StepPasses
+from rltrain.models.forward import PolicyModel
+from rltrain.workers.frozen import measure
+
+
+class ExpertBalance:
+    """Has the forwards of ``policy`` compute the loss on the balance of experts (``actor.router_aux_loss_coef``).
+
+    With routing replay the samples say where their tokens go; else a forward without gradients finds it.
+    """
+
+    def __init__(self, policy: PolicyModel, device: Device, passes: StepPasses) -> None:
+        self._policy, self._device, self._replayed = policy, device, passes.router_replay != "disabled"
+
+    @torch.no_grad()
+    def weigh(self, micros: Sequence[Batch]) -> None:
+        """Look at all micro-batches of a mini-batch on this rank (a collective)."""
+        routing = self._policy.routing
+        assert routing is not None  # or the run would have been refused
+        load = torch.zeros(routing.num_layers, routing.num_experts, dtype=torch.long)
+        if len(choices := self._choices(micros)):
+            load = load_of(choices, routing.num_experts)
+        # What a rank without samples has not seen, another has.
+        chosen = torch.tensor([choices.shape[2] if len(choices) else 0])
+        dist.all_reduce(chosen, dist.ReduceOp.MAX)
+        dist.all_reduce(load)
+        # Ranks that share sequences have all counted the whole row.
+        load //= self._policy.group.size() if self._policy.group else 1
+        self._policy.balance(balance_weights(load, int(chosen)).float().to(self._device.torch_device))
+
+    def _choices(self, micros: Sequence[Batch]) -> Tensor:
+        """[tokens of samples, layers, experts per token]; of no samples nothing, perhaps of another shape."""
+        if self._replayed:
+            parts = [micro.ragged(c.ROUTED_EXPERTS).values for micro in micros if len(micro)]
+            return torch.cat(parts) if parts else torch.zeros(0)
+        # Idle micro-batches run too, because the forward is a collective.
+        *_, choices = measure(self._policy, micros, self._device, 1.0, False, None, False, True)
+        # `measure` has left the model in eval mode, in which transformers does not recompute activations.
+        self._policy.train()
+        return choices

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("joined")
 
 R = "actor_rollout_ref__rollout__"
 REPLAY = {"actor_rollout_ref__actor__router_replay__mode": "R3"}
+SIZE = "actor_rollout_ref__actor__fsdp_config__expert_parallel_size"
 LOAD = ("moe/max_vio/mean", "moe/max_vio/max", "moe/idle_experts", "moe/dead_experts")
 # Nothing but the answer's text decides, and a random model can write it.
 SCORER = """
@@ -24,12 +25,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_two_ranks_count_and_balance_the_load_as_one_does(arithmetic_files, tmp_path):
+@pytest.mark.parametrize("expert_parallel_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_two_ranks_count_and_balance_the_load_as_one_does(arithmetic_files, tmp_path, expert_parallel_size):
     model, found = save_moe(tmp_path / "model"), []
-    changes = {**REPLAY, "actor_rollout_ref__actor__router_aux_loss_coef": 0.1}
-    for number in (1, 2):
-        folder = tmp_path / f"{number}"
-        assert main(small_run(model, arithmetic_files, folder, trainer__n_gpus_per_node=number, **changes)) == 0
+    shared = {"trainer__n_gpus_per_node": 2, SIZE: expert_parallel_size}
+    for name, ranks in (("one", {}), ("two", shared)):
+        changes = {**REPLAY, "actor_rollout_ref__actor__router_aux_loss_coef": 0.1, **ranks}
+        folder = tmp_path / name
+        assert main(small_run(model, arithmetic_files, folder, **changes)) == 0
         found.append([line for line in read_metrics(folder) if line["step"]])
     for one, two in zip(*found, strict=True):
         assert 0 < one["moe/max_vio/mean"] <= one["moe/max_vio/max"]

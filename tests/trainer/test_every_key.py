@@ -219,10 +219,11 @@ def notes(arguments: list[str], key: str) -> list[str]:
 def test_the_cases_are_all_keys():
     keys = {key for key in all_keys() if key.startswith((ACTOR, ALGORITHM))}
     # The first shows where prompts have images (test_vision_steps.py), and the command says so where none has; the
-    # second where a model has experts (test_router_replay.py), and the command refuses others. The rest make steps
-    # faster and change no number (test_kernels.py, test_ranks.py).
+    # next two where a model has experts (test_expert_balance.py, test_router_replay.py), and the command refuses
+    # others. The rest make steps faster and change no number (test_kernels.py, test_ranks.py).
     silent = (
         "freeze_vision_tower",
+        "router_aux_loss_coef",
         "router_replay.mode",
         "fsdp_config.expert_parallel_size",
         "fsdp_config.use_torch_compile",

@@ -62,6 +62,12 @@ VISION = {
     "Qwen2.5-VL-3B": ("qwen2_5_vl", [16, 24, 24], _sizes(2048, 11_008, 36, 16, 2, 151_936, 128_000), {
         "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048,
     }),
+    "Qwen3-VL-30B-A3B": ("qwen3_vl_moe", [24, 20, 20], {
+        **_sizes(2048, 6144, 48, 32, 4, 151_936, 262_144), "moe_intermediate_size": 768, "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+    }, {
+        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 2048,
+    }),
     "Qwen3-VL-2B": ("qwen3_vl", [24, 20, 20], _sizes(2048, 6144, 28, 16, 8, 151_936, 262_144), {
         "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
     }),
@@ -101,6 +107,11 @@ RECIPES = {
     "agents/search_r1_qwen2_5_3b.sh": ("Qwen2.5-3B-tools", "sums", "2,560 (5 answers to each prompt)"),
     "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo.sh": ("Qwen2.5-VL-3B", "geometry3k", "128 (4 answers to each prompt)"),
     "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k", "128 (4 answers to each prompt)"),
+    "vlm_gpu/qwen3_vl_30b_a3b_geometry3k_grpo.sh": (
+        "Qwen3-VL-30B-A3B",
+        "geometry3k",
+        "320 (5 answers to each prompt)",
+    ),
     "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k", "2,640 (5 answers to each prompt)"),
 }
 # What MindSpeed RL's configs say under other names: prompts of a step and of a mini-batch, answers to a prompt,
@@ -151,7 +162,7 @@ def made(tmp_path_factory):
         config.save_pretrained(folder / name)
         save_file({"nothing": torch.zeros(1)}, folder / name / "model.safetensors")
     for name, (family, sections, of_text, of_tower) in VISION.items():
-        save_tiny_vision_model(folder / name, family, tied=True)
+        save_tiny_vision_model(folder / name, family, tied="A3B" not in name)
         config = json.loads((folder / name / "config.json").read_text())
         config["text_config"] |= of_text | {"head_dim": 128}
         config["text_config"].pop("layer_types", None)

@@ -85,9 +85,9 @@ VLLM = Package(
     texts={
         "vllm.engine.arg_utils:EngineArgs":
             "disable_custom_all_reduce disable_log_stats distributed_executor_backend dtype enable_chunked_prefill "
-            "enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides "
-            "limit_mm_per_prompt load_format logprobs_mode max_model_len max_num_batched_tokens max_num_seqs "
-            "mm_processor_cache_gb mm_processor_kwargs model seed skip_tokenizer_init speculative_config "
+            "enable_expert_parallel enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization "
+            "hf_overrides limit_mm_per_prompt load_format logprobs_mode max_model_len max_num_batched_tokens "
+            "max_num_seqs mm_processor_cache_gb mm_processor_kwargs model seed skip_tokenizer_init speculative_config "
             "distributed_timeout_seconds tensor_parallel_size trust_remote_code attention_backend "
             "mm_device_do_normalize?",
         "vllm.v1.engine.llm_engine:LLMEngine": "reset_encoder_cache reset_mm_cache",

@@ -166,7 +166,7 @@ def test_heads_that_do_not_divide_are_refused_before_loading():
 
 
 def waits_for_the_driver(rank, world):
-    mesh = make_mesh(get_device("cpu"), fsdp_size=1)
+    mesh = make_mesh(get_device("cpu"), fsdp_size=1).weights
     assert (mesh["replicate"].size(), mesh["shard"].size(), mesh.get_local_rank("replicate")) == (world, 1, rank)
     for group in (mesh.get_group("replicate"), mesh.get_group("shard"), sequence_group(MODELS["llama"], world, "key")):
         assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT

@@ -32,15 +32,12 @@ from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.fake_run import Owners, peak_of, update
 from tests.batches import batch_of_rows
+from tests.config.test_recipes import TEXT
 from tests.distance import distance
 from tests.models.kinds import SIZES
 from tests.ranks import run_on_ranks
 
-LARGE = {
-    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960,
-    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-}  # fmt: skip
+LARGE = TEXT["Qwen3-30B-A3B"]
 # Layers of the two models that are run; memory and bytes are linear in them.
 SHORT, LONG = 3, 6
 GIB = 2**30
@@ -82,10 +79,9 @@ def pretended(folder: Path, size: int, ranks: int, tokens: int) -> str:
         seen.append(arrivals.bytes)
         return found
 
-    device = get_device("cpu") if "cuda" not in DEVICES else DEVICES["cuda"]
-    peak = peak_of(PolicyModel, spec, device, ranks, batch, counted)
+    peak = peak_of(PolicyModel, spec, DEVICES["cuda"], ranks, batch, counted)
     short, longer = seen
-    layers = LARGE["num_hidden_layers"]
+    layers = LARGE.num_hidden_layers
     arrived = {kind: short[kind] + (longer[kind] - short[kind]) / (LONG - SHORT) * (layers - SHORT) for kind in short}
     parts = [arrived.get(kind, 0) for kind in ("weights", "gradients", "tokens")]
     memory = [peak["weights"] + peak["optimizer"] + peak["gradients"], peak["gathered"], peak["activations"]]
@@ -125,7 +121,7 @@ def main() -> None:
     sizes = [size for size in (1, 2, 4, 8, 16) if arguments.ranks % size == 0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        Qwen3MoeConfig(**LARGE).save_pretrained(folder / "large")
+        LARGE.save_pretrained(folder / "large")
         rows = [pretended(folder / "large", size, arguments.ranks, arguments.tokens) for size in sizes]
         small = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
         torch.manual_seed(0)

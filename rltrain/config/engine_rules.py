@@ -142,7 +142,7 @@ def _experts_of_engine(config: Config) -> Iterator[str]:
         return
     if not ENGINES[rollout.name].expert_parallel:
         others = engines_with("expert_parallel")
-        yield f"{key}: rollout.name={rollout.name} has all experts on each device. Leave it out, or use {others}."
+        yield f"{key}: rollout.name={rollout.name} does not share experts. Leave it out, or use {others}."
     elif experts != devices:
         yield (
             f"{key}: the devices of an engine share its experts, and {_R}tensor_model_parallel_size={devices} is their "

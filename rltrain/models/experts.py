@@ -1,9 +1,9 @@
 """Expert parallelism: each rank of a group holds some experts of every layer, and tokens travel to them and back.
 
 Without it a device gathers all experts of a layer to compute that layer, of which each token needs a few. With it the
-experts stay, and what a token is sends its hidden state to the ranks of its experts by an all-to-all before them, and
-brings their outputs home by one behind them (Lepikhin et al. 2020, GShard, section 3.2). No token is dropped. What an
-expert computes, and how its outputs are weighed, is what transformers' own code computes, in its order.
+experts stay: an all-to-all before them brings the hidden states of tokens to the ranks of their experts, and one behind
+them brings the outputs home (Lepikhin et al. 2020, GShard, arXiv 2006.16668). No token is dropped. What an expert
+computes, and how its outputs are weighed, is what transformers' own code computes, in its order.
 
 Left out: to send a token once to a rank that has several of its experts, which takes fewer bytes (at 8 of 128 experts
 and 8 ranks 5.3 sendings for 8), because a rank would then have to add up outputs whose order is another one, and
@@ -46,9 +46,11 @@ def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shard
     number, parts = num_experts(config), parts_with_experts(model)
     if not number or not parts:
         return "the model has no experts. Leave it out."
-    if odd := next((part for part in parts if not hasattr(part, _PLAIN)), None):
-        return f"{type(odd).__name__} computes experts in a way of its own, whichever it is told to keep. Leave it out."
     weights = [weight for part in parts for weight in part.parameters()]
+    odd = [part for part in parts if not hasattr(part, _PLAIN)]
+    odd += [part for part in parts if any(each.dim() < 2 or len(each) != number for each in part.parameters())]
+    if odd:
+        return f"{type(odd[0]).__name__} computes experts in a way of its own. Leave it out."
 
     def fits(size: int) -> bool:
         return number % size == 0 == shards % size and all(

@@ -53,11 +53,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 def _norm(group: list[nn.Parameter]) -> Tensor:
     """Of the gradients of weights that are spread alike, over all ranks."""
     gradients = [weight.grad for weight in group if weight.grad is not None]
-    norm, first = (
-        get_total_norm([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]),
-        group[0],
-    )
-    if isinstance(first, DTensor):
+    norm = get_total_norm([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients])
+    if isinstance(first := group[0], DTensor):
         squares = norm.square()
         for dim, placement in enumerate(first.placements):
             if placement.is_shard():

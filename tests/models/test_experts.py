@@ -37,7 +37,7 @@ FAMILIES = {name: keys for name, keys in ROUTED.items() if not name.startswith("
 # Ranks that share the experts, ranks that share sequences, ranks of a copy of the weights.
 LAYOUTS = {
     "2": (2, 1, -1), "4": (4, 1, -1), "2, long sequences": (2, 2, -1), "2, two copies": (2, 1, 2),
-    "2, recomputed": (2, 1, -1),
+    "2, recomputed, reduced once": (2, 1, -1),
 }  # fmt: skip
 # A family with biases, and one with shared experts beside those that are chosen; the others take the same road.
 ALWAYS = {"gpt_oss, softmax of the chosen": "2", "deepseek_v3, groups of experts": "2", "qwen3_moe": LAYOUTS}
@@ -57,8 +57,11 @@ def given(part: int) -> Batch:
     return batch(ANSWERS[part]) if ANSWERS[part] else Batch()
 
 
-def step(policy, parts, scale: int) -> dict[str, torch.Tensor]:
-    """Log-probs, those of tokens that go elsewhere, gradients, and the weights behind a step of AdamW."""
+def step(policy, parts, scale: int, *, once: bool = False) -> dict[str, torch.Tensor]:
+    """Log-probs, those of tokens that go elsewhere, gradients, and the weights behind a step of AdamW.
+
+    once: gradients are spread over the ranks behind the last backward pass alone.
+    """
     optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
     found = {}
     for part in parts:
@@ -72,6 +75,8 @@ def step(policy, parts, scale: int) -> dict[str, torch.Tensor]:
             found[f"log_probs elsewhere {part}"] = policy(elsewhere).log_probs
             reshard(policy)
         for one in (inputs, elsewhere):
+            if once:
+                policy.set_requires_gradient_sync(one is elsewhere and part == parts[-1])
             outputs = policy(one, 0.7, True)
             ((outputs.log_probs.sum() + 0.3 * outputs.entropy.sum()) * scale).backward()
         found[f"log_probs {part}"] = policy(inputs, 0.7).log_probs.detach()
@@ -102,7 +107,7 @@ def rank_main(rank: int, world: int, folder: Path, cases: list[tuple[str, str]])
         assert kept == {8 // experts}
         # Ranks that share sequences compute the same one after the other; the others keep step.
         parts = [rank] if size == 1 else [rank // size, 2 + rank // size]
-        found[name, layout] = step(policy, parts, world)
+        found[name, layout] = step(policy, parts, world, once="once" in layout)
     everyone = [None] * world
     dist.all_gather_object(everyone, found)
     if rank == 0:

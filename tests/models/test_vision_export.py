@@ -15,6 +15,7 @@ import torch.distributed as dist
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rltrain.base.columns.batch import Batch, DictionaryColumn
@@ -25,6 +26,7 @@ from rltrain.models.attention.packing import pack
 from rltrain.models.load import load_config, source_dtype
 from rltrain.models.vision import tower
 from rltrain.models.weights.lora import save_adapter
+from rltrain.models.weights.names import CheckpointNames
 from rltrain.models.weights.state import load_training_state, save_training_state
 from tests.distance import distance
 from tests.exported import export_huggingface
@@ -130,6 +132,22 @@ def test_peft_reads_the_adapters_as_they_were_trained(folder, tmp_path):
     assert distance(served(str(tmp_path / "merged"))[-1, ANSWERS], expected) < 1e-5
     again = make(folder, lora=replace(LORA, rank=0, path=str(tmp_path)))
     assert torch.equal(trained(again, ChatEncoder(folder)), expected)
+
+
+@pytest.mark.parametrize("width", [24, 32])
+def test_experts_have_the_layout_of_published_files_where_it_can_be_told(folders, width, tmp_path):
+    """Of published ones rows are inputs; transformers turns a weight only where its shape says that it must."""
+    config = load_config(folders[WITH_EXPERTS], override={"moe_intermediate_size": width})
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path, state_dict={})
+    weights = CheckpointNames(model)(model.state_dict())
+    name = next(name for name in weights if name.endswith("experts.gate_up_proj"))
+    # Twice 32 are the 64 numbers of a hidden state.
+    assert weights[name].shape == (8, 64, 2 * width)
+    assert torch.equal(weights[name], model.state_dict()[name]) == (width == 32)
+    save_file({name: each.contiguous() for name, each in weights.items()}, tmp_path / "model.safetensors")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], each) for name, each in model.state_dict().items())
 
 
 def as_on_the_hub(folder: str, out: Path, family: str) -> str:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PhimoeConfig, Qwen3MoeConfig
+from transformers import PhimoeConfig
 
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
@@ -14,7 +14,7 @@ from rltrain.models.routing import Routing
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight import model_check
 from rltrain.run.preflight.model_check import check_routing
-from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer
+from tests.tiny import save_tiny_moe
 from tests.tiny_tools import save_calling_model, tool_run
 
 A, R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
@@ -23,16 +23,9 @@ LAYERS, EXPERTS, CHOSEN = 3, 8, 2
 
 
 def save_moe(folder, **changes):
-    save_tiny_tokenizer(folder)
-    config = Qwen3MoeConfig(
-        vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
-        num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=EXPERTS,
-        num_experts_per_tok=CHOSEN, norm_topk_prob=True, max_position_embeddings=128, eos_token_id=1, pad_token_id=0,
-        bos_token_id=None, initializer_range=0.4, tie_word_embeddings=False, **changes,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    own = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "head_dim": 16}
+    own |= {"norm_topk_prob": True, "initializer_range": 0.4, "tie_word_embeddings": False}
+    return save_tiny_moe(folder, **own | changes)
 
 
 @pytest.fixture(scope="module")

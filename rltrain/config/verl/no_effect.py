@@ -55,16 +55,8 @@ _OF_LORA = (
 _AS_ACTOR = "the reference is sharded and computed like the actor (actor.fsdp_config)"
 _AS_MODEL = "the reference is built as the actor's model is, from the weights of ref.model.path"
 _OF_REFERENCE = (
-    *(
-        "fsdp_size",
-        "expert_parallel_size",
-        "model_dtype",
-        "dtype",
-        "compute_dtype",
-        "reshard_after_forward",
-        "optimizer_offload",
-        "seed",
-    ),
+    *("fsdp_size", "expert_parallel_size", "reshard_after_forward", "optimizer_offload", "seed"),
+    *("model_dtype", "dtype", "compute_dtype"),
     *("mixed_precision", "mixed_precision.param_dtype", "mixed_precision.reduce_dtype", "mixed_precision.buffer_dtype"),
     *("use_torch_compile", "use_no_sync_for_gradient_accumulation"),
 )

@@ -66,11 +66,7 @@ class CheckpointNames:
             # as a prefix that some files lack, stays as it is. Kept, or it would be looked for with every weight.
             rules = get_model_conversion_mapping(model, add_legacy=False)
             conversions = [copy.deepcopy(each) for each in rules if type(each).__name__ != "PrefixChange"]
-            # Where transformers turns a weight only if its shape asks for it, undoing that would leave the weight as it
-            # is in memory. Engines know the layout of the published files alone.
-            for step in (step for each in conversions for step in getattr(each, "operations", ())):
-                if getattr(step, "check_dims", False):
-                    step.check_dims = False
+            _undo_turns(model, conversions)
             vars(model)["_weight_conversions"] = conversions
         # Since 5.6 the last conversion is undone first.
         self._order: dict[str, Any] = (
@@ -87,6 +83,19 @@ class CheckpointNames:
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole units under the names in memory -> what a checkpoint has instead."""
         return revert_weight_conversion(self._model, dict(weights))
+
+
+def _undo_turns(model: PreTrainedModel, conversions: Iterable[Any]) -> None:
+    """Where transformers turns a weight only if its shape asks for it, undoing that would leave the weight as it is in
+    memory. Engines know the layout of the published files alone, so it is turned back, unless it is square: of such a
+    one nobody who reads it could tell.
+    """
+    for conversion in conversions:
+        for step in getattr(conversion, "operations", ()):
+            if getattr(step, "check_dims", False):
+                names = conversion.target_patterns
+                turned = [weight for name, weight in model.named_parameters() if any(each in name for each in names)]
+                step.check_dims = any(weight.shape[step.dim0] == weight.shape[step.dim1] for weight in turned)
 
 
 def whole_weights(

@@ -223,7 +223,7 @@ def _elsewhere(**_: Any) -> saved_tensors_hooks:
 
 def _evenly(chosen: Tensor, num_here: int, group: Any) -> tuple[list[int], list[int], Tensor]:
     """In place of `experts.row_sizes`: as many tokens go to each expert, as fake tensors have no numbers."""
-    sizes = [len(part) for part in torch.arange(chosen.numel(), device="meta").tensor_split(group.size())]
+    sizes = [len(range(rank, chosen.numel(), group.size())) for rank in range(group.size())]
     return sizes, [sizes[0]] * group.size(), torch.arange(sizes[0] * group.size()) % num_here
 
 

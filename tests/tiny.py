@@ -6,10 +6,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Glm4MoeConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -50,6 +52,19 @@ def save_tiny_moe(folder: Path, heads: int = 2, kv_heads: int = 1, **changes: ob
     """The same with 8 experts in a layer, of which a token goes to two."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **changes}
     return _save(folder, Qwen3MoeConfig(**_sizes(heads, kv_heads, 128, 32) | experts), 0)
+
+
+def save_tiny_biased_moe(folder: Path, **changes: object) -> Path:
+    """The same with routers that choose by their scores and a correction bias, which is not 0."""
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    own = {"n_group": 2, "topk_group": 2, "first_k_dense_replace": 1, "head_dim": 16, "num_hidden_layers": 3}
+    _save(folder, Glm4MoeConfig(**_sizes(2, 1, 128, 32) | experts | own | {"tie_word_embeddings": False} | changes), 0)
+    weights = load_file(folder / "model.safetensors")
+    for name, bias in weights.items():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.linspace(-0.1, 0.1, len(bias)))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def _sizes(heads: int, kv_heads: int, positions: int, width: int) -> dict[str, object]:

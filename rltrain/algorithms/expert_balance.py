@@ -1,4 +1,4 @@
-"""The loss on the balance of experts, whose weights are known before the forward that it is of."""
+"""What has experts used evenly: a loss, whose weights are known before the forward that it is of; steps of a bias."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def balance_weights(load: Tensor, experts_per_token: int) -> Tensor:
     layers, num_experts = load.shape
     tokens = load.sum(1, keepdim=True).clamp(min=1) / experts_per_token
     return num_experts * load / tokens.square() / layers
+
+
+def bias_steps(load: Tensor, rate: float) -> Tensor:
+    """rate x sign(mean load - load) by layer and expert   (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+
+    load: tokens of each expert [layers, experts], as integers, so that an expert at the mean keeps its bias.
+    """
+    return rate * (load.sum(1, keepdim=True) - load.shape[1] * load).sign().float()

@@ -101,10 +101,17 @@ def replay_problems(config: Config) -> Iterator[str]:
     key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
     if mode != "disabled" and actor.fsdp_config.use_torch_compile:
         yield f"{key}: layers that are compiled do not show what they choose. Leave fsdp_config.use_torch_compile out."
-    if actor.router_aux_loss_coef and actor.fsdp_config.use_torch_compile:
+    for name in ("router_aux_loss_coef", "router_bias_update_rate"):
+        if (value := getattr(actor, name)) and actor.fsdp_config.use_torch_compile:
+            yield (
+                f"actor_rollout_ref.actor.{name}={value:g}: layers that are compiled do not show what their routers "
+                "say. Leave fsdp_config.use_torch_compile out."
+            )
+    if actor.router_bias_update_rate and config.actor_rollout_ref.model.uses_lora:
         yield (
-            f"actor_rollout_ref.actor.router_aux_loss_coef={actor.router_aux_loss_coef:g}: layers that are compiled do "
-            "not show what their routers say. Leave fsdp_config.use_torch_compile out."
+            f"actor_rollout_ref.actor.router_bias_update_rate={actor.router_bias_update_rate:g}: the bias belongs to "
+            "the model under the adapters, which is the reference and stays as it is. Leave it out, or train all "
+            "weights (model.lora_rank=0)."
         )
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
         yield (

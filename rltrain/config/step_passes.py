@@ -235,10 +235,10 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         learns_entropy=learns_entropy,
         masks_certain=masks_certain,
         # KL, entropy bonus, teacher and balance of experts have a gradient in every sample; whitening makes a 0
-        # something else; and the tokens of all samples say which entropy is high.
+        # something else; and the tokens of all samples say which entropy is high, and which experts are busy.
         skips_silent=loss.silent_at_zero
         and not (actor.use_kl_loss or learns_entropy or estimator.whitens or distillation.enabled or masks_certain)
-        and not actor.router_aux_loss_coef,
+        and not (actor.router_aux_loss_coef or actor.router_bias_update_rate),
         # Without a critic nothing would learn in the steps of a warm-up.
         first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
         router_replay=actor.router_replay.mode,

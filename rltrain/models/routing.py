@@ -29,6 +29,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
 _SHARES = (torch.softmax, Tensor.softmax, functional.softmax, *_SIGMOIDS)
 _GROUPS = ("n_group", "num_expert_group")
+_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 def num_experts(config: PretrainedConfig) -> int:
@@ -40,6 +41,23 @@ def num_experts(config: PretrainedConfig) -> int:
 def _first(number: int | list[int]) -> int:
     # HunYuan may have a number per layer.
     return number if isinstance(number, int) else max(number)
+
+
+def correction_biases(model: nn.Module) -> dict[str, Tensor]:
+    """What the routers of some families add to their scores where they choose, and not where they weigh (DeepSeek-AI
+    2024, V3, eq. 16): a buffer [experts] of each layer with experts, by name and in the order of the layers.
+
+    Left out: those that are parameters (ERNIE 4.5), which FSDP cuts, and rounds in the forward pass.
+    """
+    return {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in _BIASES}
+
+
+def unseen(key: str) -> ConfigError:
+    """``key`` needs the choice of experts of a model whose routers do not show it."""
+    return ConfigError(
+        f"{key}: the choice of a layer's experts could not be seen, since its router does not choose the "
+        "largest scores. Leave it out for this model."
+    )
 
 
 class Routing:
@@ -91,10 +109,7 @@ class Routing:
         """
         seen, self._seen = self._seen, None
         if not seen or not all(seen):
-            raise ConfigError(
-                f"{key}: the choice of a layer's experts could not be seen, since its router does not choose the "
-                "largest scores. Leave it out for this model."
-            )
+            raise unseen(key)
         return torch.stack([torch.cat(parts) for parts in seen], 1)
 
     def measure_load(self) -> None:
@@ -142,8 +157,13 @@ class Routing:
     def load(self) -> Tensor | None:
         """How many tokens went to each expert [layers, experts] on this rank since `measure_load`, which ends. None
         where the routers choose otherwise than by ``torch.topk``."""
-        load, self._load = self._load, None
-        return load.total if load and load.covers_all else None
+        load = self.load_so_far()
+        self._load = None
+        return load
+
+    def load_so_far(self) -> Tensor | None:
+        """The same, and counting goes on."""
+        return self._load.total if self._load and self._load.covers_all else None
 
     def _go_around(self) -> None:
         """Stand around the blocks, where the choice is made and used, also when activations are computed again.
@@ -161,7 +181,7 @@ class Routing:
         if self._given is None and self._seen is None and load is None and weights is None:
             return forward(*arguments, **named)
         given = None if self._given is None else self._given[:, number].long()
-        with _Choice(self.num_experts, self._num_groups, given) as choice:
+        with _Choice(self.num_experts, self._num_groups, given, with_shares=weights is not None) as choice:
             outputs = forward(*arguments, **named)
         if choice.made is None:
             return outputs
@@ -209,9 +229,11 @@ class _Load:
 class _Choice(TorchFunctionMode):
     """Takes what ``torch.topk`` chooses among the scores of all experts [tokens, experts], or gives it ``given``."""
 
-    def __init__(self, num_experts: int, num_groups: int, given: Tensor | None) -> None:
+    def __init__(self, num_experts: int, num_groups: int, given: Tensor | None, *, with_shares: bool) -> None:
         super().__init__()
         self._num_experts, self._num_groups, self._given = num_experts, num_groups, given
+        # Only if asked, as a backward pass that computes activations again has to save as many tensors.
+        self._with_shares = with_shares
         self.made: Tensor | None = None
         self.shares: Tensor | None = None
         """What the router gives each expert of a token [tokens, experts]: its softmax, or its sigmoids over their sum
@@ -219,7 +241,8 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _SHARES and self.made is None and args[0].dim() == 2 and args[0].shape[1] == self._num_experts:
+        asked = self._with_shares and self.made is None
+        if func in _SHARES and asked and args[0].dim() == 2 and args[0].shape[1] == self._num_experts:
             self.shares = outputs = func(*args, **kwargs)
             if func in _SIGMOIDS:
                 self.shares = outputs / outputs.sum(1, keepdim=True)
@@ -229,7 +252,7 @@ class _Choice(TorchFunctionMode):
         scores, *rest = args
         if scores.shape[1] == self._num_experts:
             # Some routers choose among logits.
-            self.shares = scores.float().softmax(1) if self.shares is None else self.shares
+            self.shares = scores.float().softmax(1) if asked and self.shares is None else self.shares
             values, self.made = func(*args, **kwargs) if self._given is None else (None, self._given)
             # Gathered, so that the gradient of the scores goes the way it would.
             return torch.return_types.topk((scores.gather(1, self.made) if values is None else values, self.made))

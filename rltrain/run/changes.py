@@ -46,6 +46,7 @@ _EXPERIMENT = (
             "policy_loss.",
             "router_replay.",
             "router_aux_loss_coef",
+            "router_bias_update_rate",
             "clip_ratio",
             "loss_",
             "kl_loss_",

@@ -85,7 +85,7 @@ class ActorRefWorker(Actor):
         # With its adapters off the policy is one too.
         self.reference: PolicyModel = self.frozen.models.get("ref", self.policy)
         self._exact_reference = Beside(self.reference)
-        self._balance = ExpertBalance(self.policy, self._device, passes) if passes.balances_experts else None
+        self._balance = ExpertBalance(self.policy, self._device, passes, self._actor_cfg.router_bias_update_rate)
         self._beside = self._exact_reference if passes.exact_kl_in_loss else None
         """What the update compares whole distributions with."""
         if passes.exact_teacher:
@@ -221,6 +221,7 @@ class ActorRefWorker(Actor):
             lambda micro, mini: self._loss(micro, mini, task),
             lambda micros, mini: self._look_ahead(micros, mini, task),
             self._measure,
+            self._balance.move_biases,
             {name: getattr(task, name) for name in ("shift", "scale", "weight_scale", "noise_seed", "entropy_coeff")},
         )
         if self._beside:
@@ -315,8 +316,7 @@ class ActorRefWorker(Actor):
     @torch.no_grad()
     def _look_ahead(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
         """Add to the micro-batches of one mini-batch what their loss needs to know of all of it (`look_ahead`)."""
-        if self._balance:
-            self._balance.weigh(micros)
+        self._balance.begin(micros)
         if not self._passes.looks_ahead:
             return
         having = [micro for micro in micros if len(micro)]

@@ -1,4 +1,4 @@
-"""How evenly a whole mini-batch uses the experts, before it is differentiated part by part."""
+"""What has a whole mini-batch use the experts evenly: a loss on it, and a bias that moves behind it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.algorithms.expert_balance import balance_weights, load_of
+from rltrain.algorithms.expert_balance import balance_weights, bias_steps, load_of
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import Device
 from rltrain.config.step_passes import StepPasses
 from rltrain.models.forward import PolicyModel
+from rltrain.models.routing import correction_biases, unseen
 from rltrain.workers.frozen import measure
 
 
 class ExpertBalance:
-    """Has the forwards of ``policy`` compute the loss on the balance of experts (``actor.router_aux_loss_coef``).
+    """Has the forwards of ``policy`` compute the loss on the balance of experts (``actor.router_aux_loss_coef``), and
+    moves the correction biases of its routers (``actor.router_bias_update_rate``).
 
-    With routing replay the samples say where their tokens go; else a forward without gradients finds it.
+    For the loss, the samples say where their tokens go with routing replay; else a forward without gradients finds it.
     """
 
-    def __init__(self, policy: PolicyModel, device: Device, passes: StepPasses) -> None:
+    def __init__(self, policy: PolicyModel, device: Device, passes: StepPasses, bias_update_rate: float) -> None:
         self._policy, self._device, self._replayed = policy, device, passes.router_replay != "disabled"
+        self._weighs, self._rate = passes.balances_experts, bias_update_rate
+        self._counted: Tensor | None = None
+        """Tokens of each expert in the update, before its newest mini-batch."""
+
+    def begin(self, micros: Sequence[Batch]) -> None:
+        """Look at all micro-batches of a mini-batch on this rank, which come next (a collective)."""
+        if self._rate and (routing := self._policy.routing):
+            self._counted = routing.load_so_far()
+        if self._weighs:
+            self._weigh(micros)
 
     @torch.no_grad()
-    def weigh(self, micros: Sequence[Batch]) -> None:
-        """Look at all micro-batches of a mini-batch on this rank (a collective)."""
+    def move_biases(self) -> None:
+        """Behind an optimizer step: by the load of its mini-batch, over all ranks (a collective)."""
+        if not self._rate:
+            return
+        counted = self._policy.routing.load_so_far() if self._policy.routing else None
+        if counted is None:
+            raise unseen(f"actor_rollout_ref.actor.router_bias_update_rate={self._rate:g}")
+        load = counted - (0 if self._counted is None else self._counted)
+        dist.all_reduce(load)
+        biases = correction_biases(self._policy.model).values()
+        for bias, step in zip(biases, bias_steps(load, self._rate), strict=True):
+            bias += step
+
+    @torch.no_grad()
+    def _weigh(self, micros: Sequence[Batch]) -> None:
         routing = self._policy.routing
         assert routing is not None  # or the run would have been refused
         load = torch.zeros(routing.num_layers, routing.num_experts, dtype=torch.long)

@@ -10,6 +10,7 @@ import torch
 
 from rltrain.config.schema import Config
 from rltrain.models.forward import PolicyModel
+from rltrain.models.routing import correction_biases
 from rltrain.models.weights.state import load_training_state, weights_by_name
 from rltrain.workers.residency import Residency, local
 from rltrain.workers.roles import Reference
@@ -31,8 +32,10 @@ class ReferenceWorker(SavesState, Reference):
         # the host, so they must not be written to on the device.
         self._residency.enter("gen", whole=True)
         self._writer.reshard_and_synchronize()
-        policy = weights_by_name(self._policy)
-        for name, weight in weights_by_name(self._reference).items():
+        policy, reference = (
+            {**weights_by_name(packed), **correction_biases(packed)} for packed in (self._policy, self._reference)
+        )
+        for name, weight in reference.items():
             # Both are cut alike, as the specification of the one is made of that of the other.
             source, target = local(policy[name]), local(weight)
             if self._mix == 1:

@@ -36,6 +36,7 @@ from rltrain.workers.tasks import MiniBatch
 LossFunction = Callable[[Batch, MiniBatch], LossShare]
 Preparation = Callable[[Sequence[Batch], MiniBatch], None]
 Measurement = Callable[[Sequence[Measured]], dict[str, Moments]]
+FollowUp = Callable[[], None]
 
 
 class _Step(NamedTuple):
@@ -78,12 +79,14 @@ class Updater:
         loss: LossFunction,
         prepare: Preparation | None = None,
         measure: Measurement | None = None,
+        follow_up: FollowUp | None = None,
         terms: Mapping[str, float] | None = None,
     ) -> UpdateNumbers:
         """One optimizer step per mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
 
         ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated; ``measure`` what the
-        losses of the first mini-batch have left to be measured. ``terms``: what else of the task the loss depends
+        losses of the first mini-batch have left to be measured. ``follow_up`` comes behind each optimizer step that is
+        made. ``terms``: what else of the task the loss depends
         on, for an incident.
         """
         self._model.train()
@@ -95,7 +98,7 @@ class Updater:
             own_micros = [next(micros) for _ in mini.micro_sizes]
             if prepare:
                 prepare(own_micros, mini)
-            steps.append(self._step(own_micros, mini, loss, terms or {}))
+            steps.append(self._step(own_micros, mini, loss, follow_up, terms or {}))
         self._device.synchronize()
         shares = [step.share for step in steps]
         return UpdateNumbers(
@@ -109,7 +112,14 @@ class Updater:
             memory_gb=self._device.peak_memory_gb(),
         )
 
-    def _step(self, micros: Sequence[Batch], mini: MiniBatch, loss: LossFunction, terms: Mapping[str, float]) -> _Step:
+    def _step(
+        self,
+        micros: Sequence[Batch],
+        mini: MiniBatch,
+        loss: LossFunction,
+        follow_up: FollowUp | None,
+        terms: Mapping[str, float],
+    ) -> _Step:
         total: LossShare | None = None
         scale = self.loss_scale.value if self.loss_scale else 1.0
         for number, micro in enumerate(micros, start=1):
@@ -140,6 +150,8 @@ class Updater:
                 self.num_steps += 1
                 if self.loss_scale:
                     self.loss_scale.made()
+                if follow_up:
+                    follow_up()
         elif self.loss_scale and math.isfinite(sums[0]) and self.loss_scale.lower():
             overflowed = True
         elif self._trainer.on_nonfinite == "stop":

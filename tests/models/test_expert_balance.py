@@ -1,11 +1,12 @@
-"""The loss on the balance of experts is that of the papers and of transformers, and its gradient is exact."""
+"""The loss on the balance of experts is that of the papers and of transformers, and its gradient is exact; so are the
+steps of a bias."""
 
 import pytest
 import torch
 import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from rltrain.algorithms.expert_balance import balance_weights, load_of
+from rltrain.algorithms.expert_balance import balance_weights, bias_steps, load_of
 from rltrain.base.columns.batch import Batch
 from rltrain.models.attention import packed
 from rltrain.models.attention.packing import pack
@@ -32,6 +33,14 @@ def test_the_weights_by_hand():
     even = balance_weights(torch.full((3, 4), 6), 2)
     assert float(sum(torch.rand(12, 4).softmax(1).sum(0) @ even[layer] for layer in range(3))) == pytest.approx(2)
     assert balance_weights(torch.zeros(1, 4), 0).tolist() == [[0.0] * 4]
+
+
+def test_the_steps_of_a_bias_by_hand():
+    # Means 3 and 10/4: of 3, an expert that has 3 tokens keeps its bias.
+    steps = bias_steps(torch.tensor([[5, 3, 0, 4], [1, 2, 3, 4]]), 0.5)
+    assert steps.tolist() == [[-0.5, 0.0, 0.5, -0.5], [0.5, 0.5, -0.5, -0.5]]
+    # A load beyond what float32 tells apart.
+    assert bias_steps(torch.tensor([[2**25, 2**25 + 1, 2**25 - 1]]), 1.0).tolist() == [[0.0, -1.0, 1.0]]
 
 
 def gradients(policy):

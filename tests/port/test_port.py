@@ -343,7 +343,6 @@ def test_a_size_over_ranks_that_variables_decide_is_listed(tmp_path, words):
     ("key", "kept"),
     [
         (M + "override_transformer_config.moe_z_loss_coeff=1e-3", False),
-        (M + "override_transformer_config.moe_router_bias_update_rate=1e-3", False),
         (M + "override_transformer_config.moe_router_topk=4", False),
         ("actor_rollout_ref.actor.optim.override_optimizer_config.amsgrad=True", False),
         ("critic.optim.override_optimizer_config.exp_avg_dtype=bf16", False),
@@ -361,6 +360,12 @@ def test_only_what_is_known_to_be_harmless_is_called_so(key, kept):
     new = translate([(name, value)])
     assert [line.partition(":")[0] for line in new.lost] == ([] if kept else [key])
     assert kept or "not what" not in "".join(new.decisions)
+
+
+def test_the_step_of_a_routers_bias_is_ours():
+    new = translate([(f"{M}override_transformer_config.moe_router_bias_update_rate", "1e-3")])
+    assert "actor_rollout_ref.actor.router_bias_update_rate=1e-3" in str(new)
+    assert new.lost == []
 
 
 @pytest.mark.parametrize(

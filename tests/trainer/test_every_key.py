@@ -102,7 +102,6 @@ CASES = {
     ACTOR + "policy_loss.future_kl_clip_high_only": (False, FIPO),
     ACTOR + "policy_loss.safety_thresh": (0.5, FIPO),
     ACTOR + "checkpoint.save_contents": ("[model]", None),
-    ACTOR + "strategy": ("fsdp", None),
     ACTOR + "ppo_mini_batch_size": (4, {}),
     ACTOR + "ppo_micro_batch_size_per_gpu": (2, COUNTED),
     ACTOR + "use_dynamic_bsz": (False, {ACTOR + "ppo_micro_batch_size_per_gpu": 4}),
@@ -219,11 +218,12 @@ def notes(arguments: list[str], key: str) -> list[str]:
 def test_the_cases_are_all_keys():
     keys = {key for key in all_keys() if key.startswith((ACTOR, ALGORITHM))}
     # The first shows where prompts have images (test_vision_steps.py), and the command says so where none has; the
-    # next two where a model has experts (test_expert_balance.py, test_router_replay.py), and the command refuses
+    # next three where a model has experts (test_expert_balance.py, test_router_replay.py), and the command refuses
     # others. The rest make steps faster and change no number (test_kernels.py, test_ranks.py).
     silent = (
         "freeze_vision_tower",
         "router_aux_loss_coef",
+        "router_bias_update_rate",
         "router_replay.mode",
         "fsdp_config.expert_parallel_size",
         "fsdp_config.use_torch_compile",

@@ -1,16 +1,25 @@
-"""A step learns to use its experts evenly, by a loss that does not depend on how the step is cut."""
+"""A step learns to use its experts evenly, by a loss or by a bias that do not depend on how the step is cut."""
 
 import re
 
 import pytest
-from transformers import PhimoeConfig
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from rltrain.base.errors import ConfigError
+from rltrain.config.load import load_config
+from rltrain.models.routing import correction_biases
+from rltrain.models.weights.names import whole_weights
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.model_check import check_routing
+from rltrain.run.preflight.models import Findings, look_at_models
+from rltrain.workers import updater
+from tests.tiny import save_tiny_biased_moe, save_tiny_tokenizer, small_run
 from tests.trainer.test_router_replay import CHOSEN, MODE, A, save_moe
+from tests.workers.test_moe_engines import CONFIGS
 
-COEF = A + "router_aux_loss_coef"
+COEF, RATE = A + "router_aux_loss_coef", A + "router_bias_update_rate"
 PATH = "actor_rollout_ref__model__path"
 
 
@@ -52,3 +61,95 @@ def test_a_balance_that_cannot_be_had_is_refused(tiny_trainer, tiny_model, moe):
     phimoe = PhimoeConfig(num_local_experts=4, num_hidden_layers=1, hidden_size=32, intermediate_size=16)
     with pytest.raises(ConfigError, match=re.escape(f"{key}: the choice of a layer's experts could not be seen")):
         check_routing(key, ModelSpec(""), phimoe)
+
+
+def biases_of(model) -> torch.Tensor:
+    return torch.stack(list(correction_biases(model).values())).clone()
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    return save_tiny_biased_moe(tmp_path_factory.mktemp("biased"))
+
+
+def test_a_bias_moves_by_the_load_of_its_mini_batch_however_it_is_cut(process_group, tiny_trainer, biased):
+    keys = {PATH: biased, A + "ppo_mini_batch_size": 4, RATE: 0.25}
+    found = []
+    cut = {A + "ppo_micro_batch_size_per_gpu": 1, A + "use_dynamic_bsz": False}
+    for changes in ({A + "ppo_max_token_len_per_gpu": 4000}, cut, {MODE: "R3"}):
+        trainer = tiny_trainer(**keys, **changes)
+        actor, seen = trainer.worker.actor, []
+        update, before = actor.update, biases_of(actor.policy.model)
+        actor.update = lambda batch, task, update=update, seen=seen: (seen.append(update(batch, task)), seen[-1])[1]
+        trainer.step(1)
+        load = torch.from_numpy(seen[0].expert_load)
+        moved = biases_of(actor.policy.model)
+        assert torch.equal(moved, before + 0.25 * (load.sum(1, keepdim=True) / 8 - load).sign())
+        found.append(moved)
+    assert all(torch.equal(each, found[0]) for each in found)
+    still = tiny_trainer(**keys | {RATE: 0})
+    still.step(1)
+    assert torch.equal(biases_of(still.worker.actor.policy.model), before)
+
+
+def test_each_optimizer_step_moves_it_and_one_that_is_not_made_does_not(
+    process_group, tiny_trainer, biased, monkeypatch
+):
+    keys = {PATH: biased, A + "ppo_mini_batch_size": 2, RATE: 0.25, "trainer__on_nonfinite": "skip"}
+    trainer = tiny_trainer(**keys)
+    actor = trainer.worker.actor
+    before = biases_of(actor.policy.model)
+    trainer.step(1)
+    moved = ((biases_of(actor.policy.model) - before) / 0.25).abs()
+    assert moved.max() == pytest.approx(2)
+    assert torch.allclose(moved, moved.round(), atol=1e-5)
+    before = biases_of(actor.policy.model)
+    monkeypatch.setattr(updater, "clip_gradients", lambda *_: torch.tensor(float("nan")))
+    assert trainer.step(2).metrics["actor/steps_skipped"] == 2
+    assert torch.equal(biases_of(actor.policy.model), before)
+
+
+def test_a_skewed_router_is_balanced_and_engine_and_export_have_its_bias(process_group, tiny_trainer, tmp_path):
+    folder = save_tiny_biased_moe(tmp_path / "skewed", n_group=1, topk_group=1)
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.endswith("e_score_correction_bias"):
+            weights[name][:2] = 0.5  # two experts have nearly all tokens
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    trainer = tiny_trainer(**{PATH: folder, RATE: 0.1, A + "optim__lr": 1e-6})
+    steps = [trainer.step(step).metrics for step in range(1, 9)]
+    assert steps[0]["moe/max_vio/mean"] > 2
+    assert steps[-1]["moe/max_vio/mean"] < steps[0]["moe/max_vio/mean"] / 2
+    # The engine samples as the trainer computes: it got the bias.
+    assert all(line["training/rollout_probs_diff_max"] < 1e-4 for line in steps)
+    policy = trainer.worker.actor.policy
+    whole = {weight.name: weight.values for weight in whole_weights(policy, torch.float32)}
+    names = list(correction_biases(policy.model))
+    assert len(names) == 2
+    assert all(torch.equal(whole[name], bias) for name, bias in correction_biases(policy.model).items())
+
+
+def test_a_bias_that_cannot_be_moved_is_refused(tiny_trainer, tiny_model, moe, biased, arithmetic_files, tmp_path):
+    key = "actor_rollout_ref.actor.router_bias_update_rate=0.1"
+    for changes, words in (
+        ({A + "fsdp_config__use_torch_compile": True}, "layers that are compiled do not show"),
+        ({"actor_rollout_ref__model__lora_rank": 2}, "the bias belongs to the model under the adapters"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"{key}: {words}")):
+            tiny_trainer(**{PATH: biased, RATE: 0.1}, **changes)
+    deepseek = tmp_path / "deepseek"
+    save_tiny_tokenizer(deepseek)
+    AutoModelForCausalLM.from_config(CONFIGS["deepseek_v3"]).save_pretrained(deepseek)
+    cases = [
+        (tiny_model, {}, "Qwen3 has no experts. Leave it out."),
+        (moe, {}, "the routers of Qwen3Moe have no correction bias that is a buffer"),
+        (deepseek, {A + "fsdp_config__model_dtype": "bfloat16"},
+         "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16 would round the steps of the bias away. Set"),
+        (deepseek, {}, None),
+        (biased, {A + "fsdp_config__model_dtype": "bfloat16"}, None),  # GLM-4-MoE's is float32 all the same
+    ]  # fmt: skip
+    for model, changes, words in cases:
+        cfg = load_config(small_run(model, arithmetic_files, tmp_path, **{RATE: 0.1}, **changes)).config
+        found = Findings()
+        look_at_models(cfg, found)
+        assert [line[: len(f"{key}: {words}")] for line in found.problems] == ([f"{key}: {words}"] if words else [])

@@ -19,7 +19,7 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import find_start
 from rltrain.run.checkpoints.saver import Saver
 from tests import local
-from tests.tiny import small_run, write_arithmetic
+from tests.tiny import save_tiny_biased_moe, small_run, write_arithmetic
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
 from tests.trainer.steps import ACTOR, CORRECTION, GAE, numbers_of
 from tests.trainer.test_router_replay import save_moe
@@ -73,9 +73,12 @@ RUNS = {
     ),
     "experts of the engine": ({ACTOR + "router_replay__mode": "R3", **OFF_POLICY}, "moe/max_vio/mean"),
     "experts of the pass": ({ACTOR + "router_replay__mode": "R2", **OFF_POLICY}, "moe/max_vio/mean"),
+    "experts with a bias": (
+        {ACTOR + "router_bias_update_rate": 0.02, REF + "update_every_steps": 2, **OFF_POLICY}, "moe/max_vio/mean"
+    ),
     "pictures, critic": ({**PICTURES, **GAE, **OFF_POLICY}, "critic/vf_loss"),
 }  # fmt: skip
-ALWAYS = [*(each for each in list(RUNS)[:5] if "pictures" not in each), "experts of the engine"]
+ALWAYS = [*(each for each in list(RUNS)[:5] if "pictures" not in each), "experts of the engine", "experts with a bias"]
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
@@ -84,6 +87,7 @@ def state_of(trainer) -> dict[str, torch.Tensor]:
     roles = {"actor": (worker.actor.policy, worker.actor.updater)}
     roles |= {"critic": (worker.critic.model, worker.critic.updater)} if trainer.critic else {}
     for role, (model, updater) in roles.items():
+        found |= {f"{role} {name}": each.clone() for name, each in model.named_buffers()}
         for name, each in model.named_parameters():
             found[f"{role} {name}"] = each.full_tensor().detach().clone()
             for kind, values in moments(updater.optimizer, each).items() if each.requires_grad else ():
@@ -131,7 +135,7 @@ def arguments(tiny_model, tmp_path, monkeypatch):
         monkeypatch.setattr(local, "find_scorer", lambda source: score)
         model, write = tiny_model, write_arithmetic
         if "experts" in name:
-            model = save_moe(tmp_path / "model")
+            model = (save_tiny_biased_moe if "bias" in name else save_moe)(tmp_path / "model")
         if "pictures" in name:
             if not importlib.util.find_spec("torchvision"):
                 pytest.skip("torchvision is not installed (scripts/test.sh installs it)")

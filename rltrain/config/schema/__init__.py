@@ -151,9 +151,6 @@ class ActorConfig:
     """Checkpoint contents."""
     router_replay: RouterReplayConfig = section(RouterReplayConfig, only_with=TRAINS)
     """Routing replay."""
-    # fsdp is accepted because verl's commands name it; it never means FSDP1.
-    strategy: Literal["fsdp2", "fsdp"] = key("fsdp2", only_with={"strategy=fsdp2": "fsdp and fsdp2 both mean FSDP2"})
-    """Training backend of every model: FSDP2."""
     ppo_mini_batch_size: int = key(256, least=1)
     """Prompts per optimizer step, over all devices, with all their answers."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, least=1)
@@ -213,6 +210,10 @@ class ActorConfig:
     """Models with experts: weight of the loss on their balance, N sum_e f_e P_e of a layer (Switch Transformer), mean
     over layers. f is of the whole mini-batch: with router_replay it is known, else one more forward finds it. Model
     cards train with 0.001; 0: none."""
+    router_bias_update_rate: float = key(0.0, least=0)
+    """Models whose routers have a correction bias (DeepSeek-V3, GLM-4-MoE): behind each optimizer step the bias of an
+    expert moves so far up where its load in the mini-batch was below the mean, and down where it was above (Wang et al.
+    2024). DeepSeek-V3 was trained with 0.001; 0: it stays."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = key(0.001, least=0, only_with="use_kl_loss")

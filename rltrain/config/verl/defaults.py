@@ -27,7 +27,6 @@ _NOT_CHOSEN = {
     "*.compute_dtype": ("bfloat16",),
     "*.trust_remote_code": (False,),
     "actor_rollout_ref.actor.checkpoint.save_contents": (["model", "optimizer", "extra"],),
-    "actor_rollout_ref.actor.strategy": ("fsdp", "megatron"),
     "actor_rollout_ref.rollout.enforce_eager": (False,),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": (False,),
     "actor_rollout_ref.rollout.seed": (42,),

@@ -1,7 +1,8 @@
 """Training state on disk: sharded, and re-shardable on load (torch.distributed.checkpoint).
 
 Only tensors go in, under Hugging Face names: the trained weights (with LoRA the adapters alone), and per weight the
-moments and the step count of AdamW; in float16 also the scale of the loss. A vision tower that is not trained is that
+moments and the step count of AdamW; the correction biases of routers, which move without an optimizer; in float16 also
+the scale of the loss. A vision tower that is not trained is that
 of the model, so it is not written; a run that trains its tower and one that does not can therefore not go on from each
 other without a word.
 """
@@ -19,6 +20,7 @@ from rltrain.base.errors import CheckpointError
 from rltrain.models.files.safe import SafeReader, read_metadata
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale
+from rltrain.models.routing import correction_biases
 from rltrain.models.vision import tower
 from rltrain.models.weights.names import huggingface_name
 
@@ -48,9 +50,13 @@ def load_training_state(
     for parameter in packed.parameters():
         if optimizer is not None and parameter.requires_grad:
             moments(optimizer, parameter)  # DCP loads into tensors that are there
-    state = training_state(packed, optimizer, loss_scale)
+    state, saved = training_state(packed, optimizer, loss_scale), read_metadata(folder).state_dict_metadata
+    for name in _biases(packed):
+        # Of a folder without them nobody has moved them: they are those of model.path.
+        if f"model.{name}" not in saved:
+            del state["model"][name]
     notes = [] if texts_alone else _settle_tower(packed, state, folder)
-    if _SCALE in state and _SCALE not in read_metadata(folder).state_dict_metadata:
+    if _SCALE in state and _SCALE not in saved:
         del state[_SCALE]
         notes.append(f"{folder} has no loss scale, because its run did not compute in float16: it starts anew")
     try:
@@ -95,7 +101,8 @@ def training_state(
 ) -> dict[str, Any]:
     """The tensors themselves, not copies: loading writes into them. Moments of which there are none yet are zeros."""
     parameters = saved_weights(packed)
-    state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in parameters.items()}}
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    state: dict[str, Any] = {"model": weights | _biases(packed)}
     if optimizer is not None:
         # Not kept: a save may find a weight and its moments to come on different devices.
         state["optimizer"] = {name: moments(optimizer, parameter, keep=False) for name, parameter in parameters.items()}
@@ -107,6 +114,10 @@ def training_state(
 def weights_by_name(packed: PackedModel) -> dict[str, nn.Parameter]:
     """All weights of a model by their Hugging Face names."""
     return {huggingface_name(name): parameter for name, parameter in packed.named_parameters()}
+
+
+def _biases(packed: PackedModel) -> dict[str, torch.Tensor]:
+    return {huggingface_name(name): bias for name, bias in correction_biases(packed).items()}
 
 
 def saved_weights(packed: PackedModel) -> dict[str, nn.Parameter]:

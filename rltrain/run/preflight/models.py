@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import is_plugin, load_plugin
@@ -26,11 +28,11 @@ from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.seam import Seam
 from rltrain.models.attention.ulysses import heads_problem
-from rltrain.models.experts import experts_problem
+from rltrain.models.experts import experts_problem, parts_with_experts
 from rltrain.models.files.source import model_problem
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
-from rltrain.models.routing import num_experts
+from rltrain.models.routing import correction_biases, num_experts
 from rltrain.models.weights.lora import exclusion_note, first_adapters
 from rltrain.models.weights.shard import empty_packed, look_at_weights
 from rltrain.models.weights.spec import ModelSpec, specs_of
@@ -153,6 +155,8 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
             check_reward_model(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
         read_score_head(spec.path)
     packed = empty_packed(kind, spec, config)
+    if is_policy:
+        findings.problems += _bias(cfg, spec, packed.model, config)
     findings.problems += _experts(cfg, role, spec, packed.model, config)
     findings.notes += [note for note in look_at_weights(kind, spec, config) if note not in findings.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
@@ -183,6 +187,27 @@ def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) 
         yield f"{key}: {'' if own else f'of {spec.path}, '}{problem}"
     if spec.compiled:
         yield f"{key}: no layer is compiled whose tokens travel. Leave {section}.use_torch_compile out."
+
+
+def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
+    """Routers without a correction bias that could be moved."""
+    actor = cfg.actor_rollout_ref.actor
+    key = f"actor_rollout_ref.actor.router_bias_update_rate={actor.router_bias_update_rate:g}"
+    if not actor.router_bias_update_rate:
+        return
+    check_routing(key, spec, config)
+    biases, name = correction_biases(model), type(config).__name__.removesuffix("Config")
+    if len(biases) != len(parts_with_experts(model)):
+        yield (
+            f"{key}: the routers of {name} have no correction bias that is a buffer (e_score_correction_bias of "
+            "DeepSeek-V3, GLM-4-MoE and their like). Leave it out, or learn to use experts evenly by "
+            "actor_rollout_ref.actor.router_aux_loss_coef=0.001."
+        )
+    elif any(bias.dtype != torch.float32 for bias in biases.values()):
+        yield (
+            f"{key}: actor_rollout_ref.actor.fsdp_config.model_dtype={actor.fsdp_config.model_dtype} would round the "
+            "steps of the bias away. Set fsdp_config.model_dtype=float32."
+        )
 
 
 def _policy(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> None:

@@ -111,7 +111,9 @@ RULES: dict[str, Rule] = {
         why="router_aux_loss_coef is such a loss, with another scale (docs/moe.md)", turn=_only("0", "0.0")
     ),
     "*.override_transformer_config.moe_z_loss_coeff": Rule(turn=_only("0", "0.0")),
-    "*.override_transformer_config.moe_router_bias_update_rate": Rule(turn=_only("0", "0.0")),
+    "*.actor.*.override_transformer_config.moe_router_bias_update_rate": Rule(
+        "{role}.router_bias_update_rate", "was moe_router_bias_update_rate"
+    ),
     "*.override_transformer_config.moe_router_load_balancing_type": Rule(turn=_only("none")),
     "*.override_transformer_config.*dropout": Rule(turn=_only("0", "0.0")),
     **{

@@ -41,19 +41,19 @@ def test_a_key_that_was_set_after_ray_had_started_reaches_the_judge(local_ray, d
 
 def test_a_step_waits_for_the_judge_no_longer_than_it_may(local_ray, double, pool, rows):
     judge = double(lambda message, _: HANG if "slow" in message else YES)
-    keys = JudgeConfig(url=judge.url, model="grader", deadline_s=1.5, max_concurrency=4, max_tokens_total=100)
+    keys = JudgeConfig(url=judge.url, model="grader", deadline_s=5, max_concurrency=4, max_tokens_total=100)
     made = pool(rows, num_workers=1, judge=keys)
     assert [score.value for score in made.score_truths("train")] == [1.0]
     started = time.monotonic()
     scoring = begun(made, local_ray, [*"abcdef", *["slow"] * 5])  # of which one waits for its turn
     columns = scoring.collect()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 15
     assert columns["reward_failed"].tolist() == [0] * 6 + [1] * 5
     assert columns["reward_timeout"].tolist() == columns["reward_failed"].tolist()
     assert columns["score"].tolist() == [1] * 6 + [-2] * 5  # reward.on_error
     assert columns["scorer/judge"][:2].tolist() == [1.0, 1.0]
     assert "reward.judge.deadline_s" in columns["reward_error"][-1]
-    assert (scoring.judged["calls"], scoring.judged["tokens"]) == (10, 60)
+    assert (scoring.judged["calls"], scoring.judged["tokens"]) == (10, 60)  # all but the one that waits
     assert judge.busiest > 1
     # The next step is judged as if nothing had been.
     assert begun(made, local_ray, ["f", "g"]).collect()["score"].tolist() == [1.0, 1.0]

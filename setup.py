@@ -45,7 +45,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["rltrain", "rltrain.*"]),
-    package_data={"rltrain": ["py.typed"]},
+    package_data={"rltrain": ["py.typed", "base/page.html"]},
     data_files=shipped(
         "docs/*.md",
         "examples/from_python.py",
@@ -70,6 +70,8 @@ setup(
         "rich>=13.8",
         "tensorboard",
         "httpx>=0.27",
+        "bokeh>=3.4,<4",
+        "jinja2",
         "xxhash>=3",
         "mpmath>=1.3",
     ],

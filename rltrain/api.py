@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,7 +204,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             from rltrain.run.build import build as put_together
             from rltrain.run.report.table import show_report
 
-        with put_together(loaded, stop, callbacks) as run_trainer:
+        with _pictured(loaded, stop), put_together(loaded, stop, callbacks) as run_trainer:
             finished = run_trainer.fit()
         # Raised behind the `with`, after all has ended the orderly way: inside, workers would be killed as after an
         # error.
@@ -218,6 +219,22 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         if stop.loses:  # as trainer.save_at_end says
             log.warning("%s", stop.kept())
         return run_trainer.folder
+
+
+@contextmanager
+def _pictured(loaded: LoadedConfig, stop: Stop) -> Iterator[None]:
+    """Behind a run, be it one that has failed, write its page; not where a signal leaves no time."""
+    try:
+        yield
+    finally:
+        trainer, folder = loaded.config.trainer, _folder(loaded)
+        if trainer.report and not trainer.val_only and not stop.at_once and (folder / "metrics.jsonl").is_file():
+            try:
+                from rltrain.run.report.page import write_page
+
+                log.info("the run as a page: %s", write_page(folder))
+            except Exception as error:  # noqa: BLE001 - whatever befalls a page, the run is what it is
+                log.warning("the page of the run cannot be written: %s: %s", type(error).__name__, error)
 
 
 def _folder(loaded: LoadedConfig) -> Path:

@@ -180,6 +180,7 @@ def small_run(model: Path, files: tuple[Path, Path], folder: Path, **changes: ob
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": 1,
         "trainer.logger": "console",
+        "trainer.report": False,  # a page takes seconds
         "trainer.val_before_train": False,
         "trainer.max_actor_ckpt_to_keep": "null",
         "trainer.total_training_steps": 2,

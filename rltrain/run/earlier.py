@@ -20,12 +20,24 @@ from rltrain.base.storage import disk_errors, lines_of, patiently
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.report.details import DETAILS
+from rltrain.run.report.page import PAGE
 from rltrain.run.report.table import METRICS
 from rltrain.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
 # What a run that begins anew would write in the place of another's. Trackers with runs of their own keep them apart.
-_OF_A_RUN = (METRICS, "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json", "config*.yaml")
+_OF_A_RUN = (
+    METRICS,
+    DETAILS,
+    PAGE,
+    "samples",
+    "tensorboard",
+    "tracking.json",
+    "plan*.json",
+    "env*.json",
+    "config*.yaml",
+)
 _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
     r"train_(\d+)\.parquet", r"val_(\d+)\.parquet", r"(\d+)\.jsonl"
 ))  # fmt: skip
@@ -49,7 +61,8 @@ def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, v
             for pattern, split in ((_SAMPLES, "train"), (_VAL_SAMPLES, "val")):
                 for file in _made_again(run / "samples", pattern, first[split]):
                     _move(file, aside / "samples")
-            _cut(run / METRICS, step, aside)
+            for name in (METRICS, DETAILS):
+                _cut(run / name, step, aside)
         _tell(run, aside, step if not anew else None)
     _set_data_aside(cfg.rollout_data_dir, first["train"], step)
     _set_data_aside(cfg.validation_data_dir, first["val"], step)

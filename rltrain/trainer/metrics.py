@@ -19,6 +19,7 @@ from rltrain.algorithms.moments import Moments
 from rltrain.base.columns import names as c
 from rltrain.config.passes import UPDATES, step_phases
 from rltrain.controller.samples import Samples
+from rltrain.trainer.timing import Span
 from rltrain.workers.results import WAIT, GenerationNumbers, UpdateNumbers, largest
 
 Metrics = dict[str, float]
@@ -37,6 +38,8 @@ class Answered:
     samples: Samples
     """Every answer with its numbers, the answers to one prompt behind each other."""
     answers_per_prompt: int
+    spans: Sequence[Span] = ()
+    """The phases of the step; of a validation none."""
 
 
 def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
@@ -48,11 +51,21 @@ def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
     for name, rows in (("response_length", np.ones_like(having)), ("response_length_non_aborted", having)):
         if rows.any():
             metrics |= _spread(name, lengths[rows]) | {f"{name}/clip_ratio": float(samples[c.TRUNCATED][rows].mean())}
+    metrics |= _standard_error(samples[c.GROUP], samples[c.SCORE])
     prompts = samples[c.PROMPT_LENGTH]
     metrics |= _spread("prompt_length", prompts) | {
         "prompt_length/clip_ratio": float((prompts >= max_prompt_length).mean())
     }
     return metrics
+
+
+def _standard_error(groups: NDArray[np.int64], scores: NDArray[np.float64]) -> Metrics:
+    """critic/score/sem: standard error of the mean score, prompts drawn and not answers: those to one prompt are alike.
+    Nothing of one prompt."""
+    _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if len(sizes) < 2:
+        return {}
+    return {"critic/score/sem": float((np.bincount(place, scores) / sizes).std(ddof=1) / np.sqrt(len(sizes)))}
 
 
 def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None) -> Metrics:

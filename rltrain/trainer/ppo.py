@@ -156,7 +156,7 @@ class PPOTrainer:
                     self._update_actor(samples, whitening, record)
                     self._move_reference(record)  # pi_ref <- a pi + (1 - a) pi_ref, every so many steps
         self._metrics = self._report(samples, timer, record)
-        return Answered(step, self._metrics, samples, plan.answers_per_prompt)
+        return Answered(step, self._metrics, samples, plan.answers_per_prompt, timer.spans)
 
     def _overlap(self, step: int) -> Overlap | None:
         """The passes that devices may make before the last answer has ended (`trainer.overlap`)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from rltrain.config.passes import PASSES
 from rltrain.trainer.balance import LayoutCost
@@ -18,11 +19,24 @@ from rltrain.trainer.balance import LayoutCost
 Metrics = dict[str, float]
 
 
+class Span(NamedTuple):
+    """A phase of a step: seconds from the step's start to where it begins and ends."""
+
+    phase: str
+    begin: float
+    end: float
+
+
 class StepTimer:
-    """``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``. begins(name) is called at its start."""
+    """``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``. begins(name) is called at its start.
+
+    spans: every block that has ended, those within others too.
+    """
 
     def __init__(self, begins: Callable[[str], None] = lambda name: None) -> None:
         self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self._created = time.perf_counter()
         self._begins = begins
         self._open: list[str] = []
         self._claimed = 0.0
@@ -36,7 +50,9 @@ class StepTimer:
             yield
         # Also after an error, and added up: dynamic sampling has several rounds of one phase.
         finally:
-            seconds = time.perf_counter() - started
+            ended = time.perf_counter()
+            seconds = ended - started
+            self.spans.append(Span(name, started - self._created, ended - self._created))
             self._open.pop()
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             self._claimed += seconds if self._open == ["step"] else 0.0

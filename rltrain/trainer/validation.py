@@ -182,6 +182,10 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
             for kind, value in _statistics(numbers[name][has_number], shares):
                 is_core = kind in {f"mean@{num_samples}", f"best@{num_samples}/mean", f"maj@{num_samples}/mean"}
                 metrics[f"{'val-core' if name == core and is_core else 'val-aux'}/{source}/{name}/{kind}"] = value
+            means = np.nanmean(numbers[name][has_number], 1)
+            if name == core and len(means) > 1:
+                error = means.std(ddof=1) / np.sqrt(len(means))
+                metrics[f"val-aux/{source}/{name}/sem@{num_samples}"] = float(error)
     return metrics
 
 

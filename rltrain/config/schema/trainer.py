@@ -116,6 +116,8 @@ class TrainerConfig:
     -1: never."""
     samples_max_prompts: int = key(100, least=1, only_with="samples_freq>0")
     """Prompts per step, and per validation, whose answers are kept there, all answers of each."""
+    report: bool = True
+    """Write RUN/report.html at the end, a page of charts and answers that opens offline (docs/logging.md)."""
     log_val_generations: int = key(0, least=0, only_with=VALIDATES)
     """Answers of each validation that trackers show as a table."""
     rollout_data_dir: str | None = key(None, only_with=TRAINS)

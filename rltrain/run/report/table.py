@@ -185,7 +185,15 @@ def main(argv: list[str] | None = None) -> int:
         "also each phase's share of the step and the slowest step; elsewhere in a fixed layout for scripts.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir), or its metrics.jsonl")
-    show_report(parser.parse_args(argv).run)
+    says = "write a page of charts and answers that opens offline (default: report.html in RUN)"
+    parser.add_argument("--html", nargs="?", const="", metavar="FILE", help=says)
+    arguments = parser.parse_args(argv)
+    if arguments.html is None:
+        show_report(arguments.run)
+    else:
+        from rltrain.run.report.page import write_page
+
+        sys.stdout.write(f"written: {write_page(arguments.run, Path(arguments.html) if arguments.html else None)}\n")
     return 0
 
 

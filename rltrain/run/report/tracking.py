@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class JsonLines:
             self._file, self._lines = file, Appender(file)
         self._told = False
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if (error := self._lines.add(json.dumps({"step": step, **metrics}) + "\n")) and not self._told:
             self._told = True
             text = "%s cannot be written (%s): training goes on, and its lines wait until it can"

@@ -199,19 +199,29 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
     console.rule(
         Text(plain(f"{head} {'✓' if right else '✗'}"), style="bold green" if right else "bold red"), align="left"
     )
-    said = _labelled(conversation(sample))
+    for label, text in texts_of(sample, most, " (--chars)"):
+        style = "bold green" if label.startswith(_POLICY) else "bold cyan"
+        console.print(Text(f"{label}: ", style=style) + Text(plain(text)))
+    console.print(Text(plain(numbers_of(sample)), style="dim"))
+
+
+def texts_of(sample: Mapping[str, Any], most: int, how: str = "") -> list[tuple[str, str]]:
+    """Prompt, answer (or what was said, message by message) and truth, each with its label. Texts of more than ``most``
+    characters lose their middle; how: to see that."""
 
     def columns(*names: str) -> list[tuple[str, str]]:
         return [(name, sample[name]) for name in names if sample.get(name)]
 
+    said = _labelled(conversation(sample)) or columns("answer")
     behind = columns("ground_truth", "reward_error", "agent_failed")
-    for label, text in [*columns("prompt"), *(said or columns("answer")), *behind]:
-        style = "bold green" if label.startswith(_POLICY) else "bold cyan"
-        excerpt = without_middle(text, most, " (--chars)")
-        console.print(Text(f"{label}: ", style=style) + Text(plain(excerpt)))
+    return [(label, without_middle(text, most, how)) for label, text in [*columns("prompt"), *said, *behind]]
+
+
+def numbers_of(sample: Mapping[str, Any]) -> str:
+    """Every number of an answer, on one line."""
     numbers = {name: value for name, value in sample.items() if name not in (*_HEAD, *_TEXTS)}
-    parts = [f"{name} {each:.4g}" if isinstance(each, float) else f"{name} {each}" for name, each in numbers.items()]
-    console.print(Text(plain("  ".join(parts)), style="dim"))
+    parts = (f"{name} {each:.4g}" if isinstance(each, float) else f"{name} {each}" for name, each in numbers.items())
+    return "  ".join(parts)
 
 
 def _labelled(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """``python -m rltrain.compare RUN RUN ...``: runs beside each other.
 
-Curves over each other as a picture, their differences over the steps in common, settings and environments that differ,
+Curves over each other as a page, their differences over the steps in common, settings and environments that differ,
 seconds of phases, and the distance of weights.
 """
 
@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain.base.errors import DataError, command
-from rltrain.base.picture import NO_PICTURE
 from rltrain.base.storage import replacing
 from rltrain.tools.compare.differences import METRICS, check_steps, chosen_metrics
-from rltrain.tools.compare.picture import draw
+from rltrain.tools.compare.page import write
 from rltrain.tools.compare.runs import grouped, read_runs
 from rltrain.tools.compare.tables import Comparison
 
 
 def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) -> str:
-    """The tables; compare.json and compare.png are written into ``out``. patterns: see `chosen_metrics`.
+    """The tables; compare.json and compare.html are written into ``out``. patterns: see `chosen_metrics`.
 
     Raises DataError for a folder that is no run, for a metric that no run has and for runs without a step in common;
     DiskError where ``out`` cannot be written.
@@ -32,15 +31,12 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
     check_steps(groups)
     metrics = chosen_metrics(runs, patterns)
     comparison = Comparison.of(groups, metrics)
-    written, note = [out / "compare.json"], ""
+    written = out / "compare.json", out / "compare.html"
     with replacing(written[0]) as temporary:
         text = json.dumps(comparison.as_json(), indent=1, default=str, allow_nan=False)
         temporary.write_text(text, encoding="utf-8")
-    if metrics and draw(groups, metrics, out / "compare.png"):
-        written.append(out / "compare.png")
-    elif metrics:
-        note = f"\nnote: {NO_PICTURE}."
-    return f"{comparison.text()}\n\nwritten: {', '.join(map(str, written))}{note}\n"
+    write(comparison, metrics, written[1])
+    return f"{comparison.text()}\n\nwritten: {', '.join(map(str, written))}\n"
 
 
 @command
@@ -57,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME",
                         help=f"metrics, with * for any text (default: {' '.join(METRICS)})")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("compare"), metavar="FOLDER",
-                        help="where compare.json and compare.png are written (default: compare)")  # fmt: skip
+                        help="where compare.json and compare.html are written (default: compare)")  # fmt: skip
     arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
         raise DataError(f"{arguments.runs[0]} is one run. Give two or more; rltrain report shows one.")

@@ -48,16 +48,20 @@ class Comparison:
 
     def text(self) -> str:
         """Tables one below the other."""
+        parts = [_table(title, rows) if len(rows) > 1 else f"{title}: none" for title, rows in self.tables()]
+        parts += ["\n".join(["weights, ||b - a|| / ||a||", *self._weights()])] if self.weights else []
+        return "\n\n".join(parts)
+
+    def tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """Each with its title; the first row of each is its head. Those of what differs may have no other row."""
         runs = [run.name for group in self.groups for run in group.runs]
-        parts = [_table("runs", [("Line", "Runs", "Steps", "From", "To"), *map(_group_row, self.groups)])]
-        parts.append(_table("curves, over the steps in common", list(self._curves())))
+        found = [("runs", [("Line", "Runs", "Steps", "From", "To"), *map(_group_row, self.groups)])]
+        found.append(("curves, over the steps in common", list(self._curves())))
         for title, values in (("settings that differ", self.settings), ("environments that differ", self.environment)):
             names = [name for name in runs if any(name in row for row in values.values())]
             rows = [(key, *(short(row[name], _WIDTH) for name in names)) for key, row in values.items()]
-            parts.append(_table(title, [("Key", *names), *rows]) if rows else f"{title}: none")
-        parts.append(_table("means of a step", list(self._phases())))
-        parts += ["\n".join(["weights, ||b - a|| / ||a||", *self._weights()])] if self.weights else []
-        return "\n\n".join(parts)
+            found.append((title, [("Key", *names), *rows]))
+        return [*found, ("means of a step", list(self._phases()))]
 
     def _curves(self) -> Any:
         yield "Metric", "Line", "Steps", "Mean", "Spread", "Mean difference", "Mean relative difference", "Rule"

@@ -1,0 +1,199 @@
+"""report.html: a run as one page that opens offline, in any browser, on a phone too.
+
+Problem: people steer a run by looking, and a table of means hides a tail, a collapse, an answer that is no answer.
+Choice: one file made from what the run folder has, at the end of a run or at any time; a part of which the folder has
+nothing is left out. Left out: to judge what is seen, which alarms do while the run lasts.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from yaml import YAMLError, safe_load
+
+from rltrain.base.charts import Section, Table, page
+from rltrain.base.errors import DataError, RltrainError
+from rltrain.base.image_files import file_bytes
+from rltrain.base.storage import lines_of, patiently, read_json, replacing
+from rltrain.config.schema.keys import all_keys, followed
+from rltrain.config.verl.keys import leaves_of
+from rltrain.data.pictures import PictureFile, entries
+from rltrain.run.report.curves import sections
+from rltrain.run.report.details import read_details
+from rltrain.run.report.table import learning_summary, nothing_earned, read_metrics, summary
+from rltrain.run.report.view import is_right, numbers_of, one_line, read_samples, sample_steps, shorten, texts_of
+
+log = logging.getLogger(__name__)
+PAGE = "report.html"
+_MOST_ANSWERS, _MOST_PICTURES, _MOST_CHARS, _MOST_WARNINGS = 6, 2, 6_000, 40
+_PICTURE_PIXELS = 480
+_ORIGIN = re.compile(r"(['\"])(?P<path>.*)\1 row (?P<row>\d+)")
+_WARNING = re.compile(r"\S+ \S+ (?:warning|error): ")
+
+
+def write_page(run: Path, file: Path | None = None) -> Path:
+    """Write the page of ``run`` into ``file`` (None: report.html in its folder), whole or not at all; returns it.
+
+    Raises DataError for a folder that is no run, DiskError or StorageError where a file cannot be read or written.
+    """
+    file = file or run / PAGE
+    text = page_of(run)
+    with replacing(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return file
+
+
+def page_of(run: Path, refresh_s: int = 0) -> str:
+    """The page as HTML. refresh_s: a browser asks for it again so often (0: not). Raises as `write_page`."""
+    if not run.is_dir():
+        raise DataError(
+            f"{run} is no folder. Give the run folder (trainer.default_local_dir): a page is of all it has."
+        )
+    lines = read_metrics(run)
+    # A step may have two lines: its own, and that of a validation.
+    frame = pd.DataFrame(lines).groupby("step", as_index=False).last() if lines else pd.DataFrame({"step": []})
+    settings, plan, environment = _settings(run), read_json(run / "plan.json") or {}, read_json(run / "env.json") or {}
+    phases = Section("Seconds of a step", charts=[], tables=[_phases(lines)])
+    parts = [*sections(frame, read_details(run)), phases, _answers(run, settings), *_troubles(run),
+             _differences(settings), _environment(environment)]  # fmt: skip
+    said = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines)]
+    subtitle = ". ".join(filter(None, said))
+    return page(run.resolve().name, subtitle, _facts(frame, settings, plan, environment), parts, refresh_s)
+
+
+def _facts(
+    frame: pd.DataFrame, settings: Mapping[str, Any], plan: Mapping[str, Any], environment: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """What stands at the head of the page."""
+    made, total = (
+        frame[frame["timing_s/step"].notna()] if "timing_s/step" in frame else frame[:0],
+        plan.get("total_steps"),
+    )
+    seconds = made["timing_s/wall"].fillna(made["timing_s/step"]).sum() if "timing_s/wall" in made else 0.0
+    devices = f"{plan.get('num_nodes')} x {plan.get('devices_per_node')}" if plan else ""
+    kinds = list(dict.fromkeys(map(str, environment.get("devices") or [])))
+    found = [
+        ("steps", f"{int(made['step'].max()) if len(made) else 0}" + (f" of {total}" if total else "")),
+        ("hours of steps", f"{seconds / 3600:.2f}" if seconds else ""),
+        ("model", str(settings.get("actor_rollout_ref.model.path", "")).rstrip("/").rpartition("/")[2]),
+        ("algorithm", str(settings.get("algorithm.adv_estimator", ""))),
+        ("engine", str(settings.get("actor_rollout_ref.rollout.name", ""))),
+        ("devices", f"{devices} {kinds[0] if kinds else settings.get('trainer.device', '')}".strip()),
+        ("prompts x answers", f"{plan.get('prompts_per_step')} x {plan.get('answers_per_prompt')}" if plan else ""),
+        ("rltrain", f"{environment.get('rltrain', '')} {environment.get('git') or ''}".strip()),
+    ]
+    return [(name, value) for name, value in found if value]
+
+
+def _phases(lines: list[dict[str, Any]]) -> Table:
+    title, rows = summary(lines)
+    head = [title, "mean", "share of the step", "largest", "in step", "unit"]
+    return Table(head, [
+        [label, f"{mean:,.4g}", "" if share is None else f"{share:.0%}", f"{most:,.4g}", str(step), unit]
+        for label, unit, mean, most, step, share in rows
+    ])  # fmt: skip
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    """By dotted key; empty where the run has no config.yaml that can be read."""
+    try:
+        return dict(
+            leaves_of(safe_load(patiently(run / "config.yaml", partial((run / "config.yaml").read_text, "utf-8"))))
+        )
+    except (FileNotFoundError, YAMLError, TypeError, AttributeError):
+        return {}
+
+
+def _differences(settings: Mapping[str, Any]) -> Section:
+    """The settings that are not the defaults."""
+    rows = []
+    for name, key in all_keys().items():
+        if name not in settings:
+            continue
+        other = followed(name)
+        default = settings.get(other) if other else key.default
+        # What the machine decides has no default that could be shown.
+        if settings[name] != default and not (isinstance(default, str) and default.startswith("${")):
+            rows.append([name, _text(settings[name]), f"as {other}" if other else _text(default)])
+    return Section(
+        "Settings that are not the defaults", tables=[Table(["key", "value", "default"], rows)] if rows else []
+    )
+
+
+def _environment(environment: Mapping[str, Any]) -> Section:
+    rows = [[name, _text(value)] for name, value in environment.items() if value not in (None, [], "")]
+    return Section("Environment", tables=[Table(["what", "value"], rows)] if rows else [])
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _troubles(run: Path) -> Iterator[Section]:
+    """Incidents, and the warnings of train.log."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = sorted(path.name for path in (run / "incidents").iterdir())
+        yield Section("Incidents", f"What was kept of them is in {run / 'incidents'}.", tables=[
+            Table(["incident"], [[name] for name in names])] if names else [])  # fmt: skip
+    found: dict[str, tuple[str, int]] = {}
+    for line in lines_of(run / "train.log"):
+        if _WARNING.match(line):
+            when, what = line[:19], line[19:].strip()
+            found[what] = (found.get(what, (when, 0))[0], found.get(what, ("", 0))[1] + 1)
+    rows = [[when, shorten(what, 400), str(times)] for what, (when, times) in [*found.items()][-_MOST_WARNINGS:]]
+    yield Section(
+        "Warnings", "From train.log, the newest last.", tables=[Table(["first", "what", "times"], rows)] if rows else []
+    )
+
+
+def _answers(run: Path, settings: Mapping[str, Any]) -> Section:
+    """Some answers of the newest validation and of the newest step: wrong and right ones, where there are both."""
+    section = Section("Answers", "A few of those that the run has kept; rltrain view shows all.")
+    for split, name in (("val", "validation"), ("train", "training")):
+        try:
+            step = max(sample_steps(run, split))
+            rows = read_samples(run, step, split).to_dict("records")
+        except (RltrainError, OSError, ValueError):
+            continue
+        good, bad = ([row for row in rows if is_right(row) is right] for right in (True, False))
+        half = _MOST_ANSWERS // 2
+        for row in [*bad[: max(half, _MOST_ANSWERS - len(good))], *good[: max(half, _MOST_ANSWERS - len(bad))]]:
+            answer = {"right": is_right(row), "mark": f"{float(row['score']):.3g}"}
+            answer["line"] = f"{name} of step {step}: {one_line(row, 140)}"
+            answer["texts"] = [*texts_of(row, _MOST_CHARS), ("numbers", numbers_of(row))]
+            answer["pictures"] = _pictures(row, str(settings.get("data.image_key", "images")))
+            section.answers.append(answer)
+    return section
+
+
+def _pictures(row: Mapping[str, Any], key: str) -> list[str]:
+    """The pictures of a prompt as data URLs, small; none where their file is not here any more."""
+    match = _ORIGIN.fullmatch(str(row.get("images") or ""))
+    if not match:
+        return []
+    try:
+        from PIL import Image
+
+        files = map(file_bytes, entries(PictureFile(match["path"], key).value(int(match["row"])), match["path"]))
+        return [_small(Image.open(io.BytesIO(data))) for data in islice(files, _MOST_PICTURES)]
+    except Exception as error:  # noqa: BLE001 - a picture that cannot be shown is no reason to have no page
+        log.debug("no picture of %s: %s", row.get("images"), error)
+        return []
+
+
+def _small(image: Any) -> str:
+    image = image.convert("RGB")
+    image.thumbnail((_PICTURE_PIXELS, _PICTURE_PIXELS))
+    image.save(buffer := io.BytesIO(), "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

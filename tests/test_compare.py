@@ -1,7 +1,6 @@
 """`rltrain compare`: curves, differences, settings, phases and weights of runs beside each other."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -40,12 +39,12 @@ def make(tmp_path):
 
 @pytest.fixture
 def compare(tmp_path, capsys, monkeypatch):
-    """compare(folders…): exit code, what is printed, and what compare.json holds. drawn: with the picture."""
+    """compare(folders…): exit code, what is printed, and what compare.json holds. drawn: with the page."""
     monkeypatch.chdir(tmp_path)
 
     def call(*words, drawn=False):
         if not drawn:  # it takes a second
-            monkeypatch.setattr("rltrain.tools.compare.__main__.draw", lambda groups, metrics, file: file.touch())
+            monkeypatch.setattr("rltrain.tools.compare.__main__.write", lambda comparison, metrics, file: file.touch())
         code, out = main([*map(str, words)]), tmp_path / "compare" / "compare.json"
         printed = capsys.readouterr()
         return code, printed.out + printed.err, json.loads(out.read_text()) if out.exists() else None
@@ -74,8 +73,10 @@ def test_a_comparison_has_differences_settings_environments_and_phases(make, com
     assert "34.67 %" in text
     assert "FAILS (4 %)" in text
     assert "data.shuffle" in text
-    assert (tmp_path / "compare" / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(file.name for file in (tmp_path / "compare").iterdir()) == ["compare.json", "compare.png"]
+    page = (tmp_path / "compare" / "compare.html").read_text()
+    assert page.count("data-root-id") == len(found["metrics"])
+    assert "Settings that differ" in page
+    assert sorted(file.name for file in (tmp_path / "compare").iterdir()) == ["compare.html", "compare.json"]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +174,3 @@ def test_bad_input_is_one_sentence(make, compare, tmp_path):
         assert text.startswith("error: ")
         assert said in text
         assert text.count("\n") == 1
-
-
-def test_without_matplotlib_there_is_no_picture_and_one_sentence(make, compare, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, text, found = compare(make("a", [1.0]), make("b", [1.0]), drawn=True)
-    assert (code, found["first"]) == (0, "a")
-    assert text.endswith("note: there is no picture, as matplotlib is not installed: pip install 'rltrain[plot]'.\n")
-    assert [file.name for file in (tmp_path / "compare").iterdir()] == ["compare.json"]

@@ -172,7 +172,7 @@ def test_the_library_stays_small():
     """Without the converters: those are one small file a data set, however many there are."""
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
-    assert sum(lines_of_code(file.read_text()) for file in library) < 42_000
+    assert sum(lines_of_code(file.read_text()) for file in library) < 44_000
 
 
 def test_every_fault_has_a_line_in_the_table_of_the_docs():

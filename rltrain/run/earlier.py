@@ -61,8 +61,9 @@ def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, v
             for pattern, split in ((_SAMPLES, "train"), (_VAL_SAMPLES, "val")):
                 for file in _made_again(run / "samples", pattern, first[split]):
                     _move(file, aside / "samples")
-            for name in (METRICS, DETAILS):
-                _cut(run / name, step, aside)
+            _cut(run / METRICS, step, aside)
+            if (run / DETAILS).exists():
+                _cut(run / DETAILS, step, aside)
         _tell(run, aside, step if not anew else None)
     _set_data_aside(cfg.rollout_data_dir, first["train"], step)
     _set_data_aside(cfg.validation_data_dir, first["val"], step)

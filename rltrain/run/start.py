@@ -33,12 +33,12 @@ from rltrain.run.earlier import evaluation_folder, owes_validation, set_aside
 from rltrain.run.fit import Trainer
 from rltrain.run.preflight.health import look_at_nodes, refuse, try_collectives
 from rltrain.run.report.archive import Archive, keeps_samples
+from rltrain.run.report.details import Details
 from rltrain.run.report.sample_writer import WriterProcess
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.scorers import start_pool
 from rltrain.run.splits import Data
 from rltrain.run.watchers.callbacks import Callbacks
-from rltrain.run.watchers.details import Details
 from rltrain.run.watchers.drift import Drift
 from rltrain.run.watchers.notice import Notice
 from rltrain.run.watchers.watcher import Watchers
@@ -123,15 +123,12 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         writer = WriterProcess(splits, prompts, data.encoder.backend)
         watchers.add(archive := Archive(cfg, folder.path, writer, tracker))
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
-    if ppo:
-        watchers.add(details := Details(folder.path, plan.num_engine_replicas))
-        closing.callback(details.close)
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
     # Callbacks see the archive's metrics; the notice comes last, because a step has ended when all of them have.
     watchers.add(callbacks, Drift.of(group), tracker)
     if saver:
-        watchers.add(Notice(stop, lambda: saver.under_way_s))
+        watchers.add(closing.enter_context(Details(folder.path, plan)), Notice(stop, lambda: saver.under_way_s))
     return Trainer(
         cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, watchers, owes, validation, archive
     )

@@ -63,6 +63,16 @@ def test_cut_off_and_wrong_is_counted():
     assert found["reward/truncated_and_wrong"] == 0.5
 
 
+def test_the_error_of_a_mean_score_is_that_of_the_means_of_prompts():
+    """Answers to one prompt are alike, so that more of them make the mean no surer."""
+    scores = [1.0, 0, 1, 1, 0, 0]  # means 0.5, 1, 0: their deviation 0.5, over the root of three prompts
+    samples = samples_of(6, score=scores, reward=scores, group=[0, 0, 1, 1, 2, 2], response_length=[1] * 6,
+                         prompt_length=[1] * 6)  # fmt: skip
+    assert m.sample_metrics(samples, 8)["critic/score/sem"] == pytest.approx(0.5 / np.sqrt(3))
+    one = samples_of(2, score=[0.0, 1], reward=[0.0, 1], group=[0, 0], response_length=[1, 1], prompt_length=[1, 1])
+    assert "critic/score/sem" not in m.sample_metrics(one, 8)
+
+
 def test_answers_without_a_token_are_told_apart():
     samples = samples_of(2, score=[0.0, 1], reward=[0.0, 1], response_length=[0, 4], prompt_length=[3, 3])
     found = m.sample_metrics(samples, 8)

@@ -36,6 +36,13 @@ def test_one_answer_has_a_mean_alone():
     assert metrics == {"val-aux/a/reward/mean@1": -1.0, "val-core/a/acc/mean@1": 0.0}
 
 
+def test_the_error_of_a_mean_is_that_of_the_means_of_prompts():
+    columns = {"reward": np.array([0.0, 0, 0, 0]), "acc": np.array([1.0, 0, 1, 1])}
+    metrics = validation_metrics(["a", "a"], columns, 2)
+    assert metrics["val-aux/a/acc/sem@2"] == pytest.approx(0.25)  # means 0.5 and 1
+    assert "val-aux/a/reward/sem@2" not in metrics
+
+
 def every_draw(values, k, reduce):
     """Mean and standard deviation of ``reduce`` over all k draws with replacement."""
     found = [reduce(draw) for draw in itertools.product(range(len(values)), repeat=k)]

@@ -18,8 +18,8 @@ from rltrain.base.columns import names as c
 from rltrain.config.schema import Config
 from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
-from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids
+from rltrain.trainer.generation_metrics import join_rounds, rollout_metrics
 from rltrain.trainer.left_out import failed_of, refuse_failures
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
@@ -100,8 +100,8 @@ class Experience:
                 )  # fmt: skip
             samples, metrics = self._choose([one_round.samples for one_round in rounds], useful)
         replicas, at_once = self._plan.num_engine_replicas, self._rollout.max_num_seqs
-        shape = m.rollout_metrics([one_round.generated for one_round in rounds], replicas, at_once)
-        return samples, m.join_rounds([one_round.metrics for one_round in rounds]) | shape | metrics
+        shape = rollout_metrics([one_round.generated for one_round in rounds], replicas, at_once)
+        return samples, join_rounds([one_round.metrics for one_round in rounds]) | shape | metrics
 
     def _round(self, timer: StepTimer, rank_listener: RankListener | None = None) -> _Round:
         started = self.line.next_prompts(self._draw)

@@ -20,10 +20,9 @@ from rltrain.base.columns import names as c
 from rltrain.config.passes import UPDATES, step_phases
 from rltrain.controller.samples import Samples
 from rltrain.trainer.timing import Span
-from rltrain.workers.results import WAIT, GenerationNumbers, UpdateNumbers, largest
+from rltrain.workers.results import UpdateNumbers, largest
 
 Metrics = dict[str, float]
-_DAMAGED = "rollout/damaged_answers"
 # Phases whose time per token has no name of verl's.
 _NOT_PER_TOKEN = ("reward", "gen_max", "old_log_prob")
 _RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
@@ -303,68 +302,6 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     return metrics
 
 
-# What a sync of the weights tells.
-OF_SYNC = ("perf/weight_sync_gb", "perf/weight_sync_gb_per_s", "rollout/canary_gap")
-
-
-def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
-    """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), pixels and weight sync."""
-    metrics: Metrics = {_DAMAGED: float(sum(result.num_damaged for result in results))}
-    if anew := sum(result.num_begun_anew for result in results):
-        metrics["agent/begun_anew"] = float(anew)
-    if follow_up := sum(result.num_follow_up_tokens for result in results):
-        metrics["agent/reused_share"] = sum(result.num_reused_tokens for result in results) / follow_up
-    for name in results[0].seconds:
-        seconds = [result.seconds[name] for result in results]
-        metrics |= {f"timing_s/{name}": float(np.mean(seconds)), f"timing_s/{name}_max": max(seconds)}
-    metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # newer verl's name of it
-    if "read_images" in results[0].seconds:
-        metrics["perf/image_gb"] = sum(result.image_bytes for result in results) / 2**30
-    syncs = [result.sync for result in results if result.sync]
-    if syncs:
-        # Every engine takes over the same weights, and the sync lasts as long as its slowest rank.
-        gigabytes = syncs[0].gigabytes
-        speed = gigabytes / max(*(sync.seconds for sync in syncs), 1e-9)
-        metrics |= zip(OF_SYNC, (gigabytes, speed, max(sync.canary_gap for sync in syncs)), strict=True)
-    return metrics
-
-
-def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) -> Metrics:
-    """Lengths of the answers, and how long replicas waited for the last of them, over one or more rounds of generation.
-
-    rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: time from the end of 90 % of
-    the answers to the end of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from
-    the start of a round to the end of its last answer, in which a replica had nothing left to do. perf/decode_steps:
-    the fewest in which the replicas can make these tokens, ``at_once`` answers at a time, added up over replicas.
-    perf/decode_context_tokens: tokens in front of each of them, added up over all, which its attention reads.
-    """
-    tail = busy = total = steps = context = 0.0
-    lengths = []
-    for samples in rounds:
-        # Answers kept from earlier steps have no end time in this one.
-        served = samples[c.SERVED]
-        ended_s = samples[c.ENDED_S][served]
-        last = np.zeros(num_replicas)
-        np.maximum.at(last, samples[c.ENGINE][served], ended_s)
-        tail += float(ended_s.max() - np.quantile(ended_s, 0.9))
-        busy += float(last.sum())
-        total += float(last.max()) * num_replicas
-        lengths.append(samples[c.RESPONSE_LENGTH][served & samples[c.COMPLETE]])
-        lengths_served, engines = samples[c.POLICY_TOKENS][served], samples[c.ENGINE][served]
-        longest = np.zeros(num_replicas)
-        np.maximum.at(longest, engines, lengths_served)
-        steps += float(np.maximum(longest, np.ceil(np.bincount(engines, lengths_served, num_replicas) / at_once)).sum())
-        context += float((lengths_served * (samples[c.PROMPT_LENGTH][served] + lengths_served / 2)).sum())
-    all_lengths = np.concatenate(lengths)
-    percentiles = {f"rollout/response_length/p{q}": float(np.percentile(all_lengths, q)) for q in (50, 90, 99)}
-    return percentiles | {
-        "perf/rollout_tail_s": tail,
-        "perf/rollout_idle_share": 1 - busy / max(total, 1e-9),
-        "perf/decode_steps": steps,
-        "perf/decode_context_tokens": context,
-    }
-
-
 def turn_metrics(samples: Samples, most_turns: int | None) -> Metrics:
     """What tools were asked and answered; nothing without tools.
 
@@ -394,17 +331,3 @@ def _stops(samples: Samples, most_turns: int | None) -> dict[str, NDArray[np.boo
     cut = samples[c.TRUNCATED] & ~failed
     last = (turns >= most_turns if most_turns else np.zeros_like(failed)) & ~failed & ~cut
     return {"answered": ~(failed | cut | last), "turns": last, "length": cut, "failed": failed}
-
-
-def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
-    """Metrics of several rounds of generation: seconds, damaged answers and a judge's costs add up; of others the
-    newest is kept."""
-    joined: Metrics = {}
-    for metrics in rounds:
-        for name, value in metrics.items():
-            seconds = name.startswith("timing_s/") or (name.endswith("_s") and not name.endswith("_per_s"))
-            adds_up = seconds or name == _DAMAGED or name.startswith("judge/")
-            joined[name] = joined.get(name, 0.0) + value if adds_up else value
-    if f"timing_s/{WAIT}" in joined:
-        joined["perf/rollout_wait_share"] = joined[f"timing_s/{WAIT}"] / joined["timing_s/generate_sequences"]
-    return joined

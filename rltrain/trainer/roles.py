@@ -21,8 +21,8 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.controller.calls import Call, Stream, bind
 from rltrain.controller.group import Handle, WorkerGroup
 from rltrain.controller.samples import Request, Samples, StoredRows, whole
-from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
+from rltrain.trainer.generation_metrics import OF_SYNC, generation_metrics
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.pass_columns import columns_of_update, made_by_log_probs, made_by_rollout, old_log_probs
 from rltrain.trainer.progress import ResponseLengths
@@ -184,10 +184,10 @@ class Policy(_Remote, SavedRole):
         # Answers that were complete before this step are not served in it, and would count as given up.
         is_asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
         self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
-        metrics = self._of_sync | m.generation_metrics([finished for *_, finished in handle.results])
+        metrics = self._of_sync | generation_metrics([finished for *_, finished in handle.results])
         self.failure = next((finished.failure for *_, finished in handle.results if finished.failure), "")
         # Where a validation comes first, it is that which brings the new weights, and the step tells of it.
-        self._of_sync = {} if task.is_learnt_from else {name: metrics[name] for name in m.OF_SYNC if name in metrics}
+        self._of_sync = {} if task.is_learnt_from else {name: metrics[name] for name in OF_SYNC if name in metrics}
         return samples, metrics
 
     def _take_answers(

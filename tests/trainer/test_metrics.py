@@ -6,6 +6,7 @@ import pytest
 from rltrain.base.columns import names as c
 from rltrain.base.device import get_device
 from rltrain.controller.samples import Samples
+from rltrain.trainer import generation_metrics as g
 from rltrain.trainer import metrics as m
 from rltrain.trainer.rewards import accuracy
 from rltrain.workers.results import WAIT, GenerationNumbers
@@ -99,11 +100,11 @@ def test_every_answer_of_several_turns_has_ended_for_one_reason():
 def test_the_share_of_waiting_is_of_all_rounds_and_replicas():
     def of_round(*seconds):
         ranks = [GenerationNumbers({"reshard": 0, "generate_sequences": s, WAIT: waited}) for waited, s in seconds]
-        return m.generation_metrics(ranks)
+        return g.generation_metrics(ranks)
 
-    joined = m.join_rounds([of_round((1, 4), (0, 4)), of_round((5, 8), (6, 8))])
+    joined = g.join_rounds([of_round((1, 4), (0, 4)), of_round((5, 8), (6, 8))])
     assert joined["perf/rollout_wait_share"] == (1 + 0 + 5 + 6) / (4 + 4 + 8 + 8)
-    assert "perf/rollout_wait_share" not in m.join_rounds([m.generation_metrics([GenerationNumbers(dict.fromkeys(
+    assert "perf/rollout_wait_share" not in g.join_rounds([g.generation_metrics([GenerationNumbers(dict.fromkeys(
         ("reshard", "generate_sequences"), 1.0))])])  # fmt: skip
 
 
@@ -111,8 +112,8 @@ def test_the_share_that_was_not_computed_again_is_of_the_tokens_of_all_replicas(
     seconds = {"reshard": 0.0, "generate_sequences": 1.0}
     ranks = [GenerationNumbers(seconds, num_follow_up_tokens=all_of, num_reused_tokens=some) for all_of, some in
              ((100, 90), (300, 30))]  # fmt: skip
-    assert m.generation_metrics(ranks)["agent/reused_share"] == 120 / 400
-    assert "agent/reused_share" not in m.generation_metrics([GenerationNumbers(seconds)])
+    assert g.generation_metrics(ranks)["agent/reused_share"] == 120 / 400
+    assert "agent/reused_share" not in g.generation_metrics([GenerationNumbers(seconds)])
 
 
 def test_memory_of_machine_and_process_are_two_numbers():

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from rltrain.controller.samples import Samples
+from rltrain.trainer import generation_metrics as g
 from rltrain.trainer import metrics as m
 
 
@@ -25,7 +26,7 @@ def generated(ended, engine, lengths, complete=None, served=None) -> Samples:
 def test_the_tail_and_the_idle_time_of_the_replicas():
     # Eleven answers, one a second: 90 % have ended at 10 s. Replica 0 works for 11 s, 1 for 4 s, 2 has nothing to do.
     samples = generated(range(1, 12), [0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0], range(10, 120, 10))
-    found = m.rollout_metrics([samples], 3, 4)
+    found = g.rollout_metrics([samples], 3, 4)
     assert found["perf/rollout_tail_s"] == pytest.approx(1.0)
     assert found["perf/rollout_idle_share"] == pytest.approx(1 - (11 + 4) / (3 * 11))
     assert found["rollout/response_length/p50"] == 60
@@ -34,13 +35,13 @@ def test_the_tail_and_the_idle_time_of_the_replicas():
 
 
 def test_a_replica_that_ends_with_its_last_answer_is_never_idle():
-    assert m.rollout_metrics([generated([1, 5], [0, 0], [1, 9])], 1, 4)["perf/rollout_idle_share"] == 0
+    assert g.rollout_metrics([generated([1, 5], [0, 0], [1, 9])], 1, 4)["perf/rollout_idle_share"] == 0
 
 
 def test_rounds_add_up():
     first = generated([10.0] * 10 + [20.0], [0] * 10 + [1], [4] * 11)
     second = generated([2.0, 2.0], [0, 1], [8, 8])
-    found = m.rollout_metrics([first, second], 2, 4)
+    found = g.rollout_metrics([first, second], 2, 4)
     assert found["perf/rollout_tail_s"] == pytest.approx(10.0)
     # 10 of 2 x 20 seconds, and none of 2 x 2.
     assert found["perf/rollout_idle_share"] == pytest.approx(10 / 44)
@@ -49,14 +50,14 @@ def test_rounds_add_up():
 
 def test_decode_steps_are_the_fewest_that_can_make_the_tokens():
     # Replica 0 makes 21 tokens, two answers at a time: 11 steps; replica 1 one answer of 9.
-    found = m.rollout_metrics([generated([1, 2, 3, 4], [0, 0, 0, 1], [5, 10, 6, 9])], 2, 2)
+    found = g.rollout_metrics([generated([1, 2, 3, 4], [0, 0, 0, 1], [5, 10, 6, 9])], 2, 2)
     assert found["perf/decode_steps"] == 11 + 9
     assert found["perf/decode_context_tokens"] == 30 * 10 + (25 + 100 + 36 + 81) / 2
 
 
 def test_answers_given_up_have_no_length_but_kept_replicas_busy():
     samples = generated([1, 3, 3, 0], [0, 0, 1, 0], [5, 7, 9, 0], [True, True, False, False], [True, True, True, False])
-    found = m.rollout_metrics([samples], 2, 4)
+    found = g.rollout_metrics([samples], 2, 4)
     assert found["rollout/response_length/p99"] == pytest.approx(6.98)
     assert found["perf/rollout_idle_share"] == 0
 
@@ -71,13 +72,13 @@ def test_seconds_of_rounds_add_up_and_rates_do_not():
         },
         {"timing_s/reshard": 0.5, "reward/compute_s": 3.0, "perf/weight_sync_gb_per_s": 4.0},
     ]
-    assert m.join_rounds(rounds) == {
+    assert g.join_rounds(rounds) == {
         "timing_s/reshard": 1.5,
         "reward/compute_s": 5.0,
         "perf/weight_sync_gb_per_s": 4.0,
         "rollout/canary_gap": 1e-6,
     }
-    assert m.join_rounds(rounds[:1]) == rounds[0]
+    assert g.join_rounds(rounds[:1]) == rounds[0]
 
 
 def test_gen_throughput_counts_what_this_step_has_generated():

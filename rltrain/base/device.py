@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,6 +149,31 @@ class Device:
             memory["perf/max_memory_allocated_gb"] = self._module().max_memory_allocated() / 2**30
             memory["perf/max_memory_reserved_gb"] = self._module().max_memory_reserved() / 2**30
         return memory
+
+    def profiler(self, name: Path) -> Any:
+        """A profiler that has not begun: start, stop, and torch's then export_chrome_trace and events. torch_npu's
+        writes a folder ``name`` when it stops, with trace and tables of its own."""
+        if self.kind != "npu":
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            activities += [] if self.is_cpu else [torch.profiler.ProfilerActivity.CUDA]
+            return torch.profiler.profile(activities=activities, profile_memory=self.is_cpu)
+        import torch_npu
+
+        profiler = torch_npu.profiler
+        activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
+        handler = profiler.tensorboard_trace_handler(str(name))
+        return profiler.profile(activities=activities, on_trace_ready=handler)
+
+    def record_memory_history(self, on: bool) -> None:
+        """Begin or end to note who allocates what; nothing on a CPU."""
+        if not self.is_cpu:
+            self._module().memory._record_memory_history("all" if on else None)
+
+    def dump_memory(self, file: str) -> bool:
+        """Write what was noted, for pytorch.org/memory_viz; False on a CPU, which has nothing to note."""
+        if not self.is_cpu:
+            self._module().memory._dump_snapshot(file)
+        return not self.is_cpu
 
     @property
     def name(self) -> str:

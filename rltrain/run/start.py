@@ -41,6 +41,7 @@ from rltrain.run.splits import Data
 from rltrain.run.watchers.callbacks import Callbacks
 from rltrain.run.watchers.drift import Drift
 from rltrain.run.watchers.notice import Notice
+from rltrain.run.watchers.profile import Profile
 from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
@@ -126,7 +127,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
     # Callbacks see the archive's metrics; the notice comes last, because a step has ended when all of them have.
-    watchers.add(callbacks, Drift.of(group), tracker)
+    watchers.add(callbacks, Drift.of(group), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
         watchers.add(closing.enter_context(Details(folder.path, plan)), Notice(stop, lambda: saver.under_way_s))
     return Trainer(

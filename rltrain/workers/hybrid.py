@@ -25,6 +25,7 @@ from rltrain.workers.critic import CriticWorker
 from rltrain.workers.full_device import device_is_full, is_out_of_memory
 from rltrain.workers.judge import JudgeWorker
 from rltrain.workers.links import LinksWorker
+from rltrain.workers.profiling import Profiler
 from rltrain.workers.reference import ReferenceWorker
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import PassNumbers
@@ -43,7 +44,8 @@ class HybridWorker(Models, Advantages):
         import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
         self._prompts = prompts
         self._rows = rows
-        self.roles: list[object] = [self, LinksWorker(cfg.trainer.device)]
+        device = get_device(cfg.trainer.device)
+        self.roles: list[object] = [self, LinksWorker(cfg.trainer.device), Profiler(device)]
 
     def init_models(self, passes: StepPasses) -> dict[str, Any]:
         """Load the models of ``passes.roles`` and the rollout engine. Returns sizes."""

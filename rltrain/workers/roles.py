@@ -38,6 +38,16 @@ class Links(Protocol):
         """GB/s from and to the rank that this one meets in a round [world]; 0 where what arrived is wrong, else nan."""
 
 
+class Profiled(Protocol):
+    """A process with a profiler: `Profiler`."""
+
+    def begin_profile(self, name: str) -> None:
+        """Profile what comes. name: path of the files to write, without their ends."""
+
+    def end_profile(self) -> list[str]:
+        """Write what was profiled. Returns the files; none where nothing had begun."""
+
+
 class Actor(Protocol):
     """The policy that is trained, and its reference: `ActorRefWorker`."""
 

@@ -211,7 +211,7 @@ def test_what_makes_another_experiment_is_refused(override, words):
     "override",
     [
         f"{A}rollout.mode=async", f"{A}rollout.agent.num_workers=4", f"{A}hybrid_engine=True", "trainer.use_v1=True",
-        "trainer.v1.trainer_mode=sync", "transfer_queue.enable=True", "global_profiler.steps=[1]",
+        "trainer.v1.trainer_mode=sync", "transfer_queue.enable=True", "global_profiler.tool=npu",
         f"{A}actor.profiler.enable=True", "critic.profiler.all_ranks=True", "model_engine=dp",
         f"{A}actor.fsdp_config.strategy=fsdp", f"{A}ref.fsdp_config.use_torch_compile=True", "critic.fsdp.seed=3",
         f"{A}ref.entropy_checkpointing=True", f"{A}rollout.skip_tokenizer_init=True", f"{A}model.torch_dtype=bf16",
@@ -598,6 +598,8 @@ def test_keys_of_verl_s_first_versions_are_read_or_noted():
             "gradients live only" in line or "no effect" in line for line in notes(f"{section}.grad_offload=True")
         )
     assert value("trainer.log_val_generations", "trainer.val_generations_to_log_to_wandb=3") == 3
+    assert value("trainer.profile_steps", "global_profiler.steps=[1,2]") == [1, 2]
+    assert value("trainer.profile_steps", "global_profiler.steps=null") is None
     overlong = ("enable=True", "len=100", "penalty_factor=0.5")
     loaded = load_config([*BASE, *(f"reward.overlong_buffer.{word}" for word in overlong)])
     buffer = loaded.config.reward_model.overlong_buffer

@@ -163,7 +163,9 @@ TORCH_NPU = Package(
         "torch_npu.npu:":
             "Stream current_stream device_count empty_cache get_device_name max_memory_allocated max_memory_reserved "
             "memory_allocated mem_get_info set_device stream synchronize",
-        "torch_npu.npu.memory:": "_set_allocator_settings",
+        "torch_npu.npu.memory:": "_dump_snapshot _record_memory_history _set_allocator_settings",
+        "torch_npu.profiler:": "ProfilerActivity profile tensorboard_trace_handler",
+        "torch_npu.profiler:ProfilerActivity": "CPU NPU",
         "torch_npu:": "npu_fusion_attention",
     },
     ours="memory",  # the module of that function

@@ -116,6 +116,12 @@ class TrainerConfig:
     -1: never."""
     samples_max_prompts: int = key(100, least=1, only_with="samples_freq>0")
     """Prompts per step, and per validation, whose answers are kept there, all answers of each."""
+    profile_steps: list[int] | None = key(None, only_with=TRAINS)
+    """Steps whose phases are profiled into RUN/profile; null: none (docs/profiling.md)."""
+    profile_phases: list[str] = key([], only_with="profile_steps")
+    """Those phases, such as [gen,update_actor]; []: all in which models run but gen, whose trace may be huge."""
+    profile_ranks: list[int] = key([0], only_with="profile_steps")
+    """The ranks that profile."""
     report: bool = True
     """Write RUN/report.html at the end, a page of charts and answers that opens offline (docs/logging.md)."""
     log_val_generations: int = key(0, least=0, only_with=VALIDATES)

@@ -32,9 +32,9 @@ _OF_TURNS = {
         "what stands between two turns is always compared with the chat template",
     ),
 }
-_NO_PROFILER = "there is no profiler in this version"
+_PROFILE = "trainer.profile_steps, profile_phases and profile_ranks say what is profiled"
 _OF_PROFILER = ("all_ranks", "discrete", "enable", "ranks", "save_path", "tool", "tool_config*")
-_OF_GLOBAL_PROFILER = ("tool", "steps", "profile_continuous_steps", "save_path", "global_tool_config*")
+_OF_GLOBAL_PROFILER = ("tool", "profile_continuous_steps", "save_path", "global_tool_config*")
 # Keys of the server of a reward model, in verl 0.6 to main.
 _OF_SERVER = (
     *("name", "mode", "n", "seed", "dtype", "do_sample", "temperature", "top_k", "top_p", "ignore_eos"),
@@ -117,17 +117,16 @@ NO_EFFECT = {
     "reward_model.reward_kwargs*": "a function of your own takes custom_reward_function.reward_kwargs",
     "reward.reward_kwargs*": "a function of your own takes custom_reward_function.reward_kwargs",
     "reward_model.ulysses_sequence_parallel_size!=1": "the reward model reads each conversation on one device",
-    **{f"global_profiler.{name}": _NO_PROFILER for name in _OF_GLOBAL_PROFILER},
-    "profile.*": _NO_PROFILER,
-    "*.profiler": _NO_PROFILER,
-    **{f"*.profiler.{name}": _NO_PROFILER for name in _OF_PROFILER},
+    **{f"global_profiler.{name}": _PROFILE for name in _OF_GLOBAL_PROFILER},
+    "profile.*": _PROFILE,
+    "*.profiler": _PROFILE,
+    **{f"*.profiler.{name}": _PROFILE for name in _OF_PROFILER},
     "trainer.balance_batch=False": "samples are always spread over devices by length",
     "trainer.default_hdfs_dir": "mount remote storage and set default_local_dir",
     "trainer.del_local_ckpt_after_load": "see max_actor_ckpt_to_keep",
     "trainer.dump_high_diff_*": "answers of every step are kept in RUN/samples, see trainer.samples_freq",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint holds all roles; see max_actor_ckpt_to_keep",
-    "trainer.npu_profile.*": _NO_PROFILER,
-    "trainer.profile_steps": _NO_PROFILER,
+    "trainer.npu_profile.*": _PROFILE,
     "trainer.use_v1": _SYNC,
     "trainer.debug": "a run is the same whether somebody looks for a fault or not",
     _R + "moe_tensor_parallel_size": "an engine cuts experts as all weights, by tensor_model_parallel_size",

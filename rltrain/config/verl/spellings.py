@@ -29,6 +29,7 @@ ALIASES = {
     "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
     "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type",
     "algorithm.rollout_correction.use_pure_rollout_correction": "algorithm.rollout_correction.loss_type",
+    "global_profiler.steps": "trainer.profile_steps",
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_manager": "reward_model.reward_manager",

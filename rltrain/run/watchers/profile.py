@@ -1,0 +1,59 @@
+"""Profiles of chosen phases of chosen steps (``trainer.profile_steps``), on chosen ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.controller.calls import bind
+from rltrain.controller.group import WorkerGroup
+from rltrain.run.watchers.watcher import Watcher
+from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.workers.roles import Profiled
+
+log = logging.getLogger(__name__)
+FOLDER = "profile"
+# A long generation makes a trace that nothing opens, so it has to be asked for. In the others no model runs.
+_UNLESS_NAMED = ("gen", "reward", "adv", "step", "testing", "save_checkpoint")
+
+
+class Profile(Watcher):
+    """Begins and ends the profilers of workers around phases; traces are in the folder ``profile`` of ``folder``."""
+
+    def __init__(self, cfg: TrainerConfig, folder: Path, group: WorkerGroup) -> None:
+        self._steps, self._phases = frozenset(cfg.profile_steps or ()), cfg.profile_phases
+        self._ranks = cfg.profile_ranks
+        self._folder, self._group = folder / FOLDER, group
+        self._step = 0
+        self._running = False
+
+    def before_step(self, step: int) -> None:
+        """A profile may begin."""
+        # That of a step that has failed is lost with its workers.
+        self._step, self._running = step, False
+
+    def on_phase(self, name: str) -> None:
+        """End the profile of the phase before, and begin that of this one."""
+        self._end()
+        chosen = name in self._phases if self._phases else name not in _UNLESS_NAMED
+        if self._step in self._steps and chosen:
+            place = self._folder / f"step_{self._step:06d}"
+            for rank in self._ranks:
+                begin = bind(Profiled.begin_profile, str(place / f"{name}_rank_{rank:05d}"))
+                self._group.submit([begin], range(rank, rank + 1)).collect()
+            self._running = True
+
+    def on_step(self, made: Answered) -> Metrics:
+        """End the profile of the last phase."""
+        self._end()
+        self._step = 0
+        return {}
+
+    def _end(self) -> None:
+        if not self._running:
+            return
+        self._running = False
+        ends = [self._group.submit([bind(Profiled.end_profile)], range(rank, rank + 1)) for rank in self._ranks]
+        for end in ends:
+            log.info("profiled: %s", ", ".join(end.collect()[0]))

@@ -168,7 +168,7 @@ TORCH_NPU = Package(
         "torch_npu.profiler:ProfilerActivity": "CPU NPU",
         "torch_npu:": "npu_fusion_attention",
     },
-    ours="memory",  # the module of that function
+    ours="memory profiler",  # the modules of those
     makers={"torch_npu": "torch_npu:"},
     only=r"(?!)",
 )

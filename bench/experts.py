@@ -5,14 +5,18 @@ experts.
 
 The update of one micro-batch of Qwen3-30B-A3B, in bfloat16, on ranks that are only pretended: torch computes shapes,
 and every collective is counted by what a rank receives. Routers are taken to choose evenly. Then the steps of a small
-model are made for real on four ranks, and weights compared. Writes bench/results/experts_cpu.md.
+model are made for real on four ranks, and weights compared; and the update of one with 64 experts is timed with the
+loss on their balance and without, in turns. Writes bench/results/experts_cpu.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +25,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from bench.table import write
+from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import DEVICES, get_device
+from rltrain.config.load import load_config
 from rltrain.config.schema.model import OptimConfig, ShardingConfig
-from rltrain.models.attention.packing import pack
+from rltrain.config.step_passes import make_step_passes
+from rltrain.models.attention.packing import pack, per_computed_token
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.weights.names import whole_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.fake_run import Owners, peak_of, update
+from rltrain.workers.expert_balance import ExpertBalance
 from tests.batches import batch_of_rows
 from tests.config.test_recipes import TEXT
 from tests.distance import distance
@@ -42,6 +50,11 @@ LARGE = TEXT["Qwen3-30B-A3B"]
 SHORT, LONG = 3, 6
 GIB = 2**30
 STEPS = 20
+# What is timed.
+TIMED = {
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_experts": 64, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
 
 
 KINDS = {"_allgather_base_": "weights", "_reduce_scatter_base_": "gradients", "alltoall_base_": "tokens"}
@@ -113,9 +126,46 @@ def learn(rank: int, world: int, folder: Path, sizes: list[int]) -> None:
         torch.save(found, folder / "found.pt")
 
 
+def time_balance(rank: int, world: int, folder: Path, rounds: int) -> None:
+    """Seconds of an update's forward and backward passes: without the loss on balance, and with it."""
+    policy = sharded_model(PolicyModel, ModelSpec(str(folder)), get_device("cpu")).train()
+    rows = [torch.randint(2, 128, (128,), dtype=torch.int32) for _ in range(8)]
+    free, replayed = (batch_of_rows(rows, [32] * 8) for _ in range(2))
+    with torch.no_grad():
+        experts = policy(pack(free, torch.device("cpu")), with_experts=True).experts
+    replayed.update({c.ROUTED_EXPERTS: per_computed_token(experts, free)})
+    passes = make_step_passes(load_config(["actor_rollout_ref.actor.router_aux_loss_coef=0.001"]).config)
+    kinds = {
+        "without": (free, None),
+        "with": (free, ExpertBalance(policy, get_device("cpu"), passes, 0.0)),
+        "without, replayed": (replayed, None),
+        "with, replayed": (
+            replayed,
+            ExpertBalance(policy, get_device("cpu"), replace(passes, router_replay="R3"), 0.0),
+        ),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(rounds + 1):
+        for name in [*kinds, *reversed(kinds)]:
+            batch, balance = kinds[name]
+            policy.balance(None)
+            started = time.perf_counter()
+            micros = batch.split([4, 4])
+            if balance:
+                balance.begin(micros)
+            for micro in micros:
+                outputs = policy(pack(micro, torch.device("cpu")))
+                loss = outputs.log_probs.mean() + (0.001 * outputs.balance_loss if balance else 0.0)
+                loss.backward()
+            seconds[name] += [time.perf_counter() - started] if number else []  # the first round warms up
+            policy.zero_grad()
+    torch.save({name: statistics.median(each) for name, each in seconds.items()}, folder / "seconds.pt")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7, help="of the updates that are timed")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch of each rank")
     arguments = parser.parse_args()
     sizes = [size for size in (1, 2, 4, 8, 16) if arguments.ranks % size == 0]
@@ -129,6 +179,10 @@ def main() -> None:
         start = dict(AutoModelForCausalLM.from_pretrained(folder / "small").named_parameters())
         run_on_ranks(learn, 4, folder / "small", [1, 2, 4])
         found = torch.load(folder / "small" / "found.pt")
+        timed = Qwen3MoeConfig(**SIZES | TIMED)
+        AutoModelForCausalLM.from_config(timed).save_pretrained(folder / "timed")
+        run_on_ranks(time_balance, 1, folder / "timed", arguments.rounds)
+        seconds = torch.load(folder / "timed" / "seconds.pt")
     moved = distance(found[1], {name: start[name] for name in found[1]})
     apart = ", ".join(f"{size}: {distance(found[size], found[1]):.1e}" for size in (2, 4))
     what = (
@@ -140,10 +194,16 @@ def main() -> None:
         "gathered", "activations", "peak",
     )  # fmt: skip
     notes = (
-        "Nothing here was timed. Of gradients a device sends as much as it receives. Tokens are sent once per chosen "
+        "None of this was timed. Of gradients a device sends as much as it receives. Tokens are sent once per chosen "
         "expert, in both directions, three times (forward, computed again, backward).\n\n"
         f"A small Qwen3-MoE on four real ranks, {STEPS} steps of AdamW: the weights have moved by {moved:.1e} of their "
-        f"norm, and those of each size are apart from those of size 1 by {apart}."
+        f"norm, and those of each size are apart from those of size 1 by {apart}.\n\n"
+        "Seconds of an update's forward and backward passes over 1,024 tokens in two micro-batches, of a Qwen3-MoE of "
+        f"four layers with 64 experts, 8 of them a token; medians of {2 * arguments.rounds}, in turns: "
+        f"{seconds['without']:.3f} without `router_aux_loss_coef`, {seconds['with']:.3f} with it "
+        f"({seconds['with'] / seconds['without']:.2f} times, one more forward); with replayed experts "
+        f"{seconds['without, replayed']:.3f} and {seconds['with, replayed']:.3f} "
+        f"({seconds['with, replayed'] / seconds['without, replayed']:.2f} times)."
     )
     write("experts_cpu.md", "python -m bench.experts", what, titles, rows, notes)
 

@@ -2,9 +2,11 @@
 
     python -m bench.learning [--out outputs/learning] [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
     python -m bench.learning --newer …
+    python -m bench.learning --moe --seeds 1 …
 
 A run that is complete is not made again. The plot needs the extra `plot`. Writes bench/results/learning_cpu.md and
-learning_cpu.png; with --newer, of the methods of 2025 and 2026 beside grpo, learning_newer_cpu.md and its picture.
+learning_cpu.png; with --newer, of the methods of 2025 and 2026 beside grpo, learning_newer_cpu.md and its picture; with
+--moe, of a model with eight experts in a layer, learning_moe_cpu.md and its picture.
 """
 
 from __future__ import annotations
@@ -85,14 +87,21 @@ NEWER = {
     "mask_truncated": [*GRPO, "algorithm.mask_truncated=True"],
 }  # fmt: skip
 
+MOE = {
+    "experts": GRPO,
+    "experts, R3": [*GRPO, f"{A}router_replay.mode=R3"],
+    "experts, bias moves": [*GRPO, f"{A}router_bias_update_rate=0.001"],
+}
 
-def prepare(out: Path) -> list[str]:
-    """Data and model of the quickstart; returns the keys that name them."""
-    data, model = out / "data", out / "model"
+
+def prepare(out: Path, experts: int) -> list[str]:
+    """Data and model of the quickstart, which has ``experts``; returns the keys that name them."""
+    data, model = out / "data", out / ("model_experts" if experts else "model")
     if not (model / "config.json").exists():
         arguments = ["--output", data, "--num-train", 2048, "--num-test", 128, "--max-operand", 49, "--seed", 0]
         call("-m", "rltrain.data_preprocess.arithmetic", *arguments)
-        call("scripts/make_small_model.py", "--output", model, "--train", data / "train.parquet", "--seed", 1)
+        made_by = "scripts/make_small_model.py", "--train", data / "train.parquet", "--seed", 1, "--experts", experts
+        call(*made_by, "--output", model)
     files = [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
     return [*files, f"actor_rollout_ref.model.path={model}"]
 
@@ -106,7 +115,7 @@ def train(out: Path, keys: list[str], name: str, seed: int, steps: int) -> None:
     if (run / "done").exists():
         return
     settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
-    call("-m", "rltrain.main_ppo", *COMMON, *keys, *(ALGORITHMS | NEWER)[name], *settings)
+    call("-m", "rltrain.main_ppo", *COMMON, *keys, *(ALGORITHMS | NEWER | MOE)[name], *settings)
     (run / "done").touch()
 
 
@@ -157,11 +166,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--newer", action="store_true", help="methods of 2025 and 2026, beside grpo")
+    parser.add_argument("--moe", action="store_true", help="a model with experts")
     parser.add_argument("--only", help="names with commas between them")
     options = parser.parse_args()
     out = options.out.resolve()
     known, title = (NEWER, "learning_newer_cpu") if options.newer else (ALGORITHMS, "learning_cpu")
-    keys, names = prepare(out), [name for name in known if not options.only or name in options.only.split(",")]
+    if options.moe:
+        known, title = MOE, "learning_moe_cpu"
+    keys, names = (
+        prepare(out, 8 if options.moe else 0),
+        [name for name in known if not options.only or name in options.only.split(",")],
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = [
@@ -174,9 +189,12 @@ def main() -> None:
     runs = {name: [folder_of(out, name, seed) for seed in range(1, options.seeds + 1)] for name in names}
     curves = {name: [curve(run) for run in of_seeds] for name, of_seeds in runs.items()}
     command = f"python -m bench.learning --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}"
-    command += (" --newer" if options.newer else "") + (f" --only '{options.only}'" if options.only else "")
+    command += (" --newer" if options.newer else " --moe" if options.moe else "") + (
+        f" --only '{options.only}'" if options.only else ""
+    )
     lines = [
-        "# Learning, CPU" + (": methods of 2025 and 2026" if options.newer else ""),
+        "# Learning, CPU"
+        + (": methods of 2025 and 2026" if options.newer else ": a model with experts" if options.moe else ""),
         "",
         f"`{command}`, "
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores. Task, model and step of "

@@ -1,4 +1,5 @@
-"""A small model to train on a CPU: a few-million-parameter Qwen3 with a tokenizer of its own, that is right sometimes.
+"""A small model to train on a CPU: a few-million-parameter Qwen3 with a tokenizer of its own, that is right sometimes;
+with ``--experts`` a GLM-4-MoE.
 
 With ``--train`` a short supervised warm-up on the training file stops as soon as sampled answers reach
 ``--target-accuracy``. A share of the answers in the warm-up has a slip (a digit one too high or too low), so the model
@@ -26,7 +27,14 @@ os.environ.setdefault(
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Glm4MoeConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 BOS, END, USER, ASSISTANT, SYSTEM, PAD = "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"
 SPECIALS = [BOS, END, USER, ASSISTANT, SYSTEM, PAD]
@@ -70,26 +78,36 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, num_layers: int = 2) -> Qwen3ForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, num_layers: int = 2, num_experts: int = 0
+) -> PreTrainedModel:
     """With two layers 3.3 million parameters: two wide ones learn sums in fewer steps than four narrow ones, and decode
-    faster.
+    faster. With experts each layer has so many, of which a token goes to two and to a shared one: together they are
+    about as wide as without.
     """
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 32) * 32,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=num_layers,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
+    sizes = {
+        "vocab_size": -(-len(tokenizer) // 32) * 32,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    experts = {
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 352,
+        "first_k_dense_replace": 0,
+    }
+    model = AutoModelForCausalLM.from_config(Glm4MoeConfig(**sizes, **experts) if num_experts else Qwen3Config(**sizes))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
@@ -137,7 +155,7 @@ def batches(
 
 @torch.inference_mode()
 def measure(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], seed: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], seed: int
 ) -> dict[str, float]:
     """Share of ``pairs`` answered right, with sampling at temperature 1 and with greedy decoding.
 
@@ -159,7 +177,7 @@ def measure(
     return {**right, "numbers": numbers}
 
 
-def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> dict[str, Any]:
+def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> dict[str, Any]:
     """Supervised steps until sampled answers are right often enough. Returns what was reached."""
     pairs = read_pairs(options.train, tokenizer)
     rng = random.Random(options.seed)
@@ -189,7 +207,7 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options
     return reached
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, reached: dict[str, Any], output: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, reached: dict[str, Any], output: Path) -> None:
     """Write the folder, and check that transformers loads the same tokenizer from it.
 
     The folder appears whole or not at all.
@@ -237,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--task", choices=["arithmetic"], default="arithmetic", help="what the file holds")
     parser.add_argument("--layers", type=int, default=2, help="decoder layers; a teacher has more")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: none")
     parser.add_argument("--steps", type=int, default=400, help="most warm-up steps")
     parser.add_argument(
         "--target-accuracy", type=float, default=0.35, help="stop when so many sampled answers are right"
@@ -248,8 +267,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if min(options.steps, options.layers) < 1 or not 0 <= options.slip_rate < 1:
         parser.error("--steps and --layers must be at least 1 and --slip-rate in [0, 1)")
+    if options.experts < 0 or options.experts == 1:
+        parser.error("--experts must be 0, or at least 2, since a token goes to two")
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, options.seed, options.layers)
+    model = build_model(tokenizer, options.seed, options.layers, options.experts)
     reached = warm_up(model, tokenizer, options) if options.train else {}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     save(model, tokenizer, reached, options.output)

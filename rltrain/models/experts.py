@@ -46,6 +46,11 @@ def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shard
     number, parts = num_experts(config), parts_with_experts(model)
     if not number or not parts:
         return "the model has no experts. Leave it out."
+    if any(".lora_" in name for name, _ in model.named_parameters() if ".experts." in name):
+        return (
+            "its experts have adapters, which are made of all experts of a layer at once. Leave it out, or name no "
+            "experts in target_modules."
+        )
     weights = [weight for part in parts for weight in part.parameters()]
     odd = [part for part in parts if not hasattr(part, _PLAIN)]
     odd += [part for part in parts if any(each.dim() < 2 or len(each) != number for each in part.parameters())]

@@ -4,10 +4,12 @@ import importlib.util
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rltrain.main_ppo import main
 from rltrain.run.report.table import read_metrics
+from tests.distance import distance
 from tests.tiny import save_tiny_tokenizer, small_run
 from tests.trainer.test_router_replay import save_moe
 from tests.workers.test_moe_engines import CONFIGS
@@ -41,6 +43,23 @@ def test_two_ranks_count_and_balance_the_load_as_one_does(arithmetic_files, tmp_
         assert one["rollout/log_prob_gap/mean"] < 1e-4
         for name in ("actor/pg_loss", "moe/aux_loss", "actor/grad_norm"):
             assert two[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
+def test_four_ranks_learn_the_same_weights_wherever_their_experts_are(arithmetic_files, tmp_path, size):
+    model, found = save_moe(tmp_path / "model"), []
+    for experts in (1, size):
+        folder = tmp_path / f"{experts}"
+        assert (
+            main(small_run(model, arithmetic_files, folder, trainer__n_gpus_per_node=4, **REPLAY, **{SIZE: experts}))
+            == 0
+        )
+        found.append(load_file(folder / "global_step_2/huggingface/model.safetensors"))
+    start = load_file(model / "model.safetensors")
+    # Rounding of the sums over ranks, against what two steps have moved.
+    moved = [{name: whole[name] - values for name, values in start.items()} for whole in found]
+    assert distance(moved[1], moved[0]) < 1e-3
 
 
 @pytest.mark.long

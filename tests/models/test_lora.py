@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import IA3Config, PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
 from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError
@@ -16,13 +16,13 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
-from rltrain.models.weights.lora import Lora, adapters_off, lora_layers, save_adapter
-from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.lora import Lora, adapted_weights, adapters_off, lora_layers, save_adapter
+from rltrain.models.weights.names import huggingface_name, whole_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
 from tests.exported import export_huggingface
-from tests.models.test_forward import FAMILIES, TEMPERATURE, by_transformers, make_batch, make_policy
+from tests.models.test_forward import FAMILIES, SIZES, TEMPERATURE, by_transformers, make_batch, make_policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -134,6 +134,66 @@ def test_peft_loads_the_adapter_of_a_mixture_of_experts(tmp_path):
     with pytest.raises(ConfigError, match=r"all-linear does not reach the experts .*target_modules=\[q_proj,"):
         make(folder, target_modules="all-linear")
     check_peft_loads(folder, tmp_path, ["q_proj", "o_proj"])
+
+
+EXPERTS = {
+    "qwen3_moe": FAMILIES["qwen3_moe"],
+    # Weights that rest [experts, inputs, outputs], biases, experts whose layout differs in the file.
+    "gpt_oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def save_experts(family, folder) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(EXPERTS[family]).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("targets", [["q_proj", "experts"], ["experts.down_proj"]], ids=str)
+def test_experts_have_adapters_that_merge_and_that_peft_loads(tmp_path, family, targets):
+    folder = save_experts(family, tmp_path / "base")
+    fresh, plain = make(folder, target_modules=targets), make_policy(folder)
+    assert distance(scores(fresh)[0], scores(plain)[0]) < 1e-6
+    assert gradients(fresh).keys() == {name for name, p in fresh.named_parameters() if p.requires_grad}
+    check_peft_loads(folder, tmp_path, targets)
+    policy = make(folder, target_modules=targets, path=str(tmp_path / "adapter"))
+    with adapters_off(policy):
+        assert torch.equal(scores(policy)[0], scores(plain)[0])
+    export_huggingface(policy, load_config(folder), ChatEncoder(folder), str(tmp_path / "merged"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert distance(scores(policy)[0], by_transformers(merged, make_batch())[0]) < 1e-5
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_gradients_of_adapters_of_experts_are_those_of_the_merged_weights(tmp_path, family):
+    """By the chain rule from a float64 model of merged weights, without peft."""
+    folder = save_experts(family, tmp_path / "base")
+    policy = make(folder, target_modules=["experts"], gradient_checkpointing=True)
+    train_by_chance(policy, 0.1)
+    found = gradients(policy)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+    model.set_experts_implementation("eager")
+    missing = model.load_state_dict(weights_of(policy), strict=False).missing_keys
+    assert missing in ([], ["lm_head.weight"])  # a tied one comes under its first name
+    log_probs, _ = by_transformers(model, make_batch())
+    (log_probs.double() * torch.linspace(-1, 1, len(log_probs))).sum().backward()
+    names = {id(parameter): name for name, parameter in policy.named_parameters()}
+    mine, expected = {}, {}
+    for name, layer in adapted_weights(policy).items():
+        adapters = [part["default"].weight for part in (layer.lora_A, layer.lora_B)]
+        gradient = layer.scaling["default"] * model.get_parameter(huggingface_name(name)).grad
+        gradient = gradient.mT if policy.get_submodule(name.rpartition(".")[0]).is_transposed else gradient
+        first, second = (adapter.full_tensor().double() for adapter in adapters)
+        own_first, own_second = (found[names[id(adapter)]] for adapter in adapters)
+        for expert in range(4):  # A has neighbouring rows of it, and B every fourth column
+            rows, columns = slice(4 * expert, 4 * expert + 4), slice(expert, None, 4)
+            expected |= {(name, "A", expert): second[:, columns].T @ gradient[expert]}
+            expected |= {(name, "B", expert): gradient[expert] @ first[rows].T}
+            mine |= {(name, "A", expert): own_first[rows], (name, "B", expert): own_second[:, columns]}
+    assert distance(mine, expected) < 1e-5
 
 
 def check_peft_loads(folder, tmp_path, targets):

@@ -8,13 +8,16 @@ from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
+from rltrain.config.load import load_config
 from rltrain.models.attention.packing import pack
 from rltrain.models.weights.lora import lora_layers
 from rltrain.run.checkpoints.resume import frozen_values
+from rltrain.run.preflight.models import Findings, look_at_models
 from rltrain.trainer.progress import Progress
 from rltrain.workers.tasks import SaveTask
 from tests import local
 from tests.distance import distance
+from tests.tiny import small_run
 from tests.trainer.steps import (
     ACTOR,
     CORRECTION,
@@ -26,6 +29,7 @@ from tests.trainer.steps import (
     numbers_of,
     weights,
 )
+from tests.trainer.test_router_replay import save_moe
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -191,3 +195,12 @@ def test_adapters_learn_what_all_weights_learn(make, monkeypatch):
         rewards = [trainer.step(step).metrics["critic/rewards/mean"] for step in range(1, 21)]
         gains.append(sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3)
     assert min(gains) > 0.2, gains
+
+
+def test_adapters_of_experts_are_not_compiled(arithmetic_files, tmp_path):
+    changes = {**LORA, MODEL + "target_modules": "[q_proj,experts]", ACTOR + "fsdp_config__use_torch_compile": True}
+    found = Findings()
+    look_at_models(load_config(small_run(save_moe(tmp_path), arithmetic_files, tmp_path, **changes)).config, found)
+    assert [problem.partition(":")[0] for problem in found.problems] == [
+        "actor_rollout_ref.model.target_modules=['q_proj', 'experts']"
+    ]

@@ -76,6 +76,10 @@ RUNS = {
     "experts with a bias": (
         {ACTOR + "router_bias_update_rate": 0.02, REF + "update_every_steps": 2, **OFF_POLICY}, "moe/max_vio/mean"
     ),
+    "experts with adapters": (
+        {MODEL + "lora_rank": 2, MODEL + "target_modules": "[q_proj,experts]", ACTOR + "optim__lr": 0.01, **OFF_POLICY},
+        "actor/grad_norm",
+    ),
     "pictures, critic": ({**PICTURES, **GAE, **OFF_POLICY}, "critic/vf_loss"),
 }  # fmt: skip
 ALWAYS = [*(each for each in list(RUNS)[:5] if "pictures" not in each), "experts of the engine", "experts with a bias"]

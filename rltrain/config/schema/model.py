@@ -133,7 +133,7 @@ class TrainedModelConfig:
     # Any, because OmegaConf has no union of a text and a list; `check._lora` looks at the type.
     target_modules: Any = key("all-linear", only_with=_ADAPTERS)
     """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of
-    full names."""
+    full names. A list may name the experts of a mixture: experts, or experts.down_proj."""
     exclude_modules: Any = key(None, only_with=_ADAPTERS)
     """Layers that get no adapters all the same: a list of names, or a pattern of full names."""
 

@@ -2,15 +2,15 @@
 
 peft replaces every target layer by one that holds the old layer (``base_layer``) and the adapters (``lora_A``,
 ``lora_B``), and FSDP shards both alike. Whatever leaves the trainer leaves it merged (`models.weights`), so engines and
-exports know nothing of LoRA. peft may not choose the layers: for some families it also changes them, and a name that
-matches nothing would go unnoticed beside one that matches.
+exports know nothing of LoRA. Experts that rest as one weight have adapters of each expert, side by side in one A and
+one B (peft's ``target_parameters``); every forward makes the weights of all experts of a layer from them. peft may not
+choose the layers (`models.weights.targets` does): for some families it also changes them, and a name that matches
+nothing would go unnoticed beside one that matches.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from rltrain.base.errors import ConfigError
@@ -30,6 +31,7 @@ from rltrain.config.schema.model import CriticModelConfig, ModelConfig
 from rltrain.models.files.hashed import Digests, write_weights
 from rltrain.models.files.safe import UNREADABLE
 from rltrain.models.vision import language_model
+from rltrain.models.weights.targets import experts_among, in_short, is_of, matching, names_of
 
 _NAME = "default"
 # The ways to initialise adapters that leave the weights under them unchanged.
@@ -76,7 +78,7 @@ def exclusion_note(model: PreTrainedModel, lora: Lora) -> str | None:
     """What to say of an exclusion that leaves out nothing (peft takes it for a model with other layers)."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     key = f"{lora.section}.exclude_modules"
-    if not isinstance(lora.exclude_modules, str) or _matching(key, lora.exclude_modules, names, required=False):
+    if not isinstance(lora.exclude_modules, str) or matching(key, lora.exclude_modules, names, required=False):
         return None
     return f"{key}={lora.exclude_modules} matches no linear layer, so it leaves out none"
 
@@ -93,23 +95,38 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     # Dropout would make the importance ratio of an unchanged policy differ from 1.
     config.lora_dropout = 0.0
     names = _target_layers(model, lora)
+    experts = _target_experts(model, lora)
     # A model that peft does not know by its config gets exactly these layers, and no changes for its family.
     config.target_modules = {f"held.{name}" for name in names}
+    config.target_parameters = [f"held.{name}" for name in experts]
     # low_cpu_mem_usage leaves the new adapters on the meta device, where the model is.
     inject_adapter_in_model(config, nn.ModuleDict({"held": model}), low_cpu_mem_usage=True)
     for _, layer in lora_layers(model):
         layer.lora_A.to(lora.dtype)
         layer.lora_B.to(lora.dtype)
     # peft must find the layers of the saved adapter in a model that is not under our "held".
-    config.target_modules = _in_short(names, model)
+    config.target_modules = in_short(names, model)
+    config.target_parameters = sorted({".".join(name.split(".")[-2:]) for name in experts}) or None
     model.peft_config = {_NAME: config}
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, layer) of every layer with adapters."""
+    """(name, layer) of every layer with adapters. Experts have one for each of their weights, around each other."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
             yield name, module
+
+
+def adapted_weights(model: nn.Module) -> dict[str, Any]:
+    """By the names of their parameters the weights with adapters, and their layers."""
+    weights = {}
+    for name, layer in lora_layers(model):
+        inner = layer.base_layer
+        name = f"{name}.base_layer"
+        while hasattr(inner, "base_layer"):
+            inner, name = inner.base_layer, f"{name}.base_layer"
+        weights[f"{name}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
+    return weights
 
 
 def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
@@ -136,11 +153,33 @@ def merged(layer: Any, weight: Tensor) -> Tensor:
     # A is gathered whole, which is small; B stays sharded, so that each rank makes the rows of W that it holds.
     first, second = _full(layer.lora_A[_NAME].weight).float(), layer.lora_B[_NAME].weight
     scale = layer.scaling[_NAME]
+    if weight.dim() == 3:
+        return _merged_experts(layer, weight, first, _full(second).float())
     if not isinstance(weight, DTensor):
         return weight.float() + scale * (second.float() @ first)
     # B and W have the same rows on the same ranks.
     assert second.placements == weight.placements
     local = weight.to_local().float() + scale * (second.to_local().float() @ first)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _merged_experts(layer: Any, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The experts that this rank holds. first: [experts x rank, inputs]. second: [outputs, rank x experts], an expert
+    every so many columns."""
+    local, start = weight, 0
+    if isinstance(weight, DTensor):
+        local = weight.to_local()
+        start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1][0]
+    own = slice(start, start + len(local))
+    first = first.unflatten(0, (len(weight), -1))[own]
+    second = second.unflatten(1, (-1, len(weight))).permute(2, 0, 1)[own]
+    delta = layer.scaling[_NAME] * (second @ first)
+    # Some families keep [experts, inputs, outputs].
+    local = local.float() + (delta.mT if getattr(layer.get_base_layer(), "is_transposed", False) else delta)
+    if not isinstance(weight, DTensor):
+        return local
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
@@ -210,28 +249,42 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
             raise ConfigError(
                 f"{lora.section}.target_modules=all-linear does not reach the experts of this model, whose weights are "
                 "not linear layers. Name the layers that are to be trained, such as "
-                f"{lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj]."
+                f"{lora.section}.target_modules=[q_proj,k_proj,v_proj,o_proj], or [q_proj,v_proj,experts]."
             )
         chosen = set(_below(language_model(model), model, linear))
     else:
-        chosen = _matching(f"{lora.section}.target_modules", lora.target_modules, linear)
+        wanted = lora.target_modules
+        if experts := _target_experts(model, lora):
+            wanted = [wish for wish in names_of(wanted) if not any(is_of(wish, name) for name in experts)]
+        chosen = matching(f"{lora.section}.target_modules", wanted, linear)
         # A vision tower often names its layers as the decoder does; who writes q_proj means the decoder's.
         chosen = set(_below(language_model(model), model, chosen)) or chosen
     if lora.exclude_modules:
         # A pattern may be meant for the layers of another model, such as those of a vision tower.
         required = not isinstance(lora.exclude_modules, str)
-        chosen -= _matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, required=required)
-    if not chosen:
+        chosen -= matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, required=required)
+    if not chosen and not _target_experts(model, lora):
         left = f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
         none = f"{type(model).__name__} has no linear layer below its head. Train all its weights."
         raise ConfigError(left if lora.exclude_modules else none)
     return [name for name in linear if name in chosen]
 
 
+def _target_experts(model: PreTrainedModel, lora: Lora) -> list[str]:
+    """Names of the weights of experts that get adapters: those that are named with their experts, such as ``experts``
+    or ``experts.down_proj``."""
+    wanted = _stored_config(lora).target_parameters or [] if lora.path else lora.target_modules
+    weights = (name for name, weight in model.named_parameters() if ".experts." in name and weight.dim() == 3)
+    return experts_among(weights, wanted)
+
+
 def _stored_layers(lora: Lora, linear: list[str]) -> set[str]:
     """The layers that an adapter's file has weights for. Raises ConfigError for names that are not this model's."""
     fitting = {f"{_PEFT}{name}.lora_{kind}.weight": name for name in linear for kind in "AB"}
     stored = _stored_weights(lora)
+    if _stored_config(lora).target_parameters:
+        # `_read_adapters` looks at each of them.
+        stored = {name: weight for name, weight in stored.items() if ".experts." not in name}
     text = f"{lora.section}.lora_adapter_path={lora.path} does not fit this model"
     for odd in sorted(stored.keys() - fitting):
         layer = odd.removeprefix(_PEFT).rpartition(".lora_")[0]
@@ -264,35 +317,6 @@ def _below(part: nn.Module, model: PreTrainedModel, names: Iterable[str]) -> lis
     return [name for name in names if id(model.get_submodule(name)) in inside]
 
 
-def _matching(key: str, wanted: Any, linear: list[str], *, required: bool = True) -> set[str]:
-    """The layers that a list of names (or ends of names) or a pattern chooses.
-
-    Raises ConfigError for no match where one is ``required``.
-    """
-    chosen = set()
-    for wish in [wanted] if isinstance(wanted, str) else wanted:
-        matches = {name for name in linear if f".{name}".endswith(f".{wish}")}
-        if not matches and isinstance(wanted, str):
-            try:
-                matches = {name for name in linear if re.fullmatch(wanted, name)}
-            except re.error as error:
-                raise ConfigError(f"{key}={wanted} is neither a name nor a pattern: {error}") from error
-        if not matches and required:
-            leaves = sorted({name.rpartition(".")[2] for name in linear})
-            near = difflib.get_close_matches(wish, [*leaves, *linear], n=3, cutoff=0.5)
-            hint = f"Did you mean {', '.join(near)}?" if near else f"There are {', '.join(leaves[:20])}."
-            raise ConfigError(f"{key}={wanted}: no linear layer below the head matches '{wish}'. {hint}")
-        chosen |= matches
-    return chosen
-
-
-def _in_short(names: list[str], model: nn.Module) -> list[str]:
-    """The last parts of the names, where those choose the same layers; else the names themselves."""
-    leaves = {name.rpartition(".")[2] for name in names}
-    same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in leaves} == set(names)
-    return sorted(leaves) if same else names
-
-
 def _stored_config(lora: Lora) -> Any:
     from peft import LoraConfig, PeftConfig
 
@@ -301,7 +325,7 @@ def _stored_config(lora: Lora) -> Any:
         config = PeftConfig.from_pretrained(lora.path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{lora.section}.lora_adapter_path={lora.path} is not a peft adapter: {error}") from error
-    values = {name: getattr(config, name, None) for name in NOT_PLAIN}
+    values = {name: getattr(config, name, None) for name in NOT_PLAIN if name != "target_parameters"}
     odd = [f"{name}={value}" for name, value in values.items() if value and value != "none"]
     if not isinstance(config, LoraConfig):
         odd = [f"peft_type={config.peft_type.value}"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -30,10 +31,10 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 
-from rltrain.models.weights.lora import lora_layers, merged
+from rltrain.models.weights.lora import adapted_weights, merged
 
 _PREFIX = "model."  # of `PackedModel`, which holds the Hugging Face model under this name
-_BASE_LAYER = ".base_layer."  # peft puts it before the parameters of a layer that has adapters
+_BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # peft puts it before the parameters of a layer that has adapters
 # For an export; a sync has rollout.update_weights_bucket_megabytes.
 _BUCKET_BYTES = 512 << 20
 # Its name since torch 2.13.
@@ -51,8 +52,10 @@ class Weight(NamedTuple):
 
 
 def huggingface_name(name: str) -> str:
-    """The name that a parameter or buffer of a `PackedModel` has in the Hugging Face model without adapters."""
-    return name.removeprefix(_PREFIX).replace(_BASE_LAYER, ".")
+    """The name that a parameter or buffer of a `PackedModel` has in the Hugging Face model without adapters; of an
+    adapter its own."""
+    name = name.removeprefix(_PREFIX)
+    return name if ".lora_" in name else _BASE_LAYERS.sub(".", name)
 
 
 class CheckpointNames:
@@ -137,7 +140,7 @@ def _buckets(
     """Units of weights that take at most ``most_bytes`` together, or a single one; and the number of weights in each
     unit.
     """
-    layers = {f"{name}{_BASE_LAYER}weight": layer for name, layer in lora_layers(packed)}
+    layers = adapted_weights(packed)
     units: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in packed.named_parameters():
         if ".lora_" not in name:

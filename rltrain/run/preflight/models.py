@@ -21,6 +21,7 @@ from rltrain.config.agents import AGENT_KEY, several_turns, who_answers
 from rltrain.config.budgets import judge_lengths, longest_text
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
+from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES, engines_with
 from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
@@ -33,7 +34,7 @@ from rltrain.models.files.source import model_problem
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
 from rltrain.models.routing import correction_biases, num_experts
-from rltrain.models.weights.lora import exclusion_note, first_adapters
+from rltrain.models.weights.lora import adapted_weights, exclusion_note, first_adapters
 from rltrain.models.weights.shard import empty_packed, look_at_weights
 from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.model_check import check_numbers, check_routing
@@ -169,9 +170,20 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
     untried = check_numbers(kind, spec, config, decodes=decodes)
     findings.notes += [untried] if untried else []
     if spec.lora:
-        if spec.lora.path:
-            first_adapters(packed.model, spec.lora)
+        findings.problems += _adapters(spec, packed.model, f"{row.fsdp}.use_torch_compile")
         findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
+
+
+def _adapters(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[str]:
+    """Adapters that cannot be started or computed."""
+    assert spec.lora
+    if spec.compiled and any(".experts." in name for name in adapted_weights(model)):
+        yield (
+            f"{spec.lora.section}.target_modules={as_text(spec.lora.target_modules)}: adapters of experts make weights "
+            f"in every forward, which is not compiled. Leave {compiled_by} out, or name no experts."
+        )
+    if spec.lora.path:
+        first_adapters(model, spec.lora)
 
 
 def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ _HOMES = {
     "run": "dry_run",
     "run.report": "env_report view",
     "controller.launch": "supervise",
-    "tools": "average checkpoint cli collect doctor replay sweep sync",
+    "tools": "average checkpoint cli collect doctor replay sweep sync watch",
 }
 MOVED = {
     **{f"rltrain.{name}": f"rltrain.{home}.{name}" for home, names in _HOMES.items() for name in names.split()},

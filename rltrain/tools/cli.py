@@ -21,6 +21,7 @@ COMMANDS = {
         "the bounds of pixels at which a model answers best: model=… dev=… test=…",
     ),
     "report": ("rltrain.run.report.table", "the phase table of a run"),
+    "watch": ("rltrain.tools.watch", "a run that goes on elsewhere, by its folder"),
     "compare": ("rltrain.tools.compare.__main__", "runs beside each other: curves, differences, settings, weights"),
     "sweep": ("rltrain.tools.sweep", "a run for every combination of settings, one after the other: key=a,b ..."),
     "view": ("rltrain.run.report.view", "the answers of a run"),

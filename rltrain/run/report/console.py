@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -57,7 +57,7 @@ class Console:
 
     def __init__(self, first_step: int, total_steps: int, *, shown: bool) -> None:
         self._total = total_steps
-        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._bar: _Bar | None = None
         if shown and logs.console.is_terminal:
             place, left = TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[left]}")
@@ -76,15 +76,9 @@ class Console:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         place = f"{step}/{self._total}"
         if "timing_s/step" in metrics:
-            fields = tuple(
-                f"{label}={metrics[name]:.4g}"
-                for name, label in SHOWN.items()
-                if name in metrics and (metrics[name] or name not in _ONLY_IF_NOT_ZERO)
-            )
-            # Validation and saving are part of the time that is left, too.
-            self._seconds.append(metrics.get("timing_s/wall", metrics["timing_s/step"]))
-            seconds = sum(self._seconds) / len(self._seconds) * (self._total - step)
-            left = timedelta(seconds=round(seconds))
+            fields = shown(metrics)
+            self._steps.append(metrics)
+            left = timedelta(seconds=round(seconds_left(self._steps, self._total - step)))
             # Told even where a bar shows it, because train.log has every step; `show_steps` decides about the terminal.
             logs.STEPS.info("step %s  %s", place, "  ".join((*fields, f"left={left}")))
             if self._bar:
@@ -98,6 +92,22 @@ class Console:
             self.phase("")
             self._bar.stop()
             self._bar = None
+
+
+def shown(metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """What a step shows of its metrics."""
+    return tuple(
+        f"{label}={metrics[name]:.4g}"
+        for name, label in SHOWN.items()
+        if name in metrics and (metrics[name] or name not in _ONLY_IF_NOT_ZERO)
+    )
+
+
+def seconds_left(steps: Sequence[Mapping[str, float]], num_steps: int) -> float:
+    """What ``num_steps`` more take, by the metrics of the newest ``steps``."""
+    # Validation and saving are part of the time that is left, too.
+    recent = [step.get("timing_s/wall", step["timing_s/step"]) for step in [*steps][-_RECENT:]]
+    return sum(recent) / len(recent) * num_steps
 
 
 def validation_lines(metrics: dict[str, float]) -> dict[str, list[str]]:

@@ -1,10 +1,11 @@
-"""``details.jsonl``: what pictures of a step need beside its metrics, a line a step.
+"""``details.jsonl``: what pictures of a step need beside its metrics, a line a step; and a line where a phase begins.
 
 When phases ran, when replicas had done, how long answers were. It is reckoned from what the driver holds anyway.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ class Details(Watcher):
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._lines, self._num_replicas = JsonLines(folder / DETAILS), plan.num_engine_replicas
+        self._step = 0
+
+    def before_step(self, step: int) -> None:
+        """Remember it."""
+        self._step = step
+
+    def on_phase(self, name: str) -> None:
+        """Add a line, by which somebody elsewhere sees what the run does (`rltrain.tools.watch`)."""
+        self._lines.log(self._step, {"phase": name, "at": round(time.time(), 1)})
 
     def on_step(self, made: Answered) -> Metrics:
         """Add the line of this step."""

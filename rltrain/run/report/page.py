@@ -146,15 +146,20 @@ def _troubles(run: Path) -> Iterator[Section]:
         names = sorted(path.name for path in (run / "incidents").iterdir())
         yield Section("Incidents", f"What was kept of them is in {run / 'incidents'}.", tables=[
             Table(["incident"], [[name] for name in names])] if names else [])  # fmt: skip
+    rows = [[when, shorten(what, 400), str(times)] for when, what, times in warnings_of(run)[-_MOST_WARNINGS:]]
+    tables = [Table(["first", "what", "times"], rows)] if rows else []
+    yield Section("Warnings", "From train.log, the newest last.", tables=tables)
+
+
+def warnings_of(run: Path) -> list[tuple[str, str, int]]:
+    """The warnings and errors of train.log: when each came first, what it says, and how often it came."""
     found: dict[str, tuple[str, int]] = {}
     for line in lines_of(run / "train.log"):
         if _WARNING.match(line):
-            when, what = line[:19], line[19:].strip()
-            found[what] = (found.get(what, (when, 0))[0], found.get(what, ("", 0))[1] + 1)
-    rows = [[when, shorten(what, 400), str(times)] for what, (when, times) in [*found.items()][-_MOST_WARNINGS:]]
-    yield Section(
-        "Warnings", "From train.log, the newest last.", tables=[Table(["first", "what", "times"], rows)] if rows else []
-    )
+            what = line.split(" ", 2)[2]
+            first, times = found.get(what, (line[:19], 0))
+            found[what] = (first, times + 1)
+    return [(when, what, times) for what, (when, times) in found.items()]
 
 
 def _answers(run: Path, settings: Mapping[str, Any]) -> Section:

@@ -1,0 +1,196 @@
+"""``python -m rltrain.watch RUN``: a run that goes on elsewhere, from its folder on shared storage.
+
+Problem: a run of days is in a job that nobody has a terminal of. Choice: what the run writes anyway is read again every
+few seconds, so that a watcher can come and go, and cannot disturb it. Left out: to steer the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from rltrain.base.errors import DataError, RltrainError, command, plain
+from rltrain.base.logs import console
+from rltrain.base.storage import json_lines, lines_of, read_json
+from rltrain.run.report.console import seconds_left, shown, validation_lines
+from rltrain.run.report.details import DETAILS
+from rltrain.run.report.page import page_of, warnings_of
+from rltrain.run.report.table import METRICS
+
+_EVERY_S = 2.0
+# Making the page takes a second or two, more than a browser should cost a machine.
+_REFRESH_S = 30
+_BAR_WIDTH = 40
+
+
+def view(run: Path, now: float) -> Group:
+    """What a terminal shows of the run at ``now`` (seconds since 1970)."""
+    lines, plan = json_lines(run / METRICS), read_json(run / "plan.json") or {}
+    steps = [line for line in lines if "timing_s/step" in line]
+    made, total = int(steps[-1]["step"]) if steps else 0, int(plan.get("total_steps") or 0)
+    parts: list[Any] = [Text(f"{run.resolve().name}: step {made}{f' of {total}' if total else ''}", style="bold")]
+    if total:
+        parts.append(ProgressBar(total=total, completed=made, width=_BAR_WIDTH))
+    parts.append(Text(_doing(run, made, total, steps, now)))
+    parts += [Text("  ".join(shown(steps[-1])))] if steps else []
+    for line in lines[::-1]:
+        if found := validation_lines(line):
+            parts += [Text(f"validation {line['step']}  {name}  {'  '.join(of)}") for name, of in found.items()]
+            break
+    parts += [Text(f"{when}  {what}", style="yellow") for when, what, _ in warnings_of(run)[-3:]]
+    return Group(*parts)
+
+
+def _doing(run: Path, made: int, total: int, steps: list[dict[str, Any]], now: float) -> str:
+    phases = [line for line in json_lines(run / DETAILS) if "phase" in line]
+    if total and made >= total:
+        return "all steps are made"
+    last = last_line(run)
+    if not phases or (last and not steps):
+        return last
+    newest = phases[-1]
+    said = f"step {newest['step']}: {newest['phase']} for {timedelta(seconds=max(0, round(now - newest['at'])))}"
+    left = seconds_left(steps, total - made) if steps and total else None
+    return f"{said}, {timedelta(seconds=round(left))} left" if left is not None else said
+
+
+def last_line(run: Path) -> str:
+    """The newest line of train.log, which before the first step says what the run waits for."""
+    return plain(next((line for line in lines_of(run / "train.log")[::-1] if line.strip()), "nothing is said yet"))
+
+
+def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool]) -> None:
+    """Write the lines of train.log as they come, the last twenty first, until ``ended``."""
+    told = max(0, len(lines_of(run / "train.log")) - 20)
+    while True:
+        over = ended()
+        lines = lines_of(run / "train.log")
+        for line in lines[told:]:
+            write(f"{plain(line)}\n")
+        told = len(lines)
+        if over:
+            return
+        time.sleep(_EVERY_S)
+
+
+def is_over(run: Path) -> bool:
+    """Whether all steps of the plan are made."""
+    total = int((read_json(run / "plan.json") or {}).get("total_steps") or 0)
+    made = (int(line["step"]) for line in json_lines(run / METRICS) if "timing_s/step" in line)
+    return 0 < total <= max(made, default=0)
+
+
+class PageServer:
+    """Serves the page of a run, made again where the run has gone on since."""
+
+    def __init__(self, run: Path, host: str, port: int) -> None:
+        self._run, self._made, self._page = run, -1.0, b""
+        self._lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path.partition("?")[0] != "/":
+                    self.send_error(404)
+                    return
+                try:
+                    page = server._newest()
+                except RltrainError as error:
+                    self.send_error(503, "no page yet", plain(str(error)))
+                    return
+                self.send_response(200)
+                for name, value in {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(page)),
+                                    "Cache-Control": "no-store"}.items():  # fmt: skip
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(page)
+
+            def log_message(self, *_: Any) -> None:
+                """A terminal that shows the run has no room for requests."""
+
+        self._http = ThreadingHTTPServer((host, port), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://{host}:{self._http.server_port}/"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def _newest(self) -> bytes:
+        with self._lock:
+            changed = (self._run / METRICS).stat().st_mtime if (self._run / METRICS).exists() else 0.0
+            if changed != self._made:
+                self._page, self._made = page_of(self._run, _REFRESH_S).encode(), changed
+            return self._page
+
+    def close(self) -> None:
+        """End it."""
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rltrain.watch",
+        description="Watch a run by its folder, from any machine that sees it: on a terminal its step and phase, the "
+        "newest numbers and warnings, the time left; elsewhere the lines of its train.log as they come. Ends with the "
+        "run's last step.",
+    )
+    parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
+    parser.add_argument("--serve", nargs="?", type=int, const=0, metavar="PORT",
+                        help="also serve the run's page, which asks for itself again every "
+                        f"{_REFRESH_S} seconds (default: a free port)")  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="where to serve (default: 127.0.0.1, this machine alone; "
+                        "whoever reaches another address reads prompts and answers)")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    run: Path = arguments.run
+    if not run.is_dir():
+        raise DataError(f"{run} is no folder. Give the run folder (trainer.default_local_dir).")
+    server = None
+    if arguments.serve is not None:
+        try:
+            server = PageServer(run, arguments.host, arguments.serve)
+        except (OSError, OverflowError) as error:
+            given = f"--host {arguments.host} --serve {arguments.serve}"
+            raise DataError(f"{given}: {error}. Give another port, or an address of this machine.") from error
+        sys.stdout.write(f"the page of the run: {server.url}\n")
+        sys.stdout.flush()
+    try:
+        _watch(run, is_terminal=console.is_terminal)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if server:
+            server.close()
+    return 0
+
+
+def _watch(run: Path, *, is_terminal: bool) -> None:
+    if not is_terminal:
+        follow(run, _write, partial(is_over, run))
+        return
+    with Live(view(run, time.time()), console=console, refresh_per_second=2) as live:
+        while not is_over(run):
+            time.sleep(_EVERY_S)
+            live.update(view(run, time.time()))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""A run is watched by its folder: what a terminal shows, what is written elsewhere, and the page that is served."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from rich.console import Console
+
+from rltrain.tools.watch import PageServer, follow, is_over, main, view
+
+
+def write_lines(file, lines):
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({"total_steps": 4}))
+    (folder / "train.log").write_text(
+        "2026-01-01 00:00:00,000 loading the model\n2026-01-01 00:00:01,000 warning: the disk is slow\n"
+    )
+    return folder
+
+
+def with_steps(folder, *steps):
+    metrics = {"critic/score/mean": 0.5, "timing_s/step": 10.0, "timing_s/wall": 20.0}
+    write_lines(folder / "metrics.jsonl", [{"step": step, **metrics} for step in steps])
+
+
+def on_screen(folder, now):
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(view(folder, now))
+        return console.export_text()
+
+
+def test_a_terminal_shows_step_phase_numbers_warnings_and_the_time_left(run):
+    assert "loading the model" not in on_screen(run, 0.0)  # the newest line is the warning
+    assert "warning: the disk is slow" in on_screen(run, 0.0)
+    with_steps(run, 1, 2)
+    write_lines(run / "details.jsonl", [{"step": 2, "spans": [], "replicas": [], "lengths": []},
+                                        {"step": 3, "phase": "gen", "at": 100.0}])  # fmt: skip
+    text = on_screen(run, 165.0)
+    assert "mine: step 2 of 4" in text
+    assert "step 3: gen for 0:01:05, 0:00:40 left" in text
+    assert "score=0.5" in text
+    with_steps(run, 1, 2, 3, 4)
+    assert "all steps are made" in on_screen(run, 165.0)
+
+
+def test_elsewhere_the_log_is_followed_until_the_last_step(run, monkeypatch):
+    written, told, log = [], iter([False, False, True]), run / "train.log"
+    monkeypatch.setattr("rltrain.tools.watch.time.sleep", lambda _: log.write_text(log.read_text() + "more\n"))
+    follow(run, written.append, lambda: next(told))
+    assert [line.rpartition(" ")[2] for line in "".join(written).splitlines()] == ["model", "slow", "more", "more"]
+
+
+def test_a_run_is_over_when_the_steps_of_its_plan_are_made(run):
+    assert not is_over(run)
+    with_steps(run, 1, 2, 3)
+    assert not is_over(run)
+    with_steps(run, 1, 2, 3, 4)
+    assert is_over(run)
+    (run / "plan.json").unlink()
+    assert not is_over(run)
+
+
+def test_the_page_is_served_to_this_machine_and_made_again_when_the_run_goes_on(run):
+    server = PageServer(run, "127.0.0.1", 0)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as none:
+            urllib.request.urlopen(server.url)
+        assert (none.value.code, "does not exist" in none.value.read().decode()) == (503, True)
+        none.value.close()
+        for last in (2, 3):
+            with_steps(run, *range(1, last + 1))
+            with urllib.request.urlopen(server.url) as answer:
+                page = answer.read().decode()
+            assert f"<b>{last} of 4</b>" in page
+        assert '<meta http-equiv="refresh"' in page
+        with pytest.raises(urllib.error.HTTPError) as none:
+            urllib.request.urlopen(server.url + "../metrics.jsonl")
+        assert none.value.code == 404
+        none.value.close()
+    finally:
+        server.close()
+
+
+def test_bad_words_are_one_sentence(run, tmp_path, capsys):
+    for words, said in (([tmp_path / "none"], "is no folder"), ([run, "--serve", 99999], "Give another port")):
+        assert main([*map(str, words)]) == 2
+        assert said in capsys.readouterr().err

@@ -21,6 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import what stands below it. Order of rooms, top to bottom.
 # Folders, and files beside them, from the roof to the ground: an import goes down.
 LAYERS = [
+    {"tools/simulate"},
     {"tools"},
     {"tools/resolution"},
     {"tools/evaluate", "tools/serve"},
@@ -28,7 +29,7 @@ LAYERS = [
     {"api"},
     {"run", "tools/compare", "tools/port"},
     {"run/checkpoints"},
-    {"run/preflight", "run/report"},
+    {"run/preflight", "run/report", "run/seconds"},
     {"run/watchers"},
     {"trainer"},
     {"workers", "workers/rollout/embedded", "workers/rollout/sglang", "workers/rollout/vllm"},

@@ -21,7 +21,7 @@ TYPED = [
     "rltrain.replay", "rltrain.collect", "rltrain.env_report", "rltrain.rewards.try", "rltrain.agents.try",
     "rltrain.evaluate", "rltrain.resolution",
     "rltrain.controller.launch", "rltrain.cli", "rltrain.main_ppo", "rltrain.average",
-    "rltrain.checkpoint", "rltrain.compare", "rltrain.sweep", "rltrain.serve",
+    "rltrain.checkpoint", "rltrain.compare", "rltrain.sweep", "rltrain.serve", "rltrain.simulate",
 ]  # fmt: skip
 IMPORTED = [
     "rltrain.algorithms.value_loss", "rltrain.aside", "rltrain.base.aside",

@@ -1,4 +1,5 @@
-"""What each accelerator can reach at most: dense bf16 FLOP/s and memory bandwidth. The one place that knows.
+"""What each accelerator can reach at most: dense bf16 FLOP/s, memory bandwidth, and its memory. The one place
+that knows.
 
 A share of peak is worth as much as the peak it is taken of, and variants of one chip differ by a third. So every
 variant has a row of its own, and a name that fits none has no peak rather than a neighbour's.
@@ -19,47 +20,47 @@ from dataclasses import dataclass
 _OTHERS = {"MIG", "D", "TI", "LAPTOP"}
 # All words of a row's name must be among those of the device's name; the row with the most words counts.
 _TABLE = """
-name                 TFLOP/s   TB/s
-H100                   989.4   3.35
-H100 PCIe              756     2.0
-H100 NVL               835     3.9
-H200                   989.4   4.8
-H200 NVL               835     4.8
-GH200 480GB            989.4   4.0
-H800                   989.4   3.35
-H800 PCIe              756     2.0
-H20                    148     4.0
-H20 3e                 148     4.8
-B200                   2250    8.0
-GB200                  2500    8.0
-A100 40GB              312     1.555
-A100 SXM4 80GB         312     2.039
-A100 PCIe 80GB         312     1.935
-A800 40GB              312     1.555
-A800 SXM4 80GB         312     2.039
-A800 PCIe 80GB         312     1.935
-A10                    125     0.6
-A40                    149.7   0.696
-L4                     121     0.3
-L20                    119.5   0.864
-L40                    181     0.864
-L40S                   362     0.864
-RTX A6000              154.8   0.768
-RTX 6000 Ada           364.2   0.96
-RTX 3090               71      0.936
-RTX 4090               165.2   1.008
-Ascend910B1            363.7   1.6
-Ascend910B2            353.9   1.6
-Ascend910B2C           353.9   1.6
-Ascend910B3            294.9   1.6
-Ascend910B4            245.8   0.8
-Ascend910B4 1          245.8   1.6
-Ascend910_9391         363.7   1.6
-Ascend910_9392         363.7   1.6
-Ascend910_9381         353.9   1.6
-Ascend910_9382         353.9   1.6
-Ascend910_9372         294.9   1.6
-Ascend910_9362         245.8   1.6
+name                 TFLOP/s   TB/s    GB
+H100                   989.4   3.35    80
+H100 PCIe              756     2.0     80
+H100 NVL               835     3.9     94
+H200                   989.4   4.8    141
+H200 NVL               835     4.8    141
+GH200 480GB            989.4   4.0     96
+H800                   989.4   3.35    80
+H800 PCIe              756     2.0     80
+H20                    148     4.0     96
+H20 3e                 148     4.8    141
+B200                   2250    8.0    180
+GB200                  2500    8.0    186
+A100 40GB              312     1.555   40
+A100 SXM4 80GB         312     2.039   80
+A100 PCIe 80GB         312     1.935   80
+A800 40GB              312     1.555   40
+A800 SXM4 80GB         312     2.039   80
+A800 PCIe 80GB         312     1.935   80
+A10                    125     0.6     24
+A40                    149.7   0.696   48
+L4                     121     0.3     24
+L20                    119.5   0.864   48
+L40                    181     0.864   48
+L40S                   362     0.864   48
+RTX A6000              154.8   0.768   48
+RTX 6000 Ada           364.2   0.96    48
+RTX 3090               71      0.936   24
+RTX 4090               165.2   1.008   24
+Ascend910B1            363.7   1.6     64
+Ascend910B2            353.9   1.6     64
+Ascend910B2C           353.9   1.6     64
+Ascend910B3            294.9   1.6     64
+Ascend910B4            245.8   0.8     32
+Ascend910B4 1          245.8   1.6     64
+Ascend910_9391         363.7   1.6     64
+Ascend910_9392         363.7   1.6     64
+Ascend910_9381         353.9   1.6     64
+Ascend910_9382         353.9   1.6     64
+Ascend910_9372         294.9   1.6     64
+Ascend910_9362         245.8   1.6     64
 """
 
 
@@ -72,11 +73,13 @@ class Chip:
     """Dense bf16 FLOP/s."""
     peak_bandwidth: float
     """Bytes/s."""
+    memory_bytes: float
+    """By the data sheet; a driver shows a little more or less."""
 
 
 def _rows() -> dict[frozenset[str], Chip]:
-    lines = (line.rsplit(maxsplit=2) for line in _TABLE.strip().splitlines()[1:])
-    chips = (Chip(n.strip(), float(f) * 1e12, float(b) * 1e12) for n, f, b in lines)
+    lines = (line.rsplit(maxsplit=3) for line in _TABLE.strip().splitlines()[1:])
+    chips = (Chip(n.strip(), float(f) * 1e12, float(b) * 1e12, float(m) * 1e9) for n, f, b, m in lines)
     return {_words(chip.name): chip for chip in chips}
 
 

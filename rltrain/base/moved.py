@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 
 _PACKAGES = {
     "compare": "tools.compare", "port": "tools.port", "resolution": "tools.resolution", "serve": "tools.serve",
-    "plugins": "base.plugins",
+    "simulate": "tools.simulate", "plugins": "base.plugins",
 }  # fmt: skip
 _HOMES = {
     "base": "chips device env errors imports logs plugin seeds stacks stop storage versions",

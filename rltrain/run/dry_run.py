@@ -35,12 +35,13 @@ from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
 from rltrain.run.preflight.judge import look_at_judge, look_at_messages
-from rltrain.run.preflight.memory_room import look_at_memory
+from rltrain.run.preflight.memory_room import device_bytes, look_at_memory
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.preflight.settings import preflight
 from rltrain.run.report.plan import describe
 from rltrain.run.report.tracking import tracker_notes
 from rltrain.run.scorers import check_columns
+from rltrain.run.seconds.about import about_seconds
 from rltrain.run.splits import Data, encode_split, load_data, splits_of
 from rltrain.trainer.plan import ImageSizes, Plan, make_plan
 
@@ -63,7 +64,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, findings)
         parts += goes_on
         memory, too_large = look_at_memory(cfg, plan)
-        parts[1:1] = memory
+        parts[1:1] = [*about_seconds(cfg, plan, device_bytes(cfg)), *memory]
     except RltrainError as error:
         findings.problems.append(str(error))
     parts += try_reward(cfg, rows, findings)

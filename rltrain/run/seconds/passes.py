@@ -1,0 +1,108 @@
+"""Seconds of the passes over samples: laid out by the code that lays out a run's, FLOPs as its metrics count them.
+
+Ranks are in step at every micro-batch, so each lasts as long as the rank with the most in it; the weights of a layer
+arrive while the one before computes, so the slower of the two counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rltrain.config.passes import PASSES
+from rltrain.config.schema import Config
+from rltrain.run.seconds.assumptions import Assumptions
+from rltrain.run.seconds.lengths import Ints
+from rltrain.trainer.balance import Workload, cost_of, lay_out
+from rltrain.trainer.mini_batches import cut_prompts
+from rltrain.trainer.plan import Plan
+from rltrain.trainer.timing import flops_metrics
+
+# An update gathers the weights for its forward and once more for its backward, and sends as many gradients; a sample
+# comes along with as much more.
+_ROUNDS = {True: 3, False: 1}
+
+
+@dataclass(frozen=True)
+class PassSpeed:
+    """A pass: what its devices do in a second, and what a micro-batch takes beside FLOPs."""
+
+    flops: float
+    """FLOP/s of the devices of a data-parallel rank, together."""
+    token_s: float
+    """Of a token, what its activations take to be written and read beside the products: they stand between them."""
+    gather_s: float
+    """Until the weights of a micro-batch have arrived."""
+    micro_batch_s: float
+    sample_s: float
+    optimizer_s: float
+    """All: however little is computed."""
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """A pass, and what its seconds are made of."""
+
+    seconds: float
+    compute_s: float
+    """Were all ranks equally busy."""
+    waiting_s: float
+    """For ranks with more in a micro-batch, and for weights."""
+    fixed_s: float
+    micro_batches: int
+    """Of a rank."""
+
+    def __str__(self) -> str:
+        parts = f"compute {self.compute_s:,.2f}, waiting {self.waiting_s:,.2f}, fixed {self.fixed_s:,.2f}"
+        return f"{self.micro_batches:,} micro-batch{'es' * (self.micro_batches != 1)}: {parts} s"
+
+
+def time_pass(
+    name: str, mini_batches: Sequence[Ints], work: Workload, plan: Plan, sizes: Mapping[str, float], speed: PassSpeed
+) -> PassSeconds:
+    """Seconds of the pass ``name`` over the samples of ``mini_batches``.
+
+    sizes: of the models, as workers tell the trainer.
+    """
+    mini_batches = [ids for ids in mini_batches if len(ids)]
+    if not mini_batches:
+        return PassSeconds(0, 0, 0, 0, 0)
+    ranks = plan.ranks[PASSES[name].role]
+    nodes = [rank * plan.num_nodes // ranks for rank in range(ranks)]
+    layout = lay_out(mini_batches, work, ranks, plan.budgets[name], nodes)
+    cost = cost_of(layout, work)
+    metrics = flops_metrics({name: cost}, {f"timing_s/{name}": 1.0}, sizes, 1)
+    per_cost = metrics[f"perf/tflops/{PASSES[name].rate}"] * 1e12 / max(cost.cost, 1e-9)
+
+    def micro_batch_s(ids: Ints) -> float:
+        return work.cost(ids) * per_cost / speed.flops + work.tokens(ids) * speed.token_s
+
+    turns = zip(*(layout.micro_batches(rank) for rank in range(ranks)), strict=True)
+    slowest = np.array([max(map(micro_batch_s, turn)) for turn in turns])
+    learning = PASSES[name].updates
+    fixed = len(slowest) * speed.micro_batch_s + (len(mini_batches) * speed.optimizer_s if learning else 0.0)
+    fixed += max(map(len, layout.ids)) * speed.sample_s * _ROUNDS[learning]
+    together = float(np.maximum(slowest, speed.gather_s * _ROUNDS[learning]).sum())
+    compute = (cost.cost * per_cost / speed.flops + cost.tokens * speed.token_s) / ranks
+    return PassSeconds(together + fixed, compute, together - compute, fixed, len(slowest))
+
+
+def mini_batches_of(name: str, cfg: Config, plan: Plan, assumed: Assumptions) -> list[Ints]:
+    """The samples of each optimizer step of an update, or all in one of another pass."""
+    everything = np.arange(plan.samples_per_step)
+    actor, critic = cfg.actor_rollout_ref.actor, cfg.critic
+    if name == "update_critic":
+        return cut_prompts(plan, plan.critic_prompts_per_mini_batch, critic.ppo_epochs, 1, cfg.data.seed)
+    cut = cut_prompts(plan, plan.prompts_per_mini_batch, actor.ppo_epochs, 1, cfg.data.seed if actor.shuffle else None)
+    if name == "old_log_prob" and plan.passes.waits_for_update(max(1, plan.passes.first_actor_step)):
+        return [np.setdiff1d(everything, cut[0])]
+    if name != "update_actor":
+        return [everything]
+    if not plan.passes.skips_silent:
+        return cut
+    # Whole groups are silent: every so-manieth prompt.
+    silent = np.arange(plan.prompts_per_step) < round(assumed.silent_share * plan.prompts_per_step)
+    silent = np.random.default_rng(0).permutation(silent).repeat(plan.answers_per_prompt)
+    return [ids[~silent[ids]] for ids in cut]

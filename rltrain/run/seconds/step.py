@@ -1,0 +1,273 @@
+"""A step, phase by phase: what it takes, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rltrain.base.chips import Chip
+from rltrain.base.device import get_device, resolve_dtype
+from rltrain.base.errors import ConfigError
+from rltrain.config.agents import several_turns
+from rltrain.config.passes import PASSES, ROLES, Role, step_phases, updates_of
+from rltrain.config.schema import Config
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.keys import get
+from rltrain.models.forward import model_numbers
+from rltrain.models.weights.shard import empty_packed
+from rltrain.models.weights.spec import ModelSpec, specs_of
+from rltrain.run.seconds.assumptions import Assumptions
+from rltrain.run.seconds.engine import EngineSpeed, Generation, generate
+from rltrain.run.seconds.lengths import Ints, Lengths
+from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
+from rltrain.trainer.balance import Workload
+from rltrain.trainer.plan import Plan, devices_per_copy
+
+Sizes = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """A step that was foretold."""
+
+    seconds: dict[str, float]
+    """By phase, in the order of a report; generate_sequences and reshard are parts of gen."""
+    why: dict[str, str]
+    """By phase, what its seconds are made of."""
+    generation: Generation
+    tokens: int
+    """Of prompts and answers."""
+    response_tokens: int
+    samples: int
+    num_devices: int
+    left_out: tuple[str, ...]
+    """What the run does and this does not count."""
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds["step"]
+
+    @property
+    def throughput(self) -> float:
+        """Tokens/s of a device, prompts and answers, as ``perf/throughput``."""
+        return self.tokens / (self.step_s * self.num_devices)
+
+
+def sizes_of(cfg: Config, plan: Plan) -> dict[str, float]:
+    """What workers tell the trainer of their models (`workers.hybrid`), from configs alone. Raises ConfigError."""
+    sizes: dict[str, float] = {}
+    for role, (kind, spec) in specs_of(cfg, get_device(cfg.trainer.device), plan.passes).items():
+        numbers = _numbers(kind, spec)
+        sizes |= numbers if role == "actor" else {}
+        sizes |= {f"{role}_{name}": number for name, number in numbers.items()}
+    return sizes
+
+
+def _numbers(kind: type[Any], spec: ModelSpec) -> dict[str, float]:
+    if (known := repr((kind, spec))) not in _KNOWN:
+        _KNOWN[known] = model_numbers(empty_packed(kind, spec, spec.load_config()))
+    return _KNOWN[known]
+
+
+_KNOWN: dict[str, dict[str, float]] = {}
+
+
+def foretell(
+    cfg: Config, plan: Plan, lengths: Lengths, chip: Chip, assumed: Assumptions, device_bytes: int | None = None
+) -> Foretold:
+    """Foretell a step of ``plan`` with answers of ``lengths`` on devices of ``chip``.
+
+    device_bytes: memory of one (None: unknown, and no cache is ever full). Raises ConfigError where the model has no
+    config, or an engine no room for an answer.
+    """
+    sizes = sizes_of(cfg, plan)
+    lengths = lengths.cut(cfg.data.max_prompt_length, cfg.data.max_response_length)
+    rollout = cfg.actor_rollout_ref.rollout
+    started = plan.prompts_started
+    prompts, answers = lengths.draw(started, plan.answers_per_prompt)
+    speed = engine_speed(cfg, sizes, chip, assumed, device_bytes)
+    try:
+        enough = plan.prompts_per_step if rollout.stops_early else None
+        generation = generate(prompts, answers, speed, plan.num_engine_replicas, enough)
+    except ValueError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}: {error}. Raise it, "
+            "or actor_rollout_ref.rollout.tensor_model_parallel_size."
+        ) from None
+    # Those that are complete first are learnt from.
+    complete = np.flatnonzero(~np.isnan(generation.ended_s).any(1))[: plan.prompts_per_step]
+    prompts, answers = prompts[complete], answers[complete]
+    model_bytes = sizes["num_parameters"] * resolve_dtype(rollout.dtype, get_device(cfg.trainer.device)).itemsize
+    seconds = {"generate_sequences": generation.seconds, "reshard": model_bytes / (assumed.sync_gb_per_s * 1e9)}
+    why = {"generate_sequences": _told(generation), "reshard": f"{model_bytes / 1e9:,.2f} GB to each device"}
+    if plan.passes.greedy_baseline:
+        greedy = generate(prompts, answers[:, :1], speed, plan.num_engine_replicas)
+        seconds["gen_max"], why["gen_max"] = greedy.seconds, _told(greedy)
+    passes = _passes(cfg, plan, sizes, chip, assumed, prompts, answers)
+    seconds |= {name: found for name, (found, _) in passes.items()}
+    why |= {name: text for name, (_, text) in passes.items()}
+    seconds |= {"reward": answers.size * assumed.reward_ms / 1e3, "adv": answers.size * assumed.adv_us / 1e6}
+    seconds = {name: value * assumed.ratios.get(name, 1.0) for name, value in seconds.items()}
+    return Foretold(
+        _in_order(seconds, assumed),
+        why,
+        generation,
+        int(prompts.sum() * plan.answers_per_prompt + answers.sum()),
+        int(answers.sum()),
+        answers.size,
+        plan.num_devices,
+        tuple(_left_out(cfg, plan)),
+    )
+
+
+def _in_order(seconds: dict[str, float], assumed: Assumptions) -> dict[str, float]:
+    names = ("generate_sequences", "reshard", *step_phases())
+    gen = (seconds["generate_sequences"] + seconds["reshard"]) * assumed.ratios.get("gen", 1.0)
+    found = seconds | {"gen": gen}
+    ordered = {name: found[name] for name in dict.fromkeys(names) if name in found}
+    together = sum(value for name, value in ordered.items() if name not in ("generate_sequences", "reshard"))
+    return ordered | {"step": together}
+
+
+def _told(generation: Generation) -> str:
+    text = f"{generation.decode_steps:,} decode steps, the last {generation.tail_s:,.1f} s for the last 10 % of the "
+    text += f"answers, {generation.idle_share:.0%} of the replicas' time idle"
+    if generation.most_waiting:
+        text += f"; up to {generation.most_waiting:,} answers of a replica wait for room in its cache"
+    return text + (f", {generation.put_back:,} were put back" if generation.put_back else "")
+
+
+def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, device_bytes: int | None) -> EngineSpeed:
+    """A replica of the run's engine."""
+    rollout = cfg.actor_rollout_ref.rollout
+    devices, size = rollout.tensor_model_parallel_size, resolve_dtype(rollout.dtype, get_device(cfg.trainer.device))
+    per_token, weights = size.itemsize * sizes["cache_width"], size.itemsize * sizes["num_parameters"]
+    cache = None
+    if device_bytes is not None:
+        room = rollout.gpu_memory_utilization * device_bytes * devices - weights
+        # An embedded engine has what its share of free memory is, which is that of the whole device at most.
+        cache = max(0, int(room / per_token))
+    step_s = assumed.step_ms / 1e3
+    if devices > 1:
+        step_s += 2 * _layers(cfg) * assumed.all_reduce_us / 1e6
+    return EngineSpeed(
+        weight_bytes=size.itemsize * sizes["matmul_parameters"],
+        bytes_per_token=per_token,
+        flops_per_token=2 * sizes["matmul_parameters"],
+        flops_per_pair=4 * sizes["attention_width"],
+        bandwidth=devices * chip.peak_bandwidth * assumed.bandwidth_share,
+        flops=devices * chip.peak_flops * assumed.forward_share,
+        step_s=step_s,
+        max_rows=rollout.max_num_seqs,
+        cache_tokens=cache,
+    )
+
+
+def _layers(cfg: Config) -> int:
+    spec = specs_of(cfg, get_device(cfg.trainer.device))["actor"][1]
+    return int(spec.load_config().get_text_config().num_hidden_layers)
+
+
+def _passes(
+    cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, assumed: Assumptions, prompts: Ints, answers: Ints
+) -> dict[str, tuple[float, str]]:
+    """Seconds of each pass that a step makes, and what they are made of."""
+    n = plan.answers_per_prompt
+    pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
+    work = Workload.of_groups(prompts.repeat(n), answers.ravel(), np.arange(len(prompts)).repeat(n), pair_cost)
+    found = {}
+    for name, row in PASSES.items():
+        if row.rate is None or not plan.passes.makes(name, plan.num_mini_batches):
+            continue
+        speed = pass_speed(name, cfg, plan, sizes, chip, assumed)
+        timed = time_pass(name, mini_batches_of(name, cfg, plan, assumed), work, plan, sizes, speed)
+        moved = _moved_bytes(name, cfg, plan, sizes) / (assumed.host_gb_per_s * 1e9)
+        text = f"{timed}" + (f", host memory {moved:,.2f} s" if moved else "")
+        found[name] = timed.seconds + moved, text
+    return found
+
+
+def pass_speed(name: str, cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, assumed: Assumptions) -> PassSpeed:
+    """What the devices of a rank do in the pass ``name``."""
+    role, learns = PASSES[name].role, PASSES[name].updates
+    spec = _spec(role, cfg, plan)
+    # Recomputed activations are a forward more, beside the update's three.
+    again = 4 / 3 if learns and spec.gradient_checkpointing else 1.0
+    share = assumed.update_share if learns else assumed.forward_share
+    shards = devices_per_copy(spec.fsdp.fsdp_size, plan.num_devices)
+    weight_bytes = _of(role, "num_parameters", sizes) * spec.compute_dtype.itemsize
+    devices = plan.num_devices // plan.ranks[role]
+    # A backward writes and reads about twice what a forward does.
+    traffic = _traffic(spec) * (3 if learns else 1) * again
+    link = assumed.node_gb_per_s if shards <= plan.devices_per_node else assumed.network_gb_per_s
+    return PassSpeed(
+        flops=devices * chip.peak_flops * share / again,
+        token_s=traffic / (devices * chip.peak_bandwidth * assumed.bandwidth_share),
+        gather_s=weight_bytes * (1 - 1 / shards) / (link * 1e9),
+        micro_batch_s=assumed.micro_batch_ms / 1e3,
+        sample_s=assumed.sample_us / 1e6,
+        optimizer_s=assumed.optimizer_ms / 1e3,
+    )
+
+
+def _traffic(spec: ModelSpec) -> float:
+    """Bytes of a token's activations between the products of a forward, in two bytes each: a layer writes or reads its
+    width about 20 times (norms, residuals, rotations, the products' own ends) and that of its MLP 7 times; the logits
+    are made in two bytes and become log-probs in four, about 24 bytes a word of the vocabulary. A rough count.
+    """
+    config = spec.load_config().get_text_config()
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(
+        config, "intermediate_size", 4 * config.hidden_size
+    )
+    return float(config.num_hidden_layers * (40 * config.hidden_size + 14 * experts * inner) + 24 * config.vocab_size)
+
+
+def _spec(role: Role, cfg: Config, plan: Plan) -> ModelSpec:
+    """The model of ``role``; the reference may be the actor without its adapters."""
+    specs = specs_of(cfg, get_device(cfg.trainer.device), plan.passes)
+    return specs[role if role in specs else "actor"][1]
+
+
+def _of(role: Role, name: str, sizes: Sizes) -> float:
+    """A size of that model."""
+    return sizes.get(f"{role}_{name}", sizes[name])
+
+
+def _moved_bytes(name: str, cfg: Config, plan: Plan, sizes: Sizes) -> float:
+    """What a device takes from the host for a pass, and gives back behind an update."""
+    role: Role = PASSES[name].role if f"{PASSES[name].role}_num_parameters" in sizes else "actor"
+    fsdp, spec = ROLES[role].fsdp, _spec(role, cfg, plan)
+    shards = devices_per_copy(spec.fsdp.fsdp_size, plan.num_devices)
+    size, learns = spec.master_dtype.itemsize, name in updates_of(role)
+    moved = (1 + learns) * size * _of(role, "num_parameters", sizes) if get(cfg, f"{fsdp}.param_offload") else 0.0
+    if learns and get(cfg, f"{fsdp}.optimizer_offload"):
+        moved += 2 * 2 * size * _of(role, "trained_parameters", sizes)
+    return moved / shards
+
+
+def _left_out(cfg: Config, plan: Plan) -> list[str]:
+    """What this run does and nobody foretells."""
+    rollout, parts = cfg.actor_rollout_ref.rollout, []
+    if several_turns(rollout):
+        parts.append("turns: tools are not waited for, and each answer is one text")
+    if plan.max_generation_rounds > 1:
+        parts.append("dynamic sampling: one round of generation is counted")
+    if "reward_model" in plan.passes.roles or "judge" in plan.passes.roles:
+        parts.append("the reward model or judge: its seconds are none of these (--assume reward_ms=…)")
+    if rollout.stops_early:
+        parts.append(f"rollout.tail={rollout.tail}: a first step, in which no answer is from a step before")
+    if plan.ranks_with_all_weights:
+        parts.append("trainer.overlap: passes begin behind the last answer here")
+    if plan.passes.exact_kl_in_loss or plan.passes.exact_teacher:
+        parts.append("the other model's forward within the update")
+    if plan.passes.images:
+        parts.append("images: the vision tower computes nothing here")
+    if rollout.tail == "exact":
+        parts.append("rollout.tail=exact: no guesses")
+    if ENGINES[rollout.name].embedded and not get_device(cfg.trainer.device).is_cpu:
+        parts.append("the embedded engine, which has no graphs: step_ms is that of another engine")
+    return parts

@@ -1,0 +1,74 @@
+"""Lengths of answers: as named, listed or kept, and refused where they are none of these."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rltrain.base.errors import ConfigError, DataError
+from rltrain.run.seconds.lengths import read_lengths
+
+
+@pytest.mark.parametrize(("mean", "most"), [(10_426, 27_648), (14_255, 27_648), (3, 8)])
+def test_named_lengths_have_their_mean_and_longest(mean, most):
+    prompts, answers = read_lengths(f"mean:{mean},max:{most},prompt:148").draw(128, 16)
+    assert answers.shape == (128, 16)
+    assert answers.mean() == pytest.approx(mean, rel=0.03)
+    assert answers.max() == most
+    assert set(prompts.tolist()) == {148}
+
+
+def test_answers_to_a_prompt_are_as_alike_as_is_said():
+    def between(alike):
+        logs = np.log(read_lengths(f"mean:1000,max:100000,alike:{alike}").draw(200, 8)[1])
+        return logs.mean(1).var() / logs.var()
+
+    assert between(0.9) == pytest.approx(0.9 + 0.1 / 8, abs=0.05)
+    assert between(0) == pytest.approx(1 / 8, abs=0.05)
+
+
+def test_listed_lengths_are_each_drawn_as_often(tmp_path):
+    (tmp_path / "lengths.txt").write_text("1\n2\n\n3\n4\n")
+    answers = read_lengths(str(tmp_path / "lengths.txt")).draw(4, 2)[1]
+    assert sorted(answers.ravel().tolist()) == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_kept_answers_stay_with_their_prompt(tmp_path):
+    (tmp_path / "samples").mkdir()
+    rows = {"step": [1, 1, 1, 1], "row": [0, 0, 5, 5], "prompt_length": [7, 7, 9, 9], "response_length": [1, 2, 30, 40]}
+    pd.DataFrame(rows).to_parquet(tmp_path / "samples" / "train_000001.parquet")
+    prompts, answers = read_lengths(str(tmp_path)).draw(2, 2)
+    assert {(int(p), *a) for p, a in zip(prompts, answers.tolist(), strict=True)} == {(7, 1, 2), (9, 30, 40)}
+
+
+def test_a_run_cuts_what_is_longer():
+    prompts, answers = read_lengths("mean:100,max:500,prompt:50").cut(20, 90).draw(8, 4)
+    assert answers.max() == 90
+    assert prompts.max() == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("mean:abc,max:5", "mean:abc is no number"),
+        ("mean:5", "lacks max:"),
+        ("mean:5,max:9,median:4", "there is no median:"),
+        ("mean:9,max:5", "below max:"),
+        ("mean:-3,max:5", "at least 1"),
+        ("mean:nan,max:5", "at least 1"),
+        ("10426", "is no distribution, file or folder"),
+    ],
+)
+def test_lengths_of_no_form_are_refused_with_the_form(text, told):
+    with pytest.raises(ConfigError, match=told):
+        read_lengths(text)
+
+
+def test_files_without_lengths_are_refused(tmp_path):
+    (tmp_path / "lengths.txt").write_text("12\nlong\n")
+    with pytest.raises(DataError, match="line 2: 'long' is no number of tokens"):
+        read_lengths(str(tmp_path / "lengths.txt"))
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(DataError, match="has no number"):
+        read_lengths(str(tmp_path / "empty.txt"))
+    with pytest.raises(DataError, match="has kept no answers"):
+        read_lengths(str(tmp_path))

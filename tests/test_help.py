@@ -58,7 +58,7 @@ def test_help_shows_what_works_and_answers_for_the_rest():
 def test_help_says_which_values_a_key_may_have():
     assert "One of constant, cosine." in help_text("lr_scheduler_type")
     assert "Between 0 and 1." in " ".join(help_text("sampler.revisit").split())
-    assert "No effect with name=hf and name=sglang." in " ".join(help_text("disable_log_stats").split())
+    assert "No effect with name=hf." in " ".join(help_text("free_cache_engine").split())
 
 
 def test_help_of_a_section_lists_those_in_it_without_their_keys():

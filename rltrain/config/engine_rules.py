@@ -27,6 +27,11 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"actor_rollout_ref.model.fp32_head=True: rollout.name={rollout.name} computes its head in half precision, "
             f"so it would be farther from the trainer than without. Use {engines_with('fp32_head')}, or leave it out."
         )
+    if not config.actor_rollout_ref.model.merges and engine and not engine.adapters:
+        yield (
+            f"actor_rollout_ref.model.lora.merge=False: rollout.name={rollout.name} gets weights alone from rltrain. "
+            f"Use {engines_with('adapters')}, or leave merge out: adapters then come merged into the weights."
+        )
     yield from _engine(config)
     yield from _turns(config)
 

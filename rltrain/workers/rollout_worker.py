@@ -36,6 +36,7 @@ from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.data.turns.detect import format_of
 from rltrain.models.forward import PackedModel
+from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.spec import actor_spec
 from rltrain.rewards.processes.log import PrintLog
 from rltrain.slots.limits import Limits
@@ -113,7 +114,8 @@ class RolloutWorker(Rollout):
         self._store = dist.distributed_c10d._get_default_store()
         self._finished: SimpleQueue[tuple[Job, list[str]] | None] = SimpleQueue()
         dtype = resolve_dtype(self._rollout.dtype, self._device)
-        self.engine = self._make_engine(cfg, dtype)
+        merge = cfg.actor_rollout_ref.model.merges
+        self.engine = self._make_engine(cfg, dtype, {} if merge else ranks_of(policy.model))
         self.weight_sync = WeightSync(
             policy,
             self.engine,
@@ -123,10 +125,11 @@ class RolloutWorker(Rollout):
             gap_limit=log_prob_gap_limit(cfg, self._device),
             canary=_canary(prompts, self.encoder if passes.images else None),
             log_probs=text_log_probs,
+            merge=merge,
         )
         residency.add_engine(self._release, "sync", "gen")
 
-    def _make_engine(self, cfg: Config, dtype: torch.dtype) -> RolloutEngine:
+    def _make_engine(self, cfg: Config, dtype: torch.dtype, adapted: dict[str, int]) -> RolloutEngine:
         model = actor_spec(cfg, self._device, self._images)
         self._vocabulary = model.load_config().get_text_config().vocab_size
         self.residency.enter("gen")  # an engine measures the memory that is free now
@@ -141,6 +144,7 @@ class RolloutWorker(Rollout):
             engines_sharing_memory=cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1,
             images=self._images,
             max_pixels=cfg.data.max_pixels,
+            adapted=adapted,
             with_experts=self._with_experts,
             decode=lambda tokens: self.encoder.decode_batch([tokens], special=True)[0],
         )

@@ -2,7 +2,8 @@
 
 Trainer and engine share a device, and a gathered copy of the model beside both would not fit. So weights are gathered
 bucket by bucket (`models.weights`), the engine takes each over before the next bucket comes, and the training copy
-leaves the device before the engine takes memory for its cache (the allgather-swap of MindSpeed RL).
+leaves the device before the engine takes memory for its cache (the allgather-swap of MindSpeed RL). Adapters that the
+engine adds by itself are megabytes: the frozen weights under them come before the first, and again where they are lost.
 
 The proof is the canary: after the sync, engine and trainer compute the log-probs of a fixed text. In a run with images
 it has one, so that the vision tower is compared as well. Checksums of the weights were left out: vLLM fuses and repacks
@@ -23,7 +24,7 @@ from rltrain.base.device import Device
 from rltrain.base.errors import NonFiniteError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PackedModel
-from rltrain.models.weights.names import CheckpointNames, Weight, whole_weights
+from rltrain.models.weights.names import CheckpointNames, Part, Weight, whole_weights
 from rltrain.workers.results import SyncReport
 from rltrain.workers.rollout.contract import RolloutEngine
 
@@ -42,8 +43,8 @@ class WeightSync:
 
     The version is the number of optimizer updates since the start of the process; an engine that lost its weights has
     none. canary: a fixed text. log_probs: the trainer's at temperature 1, of all tokens of a text or of its last ones.
-    gap_limit: the largest distance between these and `RolloutEngine.log_probs` that is no SyncError. names: of the
-    engine and its keys in messages.
+    gap_limit: the largest distance between these and `RolloutEngine.log_probs` that is no SyncError. merge: adapters
+    come merged into their weights, if there are any. names: of the engine and its keys in messages.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class WeightSync:
         gap_limit: float,
         canary: EncodedPrompt,
         log_probs: Callable[[EncodedPrompt], Tensor],
+        merge: bool = True,
         names: EngineNames = EngineNames(),
     ) -> None:
         self.version: int | None = None
@@ -69,6 +71,7 @@ class WeightSync:
         self._gap_limit = gap_limit
         self._canary = canary
         self._log_probs = log_probs
+        self._merge = merge
         self._names_in_messages = names
 
     def run(self, version: int, free_training_copy: Callable[[], object]) -> SyncReport:
@@ -87,11 +90,16 @@ class WeightSync:
         self.engine.wake_weights()
         num_bytes = 0
 
+        parts: tuple[Part, ...] = ("merged",)
+        if not self._merge:
+            parts = ("adapters",) if self.engine.holds_base else ("base", "adapters")
+
         def counted() -> Iterator[Weight]:
             nonlocal num_bytes
-            for weight in whole_weights(self._policy, self._dtype, self.bucket_bytes, self._names):
-                num_bytes += weight.values.nbytes
-                yield weight
+            for part in parts:
+                for weight in whole_weights(self._policy, self._dtype, self.bucket_bytes, self._names, part):
+                    num_bytes += weight.values.nbytes
+                    yield weight
 
         self.engine.load_weights(counted())
         free_training_copy()
@@ -103,7 +111,7 @@ class WeightSync:
         return SyncReport(time.perf_counter() - started, num_bytes / 2**30, gap)
 
     def lost(self) -> None:
-        """The engine has given its weights back."""
+        """The engine has given its weights back, or those alone that are trained."""
         self.version = None
 
     def _compare(self, expected: Tensor, version: int) -> float:

@@ -61,9 +61,17 @@ def test_sizes_of_an_engine_that_are_not_here_are_refused(size):
         assert look_over(load_config([*BASE, *GRPO, f"{A}rollout.{size}={one}"])) == []
 
 
-def test_adapters_beside_the_weights_are_refused():
-    assert "always merged" in refused(*GRPO, f"{A}model.lora.merge=False")
-    assert look_over(load_config([*BASE, *GRPO, f"{A}model.lora.merge=True"])) == []
+def test_how_adapters_reach_the_engine_is_verls_key():
+    for merge in (True, False):
+        loaded = load_config([*BASE, *GRPO, f"{A}model.lora_rank=8", f"{A}model.lora.merge={merge}"])
+        assert look_over(loaded) == []
+        assert loaded.config.actor_rollout_ref.model.merges is merge
+    (note,) = look_over(load_config([*BASE, *GRPO, f"{A}model.lora.merge=False"]))
+    assert note.startswith(f"{A}model.lora.merge: no effect")
+    engine = f"{A}rollout.name=sglang"
+    assert "rollout.name=hf or rollout.name=vllm" in refused(
+        *GRPO, f"{A}model.lora_rank=8", f"{A}model.lora.merge=False", engine
+    )
 
 
 def test_what_a_checkpoint_does_all_the_same_is_said():

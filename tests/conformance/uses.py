@@ -55,10 +55,17 @@ VLLM = Package(
         # vllm-ascend's worker has no reload: models that need one are refused there.
         "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights?",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner":
-            "get_model input_batch query_start_loc rejection_sampler requests sampler",
+            "get_model input_batch lora_config lora_manager query_start_loc rejection_sampler requests sampler",
         "vllm.v1.utils:CpuGpuBuffer": "np",
         "vllm.v1.worker.gpu_input_batch:InputBatch":
             "num_computed_tokens_cpu num_prompt_tokens num_tokens_no_spec req_ids",
+        # Adapters beside their weights need these; versions without them are refused where somebody asks for that.
+        "vllm.lora.layers.base:BaseLayerWithLoRA": "load_weights?",
+        "vllm.model_executor.models.utils:WeightsMapper": "get_rename_mapper?",
+        "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
+        "vllm.lora.model_manager:LoRAModelManager": "activate_adapter add_adapter remove_adapter",
+        "vllm.lora.lora_model:LoRAModel": "from_lora_tensors loras",
+        "vllm.config.lora:LoRAConfig": "lora_dtype",
         "vllm.model_executor.layers.fused_moe.routed_experts_capturer:": "bind_routed_experts_capturer?",
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
         "vllm.v1.sample.sampler:Sampler": "apply_penalties compute_logprobs greedy_sample topk_topp_sampler",
@@ -85,8 +92,9 @@ VLLM = Package(
     texts={
         "vllm.engine.arg_utils:EngineArgs":
             "disable_custom_all_reduce disable_log_stats distributed_executor_backend dtype enable_chunked_prefill "
-            "enable_expert_parallel enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization "
-            "hf_overrides limit_mm_per_prompt load_format logprobs_mode max_model_len max_num_batched_tokens "
+            "enable_expert_parallel enable_lora enable_prefix_caching enable_sleep_mode enforce_eager "
+            "gpu_memory_utilization hf_overrides limit_mm_per_prompt load_format logprobs_mode lora_target_modules "
+            "max_lora_rank max_loras max_model_len max_num_batched_tokens "
             "max_num_seqs mm_processor_cache_gb mm_processor_kwargs model seed skip_tokenizer_init speculative_config "
             "distributed_timeout_seconds tensor_parallel_size trust_remote_code attention_backend "
             "mm_device_do_normalize?",
@@ -97,12 +105,13 @@ VLLM = Package(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CPU_MLA?",
         "vllm.model_executor.model_loader": "dummy",
         "vllm.inputs.engine": "mm_hashes mm_kwargs mm_placeholders multimodal prompt_token_ids type",
+        "vllm.model_executor.models.qwen2_vl:Qwen2VLForConditionalGeneration": "hf_to_vllm_mapper",
         "vllm.model_executor.models.qwen2_vl": "image_grid_thw pixel_values",
         "vllm.model_executor.models.internvl": "image_num_patches image_token_id",
     },
     # Names of weights, of the model's configuration, of arguments of its image processor, of Python's own and of ours.
-    ours="__dataclass_fields__ _make_filename embed_tokens.weight experts get_text_config image kv_lora_rank "
-         "lm_head.weight max_pixels npu rltrain stop "
+    ours="A.weight __dataclass_fields__ _make_filename cpu cuda embed_tokens.weight experts get_text_config image "
+         "kv_lora_rank lm_head.weight max_pixels npu policy rltrain stop "
          "tie_word_embeddings to_dict torch. video vllm vllm.distributed.device_communicators.cpu_communicator "
          "vllm.model_executor.layers.fused_moe.routed_experts_capturer",
     replaced={

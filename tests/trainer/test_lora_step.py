@@ -132,8 +132,27 @@ def test_the_engine_samples_from_the_merged_weights(make):
     assert distance(batch.ragged("rollout_log_probs").values, trained) < 1e-5
 
 
-def test_training_resumes_from_adapters_bit_for_bit(make, tmp_path):
-    changes = VARIANTS["gae, a critic with adapters"]
+def test_steps_with_adapters_beside_the_weights_are_those_with_merged_ones(twisted_trainer):
+    """A sync of every version, of adapters alone after the first; validation and the same version need none."""
+    runs = []
+    for merge in (True, False):
+        trainer = twisted_trainer(**LORA, **{MODEL + "lora__merge": merge})
+        runs.append((trainer, [trainer.step(step).metrics for step in (1, 2, 3)]))
+    (merged, expected), (trainer, found) = runs
+    assert distance(actor_weights(trainer), actor_weights(merged)) < 1e-5
+    for metrics, others in zip(found, expected, strict=True):
+        assert max(metrics["rollout/canary_gap"], metrics["rollout/log_prob_gap/max"]) < 1e-5
+        assert numbers_of(metrics) == pytest.approx(numbers_of(others), abs=1e-4, rel=1e-3)
+    policy = trainer.worker.actor.policy
+    adapters = sum(4 * weight.numel() for weight in policy.parameters() if weight.requires_grad)
+    sizes = [round(metrics["perf/weight_sync_gb"] * 2**30) for metrics in found]
+    assert sizes[0] > 2 * adapters
+    assert sizes[1:] == [adapters, adapters]
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_training_resumes_from_adapters_bit_for_bit(make, tmp_path, merge):
+    changes = VARIANTS["gae, a critic with adapters"] | {MODEL + "lora__merge": merge}
     whole = make(**changes)
     for step in (1, 2):
         whole.step(step)

@@ -32,6 +32,7 @@ R = "actor_rollout_ref__rollout__"
 TASK = GenerateTask("train", np.arange(12, dtype=np.int32), 4, Sampling(8), seed=1, step=1)
 CALLS = itertools.count(1)
 LORA = {"actor_rollout_ref__model__lora_rank": 3, "actor_rollout_ref__model__lora_alpha": 6}
+BESIDE = LORA | {"actor_rollout_ref__model__lora__merge": False}
 SGLANG = {R + "name": "sglang", f"+{R}engine_kwargs__sglang__enable_deterministic_inference": True}
 # name -> (processes, changed keys, bytes of a bucket, if need be another model)
 CUTS = {
@@ -43,6 +44,8 @@ CUTS = {
     "vllm 2": (2, {R + "name": "vllm", R + "max_num_seqs": 16}, 2**14),
     "lora, hf 1": (1, LORA, 2**29),
     "lora, hf 2, a weight per bucket": (2, LORA, 3000),
+    "lora beside, hf 2": (2, BESIDE, 3000),
+    "lora beside, vllm 2 as one replica": (2, BESIDE | {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 3000),
     "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
     "sglang 1": (1, SGLANG, 2**29),
     "sglang 2 as one replica": (2, SGLANG | {R + "tensor_model_parallel_size": 2}, 2**29),
@@ -60,10 +63,13 @@ SEEING = {
     "images, vllm 2 as one replica": (2, SEES | {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
 }
 # Every run has replicas of one process and of two, vLLM and SGLang over two, and no engine in four processes.
-PARTS = ["vllm 1", "vllm 2", "sglang 4 as two replicas", "sglang 4 as one replica"]
+PARTS = [
+    *("vllm 1", "vllm 2", "lora beside, vllm 2 as one replica"),
+    *("sglang 4 as two replicas", "sglang 4 as one replica"),
+]
 CASES = [pytest.param(cut, marks=pytest.mark.long if cut in PARTS else ()) for cut in CUTS]
 # Engines that draw alike: every cut answers as this one.
-LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "sglang": "sglang 1"}
+LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "lora": "lora, hf 1", "sglang": "sglang 1"}
 
 
 def run(folder: Path, changes: dict, bucket_bytes: int, model: str = "model") -> list[list[tuple]]:
@@ -93,9 +99,9 @@ def run(folder: Path, changes: dict, bucket_bytes: int, model: str = "model") ->
 
 
 def move(actor, seed: int) -> None:
-    """In the place of an update: the same change of the weights on any number of ranks."""
+    """In the place of an update: the same change of what learns on any number of ranks."""
     torch.manual_seed(seed)
-    for parameter in actor.policy.parameters():
+    for parameter in (each for each in actor.policy.parameters() if each.requires_grad):
         mesh = parameter.device_mesh
         parts = (torch.randn(parameter.shape) * 0.05).chunk(mesh.size(mesh.ndim - 1))
         if mesh.get_local_rank(mesh.ndim - 1) < len(parts):

@@ -37,6 +37,8 @@ class Engine:
     """Prompts may have images."""
     fp32_head: bool = False
     """Its head's product can be in float32."""
+    adapters: bool = False
+    """It computes with adapters beside their weights (``model.lora.merge=False``)."""
     tells_experts: bool = False
     """It tells which experts each token went to (``actor.router_replay.mode=R3``)."""
     speculation: bool = False
@@ -72,6 +74,7 @@ class Engine:
 
 FULL_PRECISION = "the engine is given the trainer's weights every step, and a quantised one does not take them"
 _SPANS = "an engine spans devices by rollout.tensor_model_parallel_size alone"
+_ADAPTERS = "the engine gets adapters from the trainer, by actor_rollout_ref.model.lora.merge=False"
 _LOG_PROBS = "log-probs are those of the sampling temperature, as the trainer computes them"
 ENGINES = {
     "hf": Engine(
@@ -79,6 +82,7 @@ ENGINES = {
         embedded=True,
         images=True,
         fp32_head=True,
+        adapters=True,
         tells_experts=True,
         stops=True,
         penalises=True,
@@ -87,7 +91,6 @@ ENGINES = {
             "enforce_eager",
             "enable_prefix_caching",
             "free_cache_engine",
-            "disable_log_stats",
             "engine_kwargs",
         ),
     ),
@@ -100,6 +103,7 @@ ENGINES = {
         over_nodes=True,
         images=True,
         fp32_head=True,
+        adapters=True,
         tells_experts=True,
         speculation=True,
         stops=True,
@@ -117,6 +121,10 @@ ENGINES = {
             "quantization": FULL_PRECISION,
             "quantization_config": FULL_PRECISION,
             "logprobs_mode": _LOG_PROBS,
+            "enable_lora": _ADAPTERS,
+            "max_loras": _ADAPTERS,
+            "max_lora_rank": _ADAPTERS,
+            "lora_target_modules": _ADAPTERS,
             "mm_device_do_normalize": "images come as the trainer sees them",
             # With these, vLLM would refuse an image in the middle of a run.
             "limit_mm_per_prompt": "the most images of a prompt are actor_rollout_ref.rollout.limit_images=N, which "
@@ -137,7 +145,6 @@ ENGINES = {
         install="rltrain[sglang]",
         tensor_parallel=True,
         leader_serves=True,
-        unused_keys=("disable_log_stats",),
         arguments="srt/server_args.py:ServerArgs",
         refused_arguments={"quantization": FULL_PRECISION, "tp_size": _SPANS, "pp_size": _SPANS, "dp_size": _SPANS},
     ),

@@ -144,6 +144,16 @@ class TrainedModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """How adapters reach the rollout engine."""
+
+    merge: bool = True
+    """Add adapters to the weights on the way to the engine, which gets all weights every step. False: the engine gets
+    the frozen weights once, and adapters alone in every later sync (megabytes); it computes with both, as the trainer
+    does, where merging rounds W + B A to its dtype. Not with rollout.name=sglang. See docs/lora.md."""
+
+
+@dataclass
 class ModelConfig(TrainedModelConfig):
     """The model that is trained."""
 
@@ -165,10 +175,18 @@ class ModelConfig(TrainedModelConfig):
     """Go on training a peft adapter: a folder or hub name, which brings rank, scale and layers. The reference stays the
     model without it."""
 
+    lora: LoraConfig = section(LoraConfig, only_with=_ADAPTERS)
+    """Adapters and the engine."""
+
     @property
     def uses_lora(self) -> bool:
         """Whether adapters are trained instead of the weights."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+    @property
+    def merges(self) -> bool:
+        """Whether the engine gets weights alone."""
+        return self.lora.merge or not self.uses_lora
 
 
 @dataclass

@@ -183,8 +183,6 @@ class RolloutConfig:
     """Reuse the cache of common prefixes. With name=hf the answers to a prompt always share its prefill."""
     free_cache_engine: bool = True
     """Free the engine's weights and cache outside generation. With name=hf it has none of its own then."""
-    disable_log_stats: bool = True
-    """Do not collect the engine's statistics."""
     update_weights_bucket_megabytes: int = key(512, least=1)
     """Weights are gathered and handed to the engine in buckets of at most this size."""
     tail: Literal["off", "exact", "oversample", "carry_over"] = "off"

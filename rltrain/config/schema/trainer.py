@@ -29,7 +29,7 @@ _BY_METRIC = {"keep_best": "trainer.keep_best names no metric"}
 
 @dataclass
 class TrainerConfig:
-    """The run: devices, steps, validation, saving, logging."""
+    """Devices, steps, validation, saving, logging."""
 
     device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
     """The accelerator; auto: the first of npu and cuda that is there, else the CPU."""

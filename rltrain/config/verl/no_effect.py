@@ -164,6 +164,7 @@ NO_EFFECT = {
         f"{_R}checkpoint_engine.{name}": "weights are handed to the engines on their own devices, bucket by bucket"
         for name in ("backend", "custom_backend_module", "engine_kwargs*")
     },
+    _R + "disable_log_stats=False": "vLLM logs them with VLLM_LOGGING_LEVEL=INFO and an engine_kwargs of this name",
     _R + "full_determinism": "there is no switch for deterministic kernels",
     _R + "layered_summon": "weights are always gathered bucket by bucket (update_weights_bucket_megabytes)",
     _R + "load_format": "the engine gets its weights from the trainer",
@@ -207,7 +208,7 @@ NO_EFFECT = {
     "*.optim.zero_indexed_step": "the first of w warm-up steps learns with 1/(w+1) of optim.lr",
     "*.optim.total_training_steps": "the plan knows the number of steps",
     "*.model.fused_kernel_options.impl_backend": "logits are always computed in chunks",
-    "*.model.lora.merge!=True": "adapters are always merged on the way to the engine",
+    "critic.model.lora.merge": "a critic generates nothing",
     **{f"*.model.lora.{name}": "it counts only with Megatron's lora.rank" for name in _OF_LORA},
     **{
         f"*.model.tiled_mlp.{name}": "layers are computed whole; use enable_gradient_checkpointing to save memory"

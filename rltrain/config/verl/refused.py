@@ -90,7 +90,6 @@ REFUSED = {
     # Skywork-OR1's.
     _A + "actor.adaptive_entropy.enabled=False": "adaptive_entropy.target_entropy turns it on: leave both out",
     _A + "actor.adaptive_entropy.min_ent_coef!=0|0.0": "the weight of the bonus may fall to 0: leave it out",
-    "*.model.lora.merge=False": "adapters are always merged on the way to the engine: leave it out",
     "*.model.lora.rank": "this is Megatron's name: use model.lora_rank, lora_alpha and target_modules",
     _A + "model.tokenizer_path!=${actor_rollout_ref.model.path}": "save the tokenizer in the folder of model.path",
     _A + "model.hf_config_path!=${actor_rollout_ref.model.path}": "save config.json in the folder of model.path",

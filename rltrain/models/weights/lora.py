@@ -1,10 +1,10 @@
 """LoRA (Hu et al. 2021): frozen weights W plus trained adapters, W + (alpha / rank) B A. The one file that knows peft.
 
 peft replaces every target layer by one that holds the old layer (``base_layer``) and the adapters (``lora_A``,
-``lora_B``), and FSDP shards both alike. Whatever leaves the trainer leaves it merged (`models.weights`), so engines and
-exports know nothing of LoRA. Experts that rest as one weight have adapters of each expert, side by side in one A and
-one B (peft's ``target_parameters``); every forward makes the weights of all experts of a layer from them. peft may not
-choose the layers (`models.weights.targets` does): for some families it also changes them, and a name that matches
+``lora_B``), and FSDP shards both alike. Exports know nothing of LoRA, nor do engines that get weights with adapters
+merged into them (`models.weights`). Experts that rest as one weight have adapters of each expert, side by side in one A
+and one B (peft's ``target_parameters``); every forward makes the weights of all experts of a layer from them. peft may
+not choose the layers (`models.weights.targets` does): for some families it also changes them, and a name that matches
 nothing would go unnoticed beside one that matches.
 """
 
@@ -183,6 +183,23 @@ def _merged_experts(layer: Any, weight: Tensor, first: Tensor, second: Tensor) -
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
+
+
+@torch.no_grad()
+def times_scale(layer: Any, second: Tensor) -> Tensor:
+    """B of a layer times the scale of its adapters, as a reader that knows no scale needs it."""
+    return second * layer.scaling[_NAME]
+
+
+def ranks_of(model: nn.Module) -> dict[str, int]:
+    """The rank of the adapters of every layer that has some, by its name."""
+    return {name: layer.r[_NAME] for name, layer in lora_layers(model)}
+
+
+def beyond_language_model(model: PreTrainedModel) -> list[str]:
+    """The layers with adapters that are no part of its language model."""
+    names = [name for name, _ in lora_layers(model)]
+    return sorted({*names} - {*_below(language_model(model), model, names)})
 
 
 @contextmanager

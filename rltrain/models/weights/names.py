@@ -1,9 +1,9 @@
 """The weights of a training model, whole and under their Hugging Face names: what export and weight sync iterate.
 
 A rank holds a part of every weight, names carry a prefix of ours and one of peft, and LoRA keeps its adapters beside
-the weights. One generator undoes all three. Small weights share the all-gather of a bucket, because a gather per weight
-would wait for the network hundreds of times; a weight larger than half a bucket has a gather to itself. Beside the
-model there are at most one bucket and one weight.
+the weights. One generator undoes all three, or leaves the last to an engine that adds adapters itself. Small weights
+share the all-gather of a bucket, because a gather per weight would wait for the network hundreds of times; a weight
+larger than half a bucket has a gather to itself. Beside the model there are at most one bucket and one weight.
 
 In memory transformers gives some families other names and layouts than their checkpoints have: the experts of a layer
 are one weight there. Whoever knows checkpoints (an engine, a folder) gets theirs by the conversion that save_pretrained
@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,13 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 
-from rltrain.models.weights.lora import adapted_weights, merged
+from rltrain.models.weights.lora import adapted_weights, lora_layers, merged, times_scale
 
+# Of a model with adapters: all weights with the adapters merged into them, the weights without them, or adapters alone.
+Part = Literal["merged", "base", "adapters"]
 _PREFIX = "model."  # of `PackedModel`, which holds the Hugging Face model under this name
 _BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # peft puts it before the parameters of a layer that has adapters
+ADAPTER = ".lora_"  # behind the name of the layer, in all names of adapters
 # For an export; a sync has rollout.update_weights_bucket_megabytes.
 _BUCKET_BYTES = 512 << 20
 # Its name since torch 2.13.
@@ -42,7 +45,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Weight(NamedTuple):
-    """One weight or buffer, whole and on the device."""
+    """One weight, adapter or buffer, whole and on the device."""
 
     name: str
     values: Tensor
@@ -55,7 +58,7 @@ def huggingface_name(name: str) -> str:
     """The name that a parameter or buffer of a `PackedModel` has in the Hugging Face model without adapters; of an
     adapter its own."""
     name = name.removeprefix(_PREFIX)
-    return name if ".lora_" in name else _BASE_LAYERS.sub(".", name)
+    return name if ADAPTER in name else _BASE_LAYERS.sub(".", name)
 
 
 class CheckpointNames:
@@ -102,20 +105,28 @@ def _undo_turns(model: PreTrainedModel, conversions: Iterable[Any]) -> None:
 
 
 def whole_weights(
-    packed: nn.Module, dtype: torch.dtype, bucket_bytes: int = _BUCKET_BYTES, names: CheckpointNames | None = None
+    packed: nn.Module,
+    dtype: torch.dtype,
+    bucket_bytes: int = _BUCKET_BYTES,
+    names: CheckpointNames | None = None,
+    part: Part = "merged",
 ) -> Iterator[Weight]:
     """Every parameter in ``dtype``, then every buffer as it is. A collective: every rank must exhaust the iterator.
 
-    The order is the same on all ranks. Tied weights come once, under their first name; LoRA adapters come merged. A
-    weight that this rank holds whole and in ``dtype`` is not copied, unless its layout changes. names: of a checkpoint;
-    None: those in memory.
+    The order is the same on all ranks. Tied weights come once, under their first name. A weight that this rank holds
+    whole and in ``dtype`` is not copied, unless its layout changes. names: of a checkpoint, where adapters are called
+    LAYER.lora_A.weight and LAYER.lora_B.weight, the latter times their scale; None: those in memory. part: adapters
+    alone come without buffers.
     """
     # Asked for its state, FSDP2 frees the weights that a forward pass has gathered; the parameters are shards from here
     # on.
     in_checkpoint = packed.state_dict().keys()
     # Half a bucket is received; the other half is room for this rank's share of it, which is sent.
-    for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names):
-        yield from _gathered(bucket, dtype) if names is None else _renamed(_gathered(bucket, dtype), units, names)
+    for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names, part):
+        weights = _gathered(bucket, dtype)
+        yield from _renamed(weights, units, names) if names and part != "adapters" else weights
+    if part == "adapters":
+        return
     for name, buffer in packed.named_buffers(remove_duplicate=False):
         weight = Weight(huggingface_name(name), buffer, name in in_checkpoint)
         yield from _renamed([weight], [1], names) if names and weight.in_checkpoint else [weight]
@@ -135,17 +146,18 @@ Bucket = list[tuple[str, Tensor]]
 
 
 def _buckets(
-    packed: nn.Module, dtype: torch.dtype, most_bytes: int, names: CheckpointNames | None
+    packed: nn.Module, dtype: torch.dtype, most_bytes: int, names: CheckpointNames | None, part: Part
 ) -> Iterator[tuple[Bucket, list[int]]]:
     """Units of weights that take at most ``most_bytes`` together, or a single one; and the number of weights in each
     unit.
     """
-    layers = adapted_weights(packed)
+    layers = dict(lora_layers(packed)) if part == "adapters" else adapted_weights(packed)
     units: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in packed.named_parameters():
-        if ".lora_" not in name:
+        if (ADAPTER in name) == (part == "adapters"):
             short = huggingface_name(name)
-            units.setdefault(names.unit(short) if names else short, []).append((name, parameter))
+            key = names.unit(short) if names and part != "adapters" else short
+            units.setdefault(key, []).append((name, parameter))
     bucket: Bucket = []
     sizes: list[int] = []
     filled = 0
@@ -155,14 +167,25 @@ def _buckets(
             yield bucket, sizes
             bucket, sizes, filled = [], [], 0
         # Merged while its bucket is filled, so that merged copies never take more than a bucket.
-        bucket += [
-            (huggingface_name(name), (merged(layers[name], weight) if name in layers else weight).detach())
-            for name, weight in unit
-        ]
+        bucket += [_handed_over(name, weight, layers, names, part) for name, weight in unit]
         sizes.append(len(unit))
         filled += size
     if bucket:
         yield bucket, sizes
+
+
+def _handed_over(
+    name: str, weight: Tensor, layers: Mapping[str, Any], names: CheckpointNames | None, part: Part
+) -> tuple[str, Tensor]:
+    """The name that a sharded parameter gets, and what of it is gathered."""
+    if part == "adapters" and names:
+        path, _, kind = name.partition(ADAPTER)
+        layer = names.unit(f"{huggingface_name(path)}.weight").removesuffix(".weight")
+        return f"{layer}{ADAPTER}{kind[0]}.weight", times_scale(layers[path], weight) if kind[0] == "B" else weight
+    if part == "merged" and name in layers:
+        weight = merged(layers[name], weight)
+    # A model in memory that gets weights and adapters has layers for both.
+    return name.removeprefix(_PREFIX) if part == "base" and not names else huggingface_name(name), weight.detach()
 
 
 def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:

@@ -31,7 +31,8 @@ from rltrain.config.step_passes import rests_on_host
 from rltrain.models.attention.packing import pays_to_share
 from rltrain.models.experts import parts_with_experts
 from rltrain.models.forward import PolicyModel
-from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.lora import ranks_of
+from rltrain.models.weights.names import ADAPTER, Part, whole_weights
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, actor_spec, judge_spec, specs_of
 from rltrain.run.preflight.fake_run import Owners, Work, fake_model, forward_only, peak_of, update
@@ -39,6 +40,7 @@ from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
 from rltrain.workers.rollout.embedded.kv import ROOM
 from rltrain.workers.rollout.queue import samples_per_job
+from rltrain.workers.rollout.vllm.adapters import slot_rank
 
 OWNERS = ("weights", "gradients", "optimizer", "engine weights", "cache", "gathered", "activations")
 _CANARY_TOKENS = 64
@@ -119,7 +121,15 @@ class _Role:
             size = round(rows * math.prod(each.shape[1:])) * each.dtype.itemsize
             weights += size
             learning += size if each.requires_grad else 0
-        return weights, learning, sum(each.numel() for name, each in packed.named_parameters() if ".lora_" not in name)
+        return weights, learning, sum(each.numel() for name, each in packed.named_parameters() if ADAPTER not in name)
+
+    @cached_property
+    def slot(self) -> int:
+        """Elements of a slot for its adapters in an engine that has slots of certain ranks."""
+        packed = empty_packed(self.kind, self.spec, self.spec.load_config())
+        ranks = ranks_of(packed.model)
+        elements = sum(each.numel() for name, each in packed.named_parameters() if ADAPTER in name)
+        return elements * slot_rank(ranks) // min(ranks.values())
 
     def resting(self, phase: str) -> Owners:
         """What is there in ``phase``, whatever it computes."""
@@ -296,15 +306,17 @@ def _load(
     short.data.max_prompt_length = short.data.max_response_length = _CANARY_TOKENS // 2
     canary = policy.peak(device, fullest(short, rows, 4), forward_only(False), "canary")
     bucket = rollout.update_weights_bucket_megabytes << 20
-    known = f"load {policy.spec} {device} {policy.ranks} {dtype} {bucket} {embedded}"
+    parts: tuple[Part, ...] = ("merged",) if cfg.actor_rollout_ref.model.merges else ("base", "adapters")
+    known = f"load {policy.spec} {device} {policy.ranks} {dtype} {bucket} {embedded} {parts}"
     if known not in _PEAKS:
         with fake_model(PolicyModel, policy.spec, device, policy.ranks) as (packed, ledger, _):
             kept = []
             with ledger.owner("gathered"):
-                for weight in whole_weights(packed, dtype, bucket):
-                    if embedded:
-                        kept.append(weight.values)  # the engine keeps the tensor itself
-                        ledger.claim("engine weights", [weight.values], but="weights")
+                for part in parts:
+                    for weight in whole_weights(packed, dtype, bucket, part=part):
+                        if embedded:
+                            kept.append(weight.values)  # the engine keeps the tensor itself
+                            ledger.claim("engine weights", [weight.values], but="weights")
             _PEAKS[known] = ledger.cut()
             _PEAKS[f"{known} after"] = Counter(ledger.live)
     load = Counter(_PEAKS[known])
@@ -318,6 +330,9 @@ def _engine(cfg: Config, device: Device, policy: _Role, device_bytes: int | None
     rollout = cfg.actor_rollout_ref.rollout
     itemsize = resolve_dtype(rollout.dtype, device).itemsize
     weights = policy.sizes[2] * itemsize // rollout.tensor_model_parallel_size
+    if not cfg.actor_rollout_ref.model.merges:
+        # At most: each device of an engine has A or B whole, and a share of the other.
+        weights += policy.slot * itemsize
     share = round(rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
     return Counter({"engine weights": weights, "cache": max(share - weights, 0)})
 

@@ -156,7 +156,6 @@ RULES: dict[str, Rule] = {
     "*.model.lora.adapter_path": Rule("{model}.lora_adapter_path", "was lora.adapter_path"),
     "*.model.lora.type": Rule(turn=_only("lora", "canonical_lora")),
     "*.model.lora.dropout": Rule(turn=_only("0", "0.0")),
-    "*.model.lora.merge": Rule(why="adapters are always merged on the way to the engine"),
     "*.model.lora.*": Rule(why="it counts only in Megatron"),
 }
 

@@ -137,15 +137,17 @@ class RolloutEngine(Protocol):
     """Calls come in this order: wake_weights, load_weights, wake_cache, then generate and log_probs; then sleep.
 
     names_in_memory: weights come under the names that the trainer's model gives them, not those of its checkpoint.
+    holds_base: it was made for adapters beside their weights (`EngineSettings.adapted`), and has the weights still.
     """
 
     names_in_memory: bool
+    holds_base: bool
 
     def wake_weights(self) -> None:
         """Take the device memory of the weights."""
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        """Take over new weights: all of them, whole, on every rank.
+        """Take over new weights, whole, on every rank: all of them, or where it `holds_base` adapters alone.
 
         The values stay as they are, so an engine may keep them.
         """
@@ -160,4 +162,4 @@ class RolloutEngine(Protocol):
         """log softmax(logits) of each of ``text.tokens[1:]`` given what stands before it: [tokens - 1] in fp32."""
 
     def sleep(self) -> bool:
-        """Give the device memory of weights and caches back. Returns whether the weights are gone."""
+        """Give the device memory of weights and caches back. Returns whether it needs a sync before it generates."""

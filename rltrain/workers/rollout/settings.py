@@ -8,8 +8,8 @@ installed.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,6 +43,9 @@ class EngineSettings:
     section: str = "actor_rollout_ref.rollout"
     longest: str = "max_model_len"
     """Both, for messages: where its keys are, and the name of the one that bounds a text."""
+    adapted: Mapping[str, int] = field(default_factory=dict)
+    """By layer the rank of adapters that come beside the weights of ``model``; empty where there are none, or they come
+    merged."""
     with_experts: bool = False
     """`Turn.experts` are asked for."""
     decode: Callable[[Sequence[int]], str] | None = None

@@ -29,6 +29,7 @@ from rltrain.models.forward import final_logits, trunk
 from rltrain.models.load import empty_model
 from rltrain.models.routing import Routing
 from rltrain.models.vision import placeholder_ids, read_with_images
+from rltrain.models.weights.lora import add_adapters
 from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Job, Key, Sampling, Source
 from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues, PromptChunk
@@ -54,7 +55,11 @@ class HFRollout:
         _register()
         config, self._dtype, self._device = settings.model.load_config(), settings.dtype, settings.device
         model = empty_model(config, _ATTENTION, self._dtype, trust_remote_code=settings.model.trust_remote_code)
+        if settings.adapted:
+            assert settings.model.lora
+            add_adapters(model, settings.model.lora)
         self._model = model.eval()
+        self._adapted, self.holds_base = bool(settings.adapted), False
         self._routing = Routing(model, config) if settings.with_experts else None
         self._rollout, self._section, self._longest = settings.rollout, settings.section, settings.longest
         self._stop_texts = settings.stop_texts
@@ -97,9 +102,15 @@ class HFRollout:
             raise RuntimeError(
                 f"the weight sync left {len(missing)} weights of the rollout engine empty: {missing[:3]}"
             )
+        self.holds_base = self._adapted
 
     def sleep(self) -> bool:
+        # Host memory is all that a CPU has, so weights that do not change stay. Elsewhere they come again, and in a run
+        # of one process they are the trainer's own.
+        if self.holds_base and self._device.is_cpu:
+            return False
         self._model.to("meta")
+        self.holds_base = False
         return True
 
     @torch.inference_mode()

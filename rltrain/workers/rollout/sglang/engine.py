@@ -54,6 +54,7 @@ class SGLangRollout:
     """
 
     names_in_memory = False
+    holds_base = False
 
     def __init__(self, settings: EngineSettings) -> None:
         rollout, device = settings.rollout, settings.device

@@ -36,6 +36,7 @@ from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.stops import StopTexts
+from rltrain.workers.rollout.vllm.adapters import AdapterSlot, adapter_arguments, set_aside
 from rltrain.workers.rollout.vllm.experts import ExpertNotes
 from rltrain.workers.rollout.vllm.images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm.sampler import CountedSampler, RandomStream
@@ -94,7 +95,7 @@ class VLLMRollout:
             "enable_prefix_caching": rollout.enable_prefix_caching,
             "enforce_eager": settings.eager,
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
-            "disable_log_stats": rollout.disable_log_stats,
+            "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
             # By default vLLM returns log-probs before the temperature; these are those of `CountedSampler`, after it.
             "logprobs_mode": "processed_logprobs",
@@ -106,6 +107,8 @@ class VLLMRollout:
         if device.is_cpu and derived_weights(config) == "latent attention":
             # Where a CPU has matrix units vLLM prefers a kernel that takes half precision alone.
             arguments["attention_backend"] = "CPU_MLA"
+        if settings.adapted:
+            arguments |= adapter_arguments(settings.adapted)
         with _own_shared_memory(replica):
             arguments |= ENGINES["vllm"].handed_on(rollout.engine_kwargs.get("vllm") or {})
             self._llm = _make_llm(arguments, settings if sees else None)
@@ -119,6 +122,8 @@ class VLLMRollout:
         self._experts = ExpertNotes(self._worker.model_runner, config) if settings.with_experts else None
         self._sampler = CountedSampler.put_into(self._worker.model_runner, never, self._experts)
         self._loader = WeightLoader(self._worker, config, on_cpu=device.is_cpu)
+        self._slot = AdapterSlot(self._worker.model_runner) if settings.adapted else None
+        self.holds_base = False
         self._num_requests = self._num_calls = 0
         device.grow_segments()
         self.sleep()
@@ -128,7 +133,17 @@ class VLLMRollout:
             self._llm.wake_up(tags=["weights"])
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        self._loader.load(weights)
+        if not self._slot:
+            self._loader.load(weights)
+            return
+        adapters: list[Weight] = []
+        base = set_aside(weights, adapters)
+        if self.holds_base:
+            assert not any(True for _ in base), "only adapters come to an engine that has the weights under them"
+        else:
+            self._loader.load(base)
+        self._slot.load(adapters)
+        self.holds_base = True
 
     def wake_cache(self) -> None:
         if self._sleeps:
@@ -142,8 +157,9 @@ class VLLMRollout:
 
     def sleep(self) -> bool:
         if self._sleeps:
-            # Level 2 drops the weights; level 1 would copy them to the host, and the trainer has them anyway.
-            self._llm.sleep(level=2)
+            # Level 2 drops the weights, which come anew with every sync. Level 1 copies them to the host, from where
+            # those under adapters come back.
+            self._llm.sleep(level=1 if self._slot else 2)
         return self._sleeps
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
@@ -258,7 +274,12 @@ class VLLMRollout:
         self._num_requests += 1
         name = str(self._num_requests)
         try:
-            self._llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens), **images}, params)
+            self._llm.llm_engine.add_request(
+                name,
+                {"prompt_token_ids": list(tokens), **images},
+                params,
+                lora_request=self._slot and self._slot.request,
+            )
         except Exception as error:  # of a class that differs from version to version
             if not images:
                 raise

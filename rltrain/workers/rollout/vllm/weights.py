@@ -58,7 +58,8 @@ class WeightLoader:
 
         def checked(tensors: Iterable[tuple[str, Tensor]]) -> set[str] | None:
             # Asked here, because what a reload leaves behind may have other names. Tied weights come once.
-            names = {name for name, _ in model.named_parameters()}
+            # vLLM's layers with adapters keep the weight one level lower, and are named without it.
+            names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
             loaded = load(tensors)
             missing.update(names - (names if loaded is None else loaded))  # the canary alone sees what is not told
             return loaded

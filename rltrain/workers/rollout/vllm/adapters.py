@@ -1,0 +1,120 @@
+"""Adapters beside the weights of vLLM's model (``actor_rollout_ref.model.lora.merge=False``): one slot, filled by every
+sync.
+
+vLLM reads adapters from folders when a request names them. Here they come from memory, so the slot is filled ahead, by
+the parts that vLLM itself fills it with, and every request names what is there already. The name never changes: what
+the prefix cache holds of earlier adapters is dropped at every sync, as after any other (`VLLMRollout.wake_cache`).
+
+vLLM has slots of certain ranks, and leaves out adapters for which it has no layer without a word; that is an error
+here. Run with vllm 0.32 on the CPU. Not run on CUDA; vllm-ascend has kernels of its own and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rltrain.base.errors import ConfigError, SyncError
+from rltrain.models.weights.names import ADAPTER, Weight
+
+# `MaxLoRARanks` in vllm.config.lora.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_KEY = "actor_rollout_ref.model.lora.merge=False"
+_MERGE = "Leave it out: adapters then come merged into the weights."
+_NUMBER = 1
+
+
+def slot_rank(adapted: Mapping[str, int]) -> int:
+    """The rank of a slot for adapters of these ranks, by layer. Raises ConfigError where none is large enough."""
+    rank = max(adapted.values())
+    if rank > _RANKS[-1]:
+        raise ConfigError(f"{_KEY}: vLLM holds adapters of rank {_RANKS[-1]} at most, and these have {rank}. {_MERGE}")
+    return next(each for each in _RANKS if each >= rank)
+
+
+def adapter_arguments(adapted: Mapping[str, int]) -> dict[str, Any]:
+    """Arguments of vLLM's LLM for a slot of these layers, by name, with their ranks."""
+    return {
+        "enable_lora": True,
+        "max_lora_rank": slot_rank(adapted),
+        "max_loras": 1,
+        # Slots of other layers would take memory, and that of the head another way to compute logits.
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
+    }
+
+
+def refuse_adapters(adapted: Mapping[str, int], beyond: Sequence[str], config: Any, device: str, dtype: Any) -> None:
+    """Raises ConfigError for adapters that vLLM cannot hold, or with which it would compute something else.
+
+    adapted: ranks by layer. beyond: those of these layers that are no part of the language model. config: of the model.
+    device: its kind. dtype: of the engine.
+    """
+    slot_rank(adapted)
+    why = ""
+    if device == "npu":
+        why = "vllm-ascend builds on vLLM 0.23, which takes no new weights under adapters"
+    elif device == "cuda" and dtype == torch.float32:
+        why = "vLLM's kernels for adapters on GPUs take half precision alone (rollout.dtype=bfloat16)"
+    elif config.get_text_config().to_dict().get("kv_lora_rank"):
+        why = "vLLM multiplies parts of latent attention out once, and adapters would not reach them"
+    elif beyond:
+        why = f"{beyond[0]} is no part of the language model, and elsewhere vLLM has no adapters"
+    if why:
+        raise ConfigError(f"{_KEY} with rollout.name=vllm: {why}. {_MERGE}")
+
+
+def set_aside(weights: Iterable[Weight], adapters: list[Weight]) -> Iterator[Weight]:
+    """Weights as they come, without the adapters among them, which are put into ``adapters``."""
+    for weight in weights:
+        if ADAPTER in weight.name:
+            adapters.append(weight)
+        else:
+            yield weight
+
+
+class AdapterSlot:
+    """The slot of a vLLM worker. request: what requests for answers name."""
+
+    def __init__(self, runner: Any) -> None:
+        from vllm.lora.layers import BaseLayerWithLoRA
+        from vllm.lora.request import LoRARequest
+
+        if not hasattr(BaseLayerWithLoRA, "load_weights"):
+            raise ConfigError(f"{_KEY}: this vLLM takes no new weights under adapters; 0.32 does. {_MERGE}")
+        # No path that exists: an adapter that is not there is an error, and not looked for on the hub.
+        self.request = LoRARequest("policy", _NUMBER, "/in memory")
+        self._runner = runner
+        self._manager = runner.lora_manager._adapter_manager
+
+    def load(self, adapters: Iterable[Weight]) -> None:
+        """Put adapters (LAYER.lora_A.weight, LAYER.lora_B.weight) in the place of those that are there.
+
+        Raises SyncError naming those for which vLLM has no layer.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        tensors: dict[str, torch.Tensor] = {weight.name: weight.values for weight in adapters}
+        rank = max(values.shape[0] for name, values in tensors.items() if name.endswith("A.weight"))
+        mapper = getattr(self._runner.get_model(), "hf_to_vllm_mapper", None)
+        # B comes times its scale, so that there is none: lora_alpha / r = 1.
+        lora = LoRAModel.from_lora_tensors(
+            _NUMBER,
+            tensors,
+            PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+            device="cpu",
+            dtype=self._runner.lora_config.lora_dtype,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
+        manager = self._manager
+        manager.remove_adapter(_NUMBER)
+        manager.add_adapter(lora)
+        # Layers that vLLM computes together are together now, under the name of its own layer.
+        if lost := sorted(lora.loras.keys() - manager.modules.keys()):
+            raise SyncError(
+                f"{_KEY}: vLLM's {type(self._runner.get_model()).__name__} has no place for the adapters of "
+                f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}. {_MERGE}"
+            )
+        manager.activate_adapter(_NUMBER)

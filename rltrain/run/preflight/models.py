@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from rltrain.base.device import get_device, resolve_dtype
+from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.agents import AGENT_KEY, several_turns, who_answers
 from rltrain.config.budgets import judge_lengths, longest_text
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
-from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES, engines_with
 from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
@@ -34,14 +33,14 @@ from rltrain.models.files.source import model_problem
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
 from rltrain.models.routing import correction_biases, num_experts
-from rltrain.models.weights.lora import adapted_weights, beyond_language_model, exclusion_note, first_adapters, ranks_of
+from rltrain.models.weights.lora import exclusion_note
 from rltrain.models.weights.shard import empty_packed, look_at_weights
 from rltrain.models.weights.spec import ModelSpec, specs_of
+from rltrain.run.preflight.adapters import adapter_problems, adapters_of_engine
 from rltrain.run.preflight.model_check import check_numbers, check_routing
 from rltrain.trainer.plan import ImageSizes, devices_per_copy
 from rltrain.workers.judge import judge_encoder
 from rltrain.workers.reward_model import check_reward_model
-from rltrain.workers.rollout.vllm.adapters import refuse_adapters
 from rltrain.workers.rollout.vllm.weights import refuse_on_npu
 
 _R = "actor_rollout_ref.rollout."
@@ -171,21 +170,9 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
     untried = check_numbers(kind, spec, config, decodes=decodes)
     findings.notes += [untried] if untried else []
     if spec.lora:
-        findings.problems += _adapters(spec, packed.model, f"{row.fsdp}.use_torch_compile")
+        findings.problems += adapter_problems(spec, packed.model, f"{row.fsdp}.use_torch_compile")
         findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
-        findings.notes += _adapters_of_engine(cfg, role, packed.model, config)
-
-
-def _adapters(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[str]:
-    """Adapters that cannot be started or computed."""
-    assert spec.lora
-    if spec.compiled and any(".experts." in name for name in adapted_weights(model)):
-        yield (
-            f"{spec.lora.section}.target_modules={as_text(spec.lora.target_modules)}: adapters of experts make weights "
-            f"in every forward, which is not compiled. Leave {compiled_by} out, or name no experts."
-        )
-    if spec.lora.path:
-        first_adapters(model, spec.lora)
+        findings.notes += adapters_of_engine(cfg, role, packed.model, config)
 
 
 def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
@@ -222,28 +209,6 @@ def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str
             f"{key}: actor_rollout_ref.actor.fsdp_config.model_dtype={actor.fsdp_config.model_dtype} would round the "
             "steps of the bias away. Set fsdp_config.model_dtype=float32."
         )
-
-
-def _adapters_of_engine(cfg: Config, role: Role, model: Any, config: Any) -> Iterator[str]:
-    """What is worth a note of how adapters reach the engine. Raises ConfigError for those that it cannot hold."""
-    if role != "actor":
-        return
-    rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
-    engine, dtype = ENGINES[rollout.name], resolve_dtype(rollout.dtype, device)
-    if cfg.actor_rollout_ref.model.merges:
-        # Below float32 an adapter that adds less than half a step of a weight is not there after rounding.
-        if engine.adapters and dtype != torch.float32:
-            yield (
-                f"adapters are merged into {str(dtype).removeprefix('torch.')} weights on the way to the engine, which "
-                "rounds them; with actor_rollout_ref.model.lora.merge=False they stay as they are (docs/lora.md)"
-            )
-    elif any(".experts." in name for name in adapted_weights(model)):
-        raise ConfigError(
-            "actor_rollout_ref.model.lora.merge=False: adapters of experts reach an engine merged alone. Leave it out, "
-            "or name no experts in actor_rollout_ref.model.target_modules."
-        )
-    elif engine.adapters and engine.package:
-        refuse_adapters(ranks_of(model), beyond_language_model(model), config, device.kind, dtype)
 
 
 def _policy(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> None:

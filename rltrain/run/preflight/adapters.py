@@ -1,0 +1,52 @@
+"""Adapters of a run, looked at before anything is loaded: can they be computed, can the policy's engine hold them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rltrain.base.device import get_device, resolve_dtype
+from rltrain.base.errors import ConfigError
+from rltrain.config.passes import Role
+from rltrain.config.schema import Config
+from rltrain.config.schema.conditions import as_text
+from rltrain.config.schema.engines import ENGINES
+from rltrain.models.weights.lora import adapted_weights, beyond_language_model, first_adapters, ranks_of
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.workers.rollout.vllm.adapters import refuse_adapters
+
+
+def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[str]:
+    """Adapters that cannot be started or computed."""
+    assert spec.lora
+    if spec.compiled and any(".experts." in name for name in adapted_weights(model)):
+        yield (
+            f"{spec.lora.section}.target_modules={as_text(spec.lora.target_modules)}: adapters of experts make weights "
+            f"in every forward, which is not compiled. Leave {compiled_by} out, or name no experts."
+        )
+    if spec.lora.path:
+        first_adapters(model, spec.lora)
+
+
+def adapters_of_engine(cfg: Config, role: Role, model: Any, config: Any) -> Iterator[str]:
+    """What is worth a note of how adapters reach the engine. Raises ConfigError for those that it cannot hold."""
+    if role != "actor":
+        return
+    rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
+    engine, dtype = ENGINES[rollout.name], resolve_dtype(rollout.dtype, device)
+    if cfg.actor_rollout_ref.model.merges:
+        # Below float32 an adapter that adds less than half a step of a weight is not there after rounding.
+        if engine.adapters and dtype != torch.float32:
+            yield (
+                f"adapters are merged into {str(dtype).removeprefix('torch.')} weights on the way to the engine, which "
+                "rounds them; with actor_rollout_ref.model.lora.merge=False they stay as they are (docs/lora.md)"
+            )
+    elif any(".experts." in name for name in adapted_weights(model)):
+        raise ConfigError(
+            "actor_rollout_ref.model.lora.merge=False: adapters of experts reach an engine merged alone. Leave it out, "
+            "or name no experts in actor_rollout_ref.model.target_modules."
+        )
+    elif engine.adapters and engine.package:
+        refuse_adapters(ranks_of(model), beyond_language_model(model), config, device.kind, dtype)

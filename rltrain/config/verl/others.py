@@ -25,7 +25,7 @@ _NAMES = {
     "data.train_batch_size": "batch_size rollout_batch_size global_batch_size",
     _ACTOR + "ppo_mini_batch_size": "mini_batch_size train_mini_batch_size",
     _ACTOR + "ppo_micro_batch_size_per_gpu": "per_device_train_batch_size micro_train_batch_size micro_batch_size",
-    _ACTOR + "ppo_epochs": "num_iterations ppo_epoch num_ppo_epochs",
+    _ACTOR + "ppo_epochs": "num_iterations ppo_epoch num_ppo_epochs max_epochs",
     _ACTOR + "kl_loss_coef": "beta kl_beta init_kl_coef kl_loss_coeff",
     "actor_rollout_ref.ref.update_every_steps": "ref_model_sync_steps sync_ref_model",
     "actor_rollout_ref.ref.update_mix": "ref_model_mixup_alpha",
@@ -40,7 +40,7 @@ _NAMES = {
     "algorithm.adv_estimator": "advantage advantage_estimator estimator algo",
     "algorithm.mask_truncated": "mask_truncated_completions apply_overlong_filtering overlong_filter",
     "trainer.total_training_steps": "max_steps total_steps num_steps train_steps training_steps",
-    "trainer.total_epochs": "epochs num_epochs num_train_epochs max_epochs num_episodes",
+    "trainer.total_epochs": "epochs num_epochs num_train_epochs num_episodes",
     "trainer.save_freq": "save_steps save_interval save_every save_every_n_steps",
     "trainer.test_freq": "eval_steps eval_interval eval_freq val_freq test_interval",
     "trainer.max_actor_ckpt_to_keep": "save_total_limit",
@@ -84,6 +84,11 @@ def own_name(key: str) -> str | None:
     own_key = _BY_LEAF.get(leaf)
     fits = not section or section == "trainer" or (own_key or "").split(".")[0] == section.split(".")[0]
     return own_key if fits else None
+
+
+def names_elsewhere(key: str) -> list[str]:
+    """What other trainers call a key of ours."""
+    return _NAMES.get(key, "").split()
 
 
 def trainer_of(names: Collection[str]) -> str | None:

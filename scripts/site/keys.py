@@ -1,0 +1,104 @@
+"""The page of all keys, made of the fields of the schema; and links to it wherever a page names a key."""
+
+import re
+from functools import cache
+
+from rltrain.config.schema.conditions import as_text
+from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.keys import Key, all_keys, sections
+from rltrain.config.verl.others import names_elsewhere
+
+_INTRO = """\
+# All keys
+
+Every key of a configuration, with its type, its default and what it means, as `rltrain train --help KEY` prints it.
+This page is made of the fields in `rltrain/config/schema/`; names are verl's. A default `${other.key}` is the value of
+that key. Words of a command are `key=value`; [how files and words are put together](../README.md#what-to-type).
+
+"""
+_PAGE = re.compile(r"\bdocs/([\w-]+\.md)")
+_CODE = re.compile(r"<code>(?P<name>[a-z_][\w.]*)(?P<rest>=[^<]*)?</code>")
+
+
+def keys_page() -> str:
+    """Markdown: a heading for each section, below it one for each key, whose anchor is its whole name."""
+    text = _INTRO
+    for section, about in sections().items():
+        own = [key for key in all_keys().values() if key.name.rpartition(".")[0] == section]
+        if own:
+            text += f"## `{section}` {{#{section}}}\n\n{_linked(about)}\n\n" + "".join(map(_entry, own))
+    return text
+
+
+def _entry(key: Key) -> str:
+    facts = [key.type_name, f"default `{as_text(key.default) or '(empty)'}`"]
+    if key.choices:
+        facts.append("one of " + ", ".join(f"`{as_text(choice)}`" for choice in key.choices))
+    if bounds := key.rules.bounds():
+        facts.append(bounds)
+    said = [_linked(" ".join(key.help.split()))]
+    conditions = [condition for _, condition, _ in key.only_with]
+    if conditions:
+        said.append("Counts only with " + " and ".join(f"`{condition}`" for condition in conditions) + ".")
+    if unused := [name for name, engine in ENGINES.items() if key.name.rpartition(".")[2] in engine.unused_keys]:
+        said.append("No effect with " + " and ".join(f"`rollout.name={name}`" for name in unused) + ".")
+    if others := names_elsewhere(key.name):
+        said.append("Elsewhere called " + ", ".join(f"`{name}`" for name in others) + ".")
+    return f"#### `{key.name}` {{#{key.name}}}\n\n*{' · '.join(facts)}*\n\n{' '.join(said)}\n\n"
+
+
+def _linked(text: str) -> str:
+    """A help text as Markdown: what looks like markup is none, names of keys are code, and pages are links."""
+
+    def mark(word: re.Match[str]) -> str:
+        if page := _PAGE.fullmatch(word[0]):
+            return f"[{page[1]}]({page[1]})"
+        name = word[0].partition("=")[0]
+        return f"`{word[0]}`" if whole_name(name) else re.sub(r"([*_<\[\]{}|])", r"\\\1", word[0])
+
+    return re.sub(r"docs/[\w-]+\.md|[a-z_][\w.]*\w(?:=\w+)?|[*_<\[\]{}|]", mark, text)
+
+
+def whole_name(name: str) -> str | None:
+    """The key that a page means by a name: whole, without the start that all keys of the policy share, or the end of
+    one key alone, of two parts at least; None where there is none."""
+    if "." not in name:
+        return None
+    near = [key for key in (name, f"actor_rollout_ref.{name}") if key in all_keys()]
+    return near[0] if near else _by_end().get(name)
+
+
+@cache
+def _by_end() -> dict[str, str]:
+    """The end of a name -> the whole name, where no other key ends so."""
+    ends: dict[str, set[str]] = {}
+    for name in all_keys():
+        words = name.split(".")
+        for first in range(len(words)):
+            ends.setdefault(".".join(words[first:]), set()).add(name)
+    return {end: next(iter(names)) for end, names in ends.items() if len(names) == 1}
+
+
+def breakable(page: str) -> str:
+    """HTML in which long words of code may go on in the next line behind their dots, lines and strokes."""
+
+    def broken(code: re.Match[str]) -> str:
+        return "<code>" + re.sub(r"(?<=[._/=])(?=\w)", "<wbr>", code[1]) + "</code>"
+
+    pieces = re.split(r"(<pre\b.*?</pre>)", page, flags=re.DOTALL)
+    return "".join(
+        piece if number % 2 else re.sub(r"<code>([^<]{16,})</code>", broken, piece)
+        for number, piece in enumerate(pieces)
+    )
+
+
+def with_links(page: str, to_keys: str) -> str:
+    """HTML of a page in which names of keys, `rollout.n=8` too, lead to the page of keys at the address ``to_keys``."""
+
+    def link(code: re.Match[str]) -> str:
+        whole = whole_name(code["name"])
+        return f'<a href="{to_keys}#{whole}">{code[0]}</a>' if whole else code[0]
+
+    # Within a link, a heading or a listing a link has no place.
+    pieces = re.split(r"(<a\b.*?</a>|<h\d\b.*?</h\d>|<pre\b.*?</pre>)", page, flags=re.DOTALL)
+    return "".join(piece if number % 2 else _CODE.sub(link, piece) for number, piece in enumerate(pieces))

@@ -1,0 +1,75 @@
+"""The notebooks of examples/notebooks: they run as they stand, and name what there is."""
+
+import ast
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import rltrain
+from rltrain.config.load import load_config
+from rltrain.config.verl.keys import leaves_of
+from scripts.site.notebooks import source_of
+
+FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+def test_cells_of_a_notebook_compile_and_name_what_rltrain_has(notebook):
+    cells = source_of(notebook)
+    assert len(cells) > 5
+    tree = ast.parse("\n".join(cells))
+    used = {
+        node.attr for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rltrain"
+    }  # fmt: skip
+    assert used
+    assert used <= set(rltrain.__all__)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+def test_settings_of_a_notebook_are_keys(notebook):
+    tree = ast.parse("\n".join(source_of(notebook)))
+    dictionaries = [
+        node.value for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "settings"
+    ]  # fmt: skip
+    (settings,) = dictionaries
+    # What is no literal is a path.
+    for node in ast.walk(settings):
+        if isinstance(node, ast.Dict):
+            node.values = [value if _literal(value) else ast.Constant("path") for value in node.values]
+    given = ast.literal_eval(settings)
+    assert len(list(leaves_of(given))) > 10
+    load_config([], [given])  # raises ConfigError where a key is unknown
+
+
+def _literal(node):
+    return not any(isinstance(inner, ast.Name | ast.Call) for inner in ast.walk(node)) or isinstance(node, ast.Dict)
+
+
+def test_outputs_that_are_kept_are_small_and_of_no_machine():
+    for notebook in NOTEBOOKS:
+        text = notebook.read_text()
+        assert len(text) < 100_000, notebook
+        for cell in json.loads(text)["cells"]:
+            for output in cell.get("outputs", []):
+                assert output["output_type"] != "error", notebook
+                assert output.get("name") != "stderr", notebook
+                assert "/tmp/" not in json.dumps(output), notebook
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_runs_as_it_stands(notebook, monkeypatch):
+    # Nothing else needs them.
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]))
+    content = nbformat.read(notebook, as_version=4)
+    NotebookClient(content, timeout=900, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    said = json.dumps(content)
+    assert "held-out accuracy: " in said or "mean score " in said

@@ -54,7 +54,8 @@ def test_the_sdist_holds_what_a_packager_needs(built):
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     for name in (
-        "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "docs/rewards.md", "examples/README.md",
+        "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml", "docs/rewards.md",
+        "examples/README.md", "scripts/site/keys.py",
         "scripts/ray_start.sh", "tests/config/keys.txt", "tests/test_help.py", "bench/README.md", "rltrain/py.typed",
     ):  # fmt: skip
         assert name in names

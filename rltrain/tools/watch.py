@@ -58,9 +58,8 @@ def _doing(run: Path, made: int, total: int, steps: list[dict[str, Any]], now: f
     phases = [line for line in json_lines(run / DETAILS) if "phase" in line]
     if total and made >= total:
         return "all steps are made"
-    last = last_line(run)
-    if not phases or (last and not steps):
-        return last
+    if not phases or not steps:
+        return last_line(run)
     newest = phases[-1]
     said = f"step {newest['step']}: {newest['phase']} for {timedelta(seconds=max(0, round(now - newest['at'])))}"
     left = seconds_left(steps, total - made) if steps and total else None

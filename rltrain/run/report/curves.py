@@ -69,14 +69,14 @@ def learning(frame: pd.DataFrame) -> Section:
     section = Section("Learning", "Bands are 95 % intervals of a mean over prompts.")
     score = _lines(frame, {"critic/score/mean": "score"}, {"critic/score/mean": "critic/score/sem"})
     section.charts += [line_chart("Training reward", score)] if score else []
-    core: dict[str, list[tuple[str, str, str]]] = {}
+    core: dict[str, dict[str, str]] = {}
     for name in frame.columns:
         if match := _CORE.fullmatch(name):
             source, variable, kind = match.groups()
-            core.setdefault(f"Validation: {variable}", []).append((name, f"{source} {kind.partition('/')[0]}", source))
+            core.setdefault(f"Validation: {variable}", {})[name] = f"{source} {kind.partition('/')[0]}"
     for title, names in core.items():
-        errors = {name: re.sub(r"val-core/(.*)/mean@", r"val-aux/\1/sem@", name) for name, *_ in names}
-        section.charts.append(line_chart(title, _lines(frame, {name: label for name, label, _ in names}, errors)))
+        errors = {name: re.sub(r"val-core/(.*)/mean@", r"val-aux/\1/sem@", name) for name in names}
+        section.charts.append(line_chart(title, _lines(frame, names, errors)))
     sources = {name: name.split("/", 1)[1].removesuffix("/score/mean") for name in frame.columns
                if name.startswith("train/") and name.endswith("/score/mean")}  # fmt: skip
     section.charts += [line_chart("Training reward by source", _lines(frame, sources))] if sources else []
@@ -132,7 +132,9 @@ def time(frame: pd.DataFrame, details: Mapping[int, StepDetails]) -> Section:
         first, last = steps["step"].iloc[[0, -1]]
         width = 0.9 * (float(last - first) / (len(steps) - 1) if len(steps) > 1 else 1.0)
         section.charts.append(stacked_bars("Phases of each step", steps["step"], parts, "seconds", width))
-    timed = {step: one for step, one in details.items() if one.spans}
+    # A step that is being saved has its details before its metrics.
+    known = set(frame["step"].astype(int))
+    timed = {step: one for step, one in details.items() if one.spans and step in known}
     if timed:
         last = max(timed)
         section.charts.append(_timeline(last, timed[last], frame))
@@ -150,7 +152,7 @@ def _timeline(step: int, one: StepDetails, frame: pd.DataFrame, said: str = "") 
     generations = [span for span in one.spans if span.phase == "gen"]
     line = frame[frame["step"] == step]
     if generations and one.replicas:
-        reshard = float(line["timing_s/reshard"].iloc[0]) if "timing_s/reshard" in line else 0.0
+        reshard = float(line["timing_s/reshard"].fillna(0).iloc[0]) if "timing_s/reshard" in line else 0.0
         begin, end = generations[-1].begin + reshard, generations[-1].end
         for place, ends in enumerate(one.replicas):
             half, most, last = (min(begin + seconds, end) for seconds in ends) if ends else (begin,) * 3

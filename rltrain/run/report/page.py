@@ -37,7 +37,7 @@ from rltrain.run.report.view import is_right, numbers_of, one_line, read_samples
 log = logging.getLogger(__name__)
 PAGE = "report.html"
 _MOST_ANSWERS, _MOST_PICTURES, _MOST_CHARS, _MOST_WARNINGS = 6, 2, 6_000, 40
-_PICTURE_PIXELS = 480
+_PICTURE_PIXELS = 320
 _ORIGIN = re.compile(r"(['\"])(?P<path>.*)\1 row (?P<row>\d+)")
 _WARNING = re.compile(r"\S+ \S+ (?:warning|error): ")
 
@@ -76,10 +76,8 @@ def _facts(
     frame: pd.DataFrame, settings: Mapping[str, Any], plan: Mapping[str, Any], environment: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
     """What stands at the head of the page."""
-    made, total = (
-        frame[frame["timing_s/step"].notna()] if "timing_s/step" in frame else frame[:0],
-        plan.get("total_steps"),
-    )
+    made = frame[frame["timing_s/step"].notna()] if "timing_s/step" in frame else frame[:0]
+    total = plan.get("total_steps")
     seconds = made["timing_s/wall"].fillna(made["timing_s/step"]).sum() if "timing_s/wall" in made else 0.0
     devices = f"{plan.get('num_nodes')} x {plan.get('devices_per_node')}" if plan else ""
     kinds = list(dict.fromkeys(map(str, environment.get("devices") or [])))

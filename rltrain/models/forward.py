@@ -196,6 +196,7 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
 
     num_parameters: all of them; trained_parameters: those with a gradient. matmul_parameters: those that a token is
     multiplied with (the head, not the input embedding or a vision tower; of the experts only those it is routed to).
+    expert_parameters: of all experts; idle_share: of those, how many a token is not routed to.
     attention_width: layers x heads x head size. cache_width: numbers that an engine keeps of a token. num_experts: of a
     layer. Where prompts may have images, also those of `tower_numbers`.
     """
@@ -220,6 +221,8 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
         "num_parameters": total,
         "trained_parameters": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
         "matmul_parameters": total - aside - round(idle * in_experts),
+        "expert_parameters": in_experts,
+        "idle_share": idle,
         "attention_width": layers * config.num_attention_heads * head_size,
         "cache_width": layers * width,
         "num_experts": experts,

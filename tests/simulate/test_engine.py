@@ -38,6 +38,11 @@ def test_a_step_takes_the_longer_of_reading_and_computing_and_a_fixed_time():
     assert speed.prefill_s(4) == 4 * 3 + 4**2 / 2
 
 
+def test_more_rows_read_more_experts():
+    speed = EngineSpeed(**STEADY | {"expert_bytes": 8.0, "idle_share": 0.5})
+    assert [speed.decode_s(rows, 0) for rows in (0, 1, 2, 100)] == pytest.approx([1, 1 + 4, 1 + 6, 1 + 8])
+
+
 def test_a_prompt_is_computed_once_for_its_answers():
     alone = answered([[1], [1]], prompt=10, flops_per_token=1.0)
     together = answered([[1, 1]], prompt=10, flops_per_token=1.0)

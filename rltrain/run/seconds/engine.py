@@ -33,6 +33,7 @@ class EngineSpeed:
     """One replica: what a decode step reads and computes, and how fast its devices together do so."""
 
     weight_bytes: float
+    """Without experts."""
     bytes_per_token: float
     """Of keys and values."""
     flops_per_token: float
@@ -47,10 +48,15 @@ class EngineSpeed:
     max_rows: int
     cache_tokens: int | None = None
     """Tokens that have room (None: as many as rows write)."""
+    expert_bytes: float = 0.0
+    """Of all experts; a token is not routed to `idle_share` of them."""
+    idle_share: float = 0.0
 
     def decode_s(self, rows: int, context: float) -> float:
         """Seconds of a decode step of so many rows, with so many tokens in front of them together."""
-        read = self.weight_bytes + self.bytes_per_token * context
+        # Of routers that choose evenly each row leaves an expert alone with probability `idle_share`.
+        weights = self.weight_bytes + self.expert_bytes * (1 - self.idle_share**rows)
+        read = weights + self.bytes_per_token * context
         computed = rows * self.flops_per_token + self.flops_per_pair * context
         return self.step_s + max(read / self.bandwidth, computed / self.flops)
 

@@ -153,8 +153,9 @@ def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, de
     step_s = assumed.step_ms / 1e3
     if devices > 1:
         step_s += 2 * _layers(cfg) * assumed.all_reduce_us / 1e6
+    chosen = (1 - sizes["idle_share"]) * sizes["expert_parameters"]
     return EngineSpeed(
-        weight_bytes=size.itemsize * sizes["matmul_parameters"],
+        weight_bytes=size.itemsize * (sizes["matmul_parameters"] - chosen),
         bytes_per_token=per_token,
         flops_per_token=2 * sizes["matmul_parameters"],
         flops_per_pair=4 * sizes["attention_width"],
@@ -163,6 +164,8 @@ def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, de
         step_s=step_s,
         max_rows=rollout.max_num_seqs,
         cache_tokens=cache,
+        expert_bytes=size.itemsize * sizes["expert_parameters"],
+        idle_share=sizes["idle_share"],
     )
 
 
@@ -266,6 +269,10 @@ def _left_out(cfg: Config, plan: Plan) -> list[str]:
         parts.append("the other model's forward within the update")
     if plan.passes.images:
         parts.append("images: the vision tower computes nothing here")
+    if cfg.actor_rollout_ref.actor.fsdp_config.expert_parallel_size > 1:
+        parts.append(
+            "expert parallelism: experts are gathered here as other weights are, and no token goes to another rank"
+        )
     if rollout.tail == "exact":
         parts.append("rollout.tail=exact: no guesses")
     if ENGINES[rollout.name].embedded and not get_device(cfg.trainer.device).is_cpu:

@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from rltrain.config.load import load_config, to_dict
+from rltrain.run.report.curves import sections
 from rltrain.run.report.details import length_bins, read_details
 from rltrain.run.report.page import page_of, write_page
-from rltrain.run.report.table import main
+from rltrain.run.report.table import main, read_metrics
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -84,6 +85,17 @@ def test_a_thousand_steps_are_less_than_three_megabytes(run):
     write_lines(run / "metrics.jsonl", [line(step) for step in range(1, 1001)])
     write_lines(run / "details.jsonl", [details(step) for step in range(1, 1001)])
     assert write_page(run).stat().st_size < 3_000_000
+
+
+def test_memory_is_shown_by_phase_and_owner(run):
+    sizes = {"update_actor/weights": 2.0, "update_actor/work": 7.0, "gen/others": 9.0, "gen/optimizer": 0.0}
+    memory = {f"perf/memory_gb/{name}": size for name, size in sizes.items()}
+    write_lines(run / "metrics.jsonl", [line(1), line(2, **memory), line(3)])
+    section = next(part for part in sections(pd.DataFrame(read_metrics(run)), {}) if part.title == "Memory")
+    chart = section.charts[0]
+    assert chart.x_range.factors == ["gen", "update_actor"], "in the order of a step"
+    found = chart.renderers[0].data_source.data
+    assert [list(found[owner]) for owner in ("weights", "work", "others")] == [[0, 2], [0, 7], [9, 0]]
 
 
 def test_a_run_that_has_metrics_alone_has_a_page_and_a_folder_that_is_none_a_sentence(tmp_path, run, capsys):

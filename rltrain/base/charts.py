@@ -102,12 +102,14 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", **settings: An
     return chart
 
 
-def stacked_bars(title: str, x: Any, parts: Mapping[str, Any], unit: str = "", width: float = 0.9) -> Any:
+def stacked_bars(
+    title: str, x: Any, parts: Mapping[str, Any], unit: str = "", width: float = 0.9, **settings: Any
+) -> Any:
     """A bar over every value of ``x``, of the parts on each other."""
     from bokeh.models import HoverTool
 
-    names, chart = list(parts), new_chart(title, unit, height=260)
-    columns = {"x": _small(x), **{name: _small(values) for name, values in parts.items()}}
+    names, chart = list(parts), new_chart(title, unit, height=260, **settings)
+    columns = {"x": x if isinstance(x, list) else _small(x), **{name: _small(values) for name, values in parts.items()}}
     drawn = chart.vbar_stack(
         names, x="x", width=width, source=columns, color=[colour for _, colour in colours(names)],
         legend_label=names, line_width=0,

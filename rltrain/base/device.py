@@ -137,18 +137,26 @@ class Device:
         size = 0 if self.is_cpu or memory is None else memory
         return replace(self, logits_elements=self.logits_elements * (1 + (size >= 30e9) + 2 * (size >= 75e9)))
 
-    def peak_memory_gb(self) -> dict[str, float]:
-        """``perf/*memory*`` metrics in GiB: peaks of this process since it started, and what is used on the machine
-        now.
-        """
+    def host_memory_gb(self) -> dict[str, float]:
+        """``perf/cpu_memory_*`` in GiB: the peak of this process since it started, and what the machine uses now."""
         # Linux gives ru_maxrss in KiB.
         memory = {"perf/cpu_memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         machine = _machine_memory()
-        memory["perf/cpu_memory_used_gb"] = (machine["MemTotal"] - machine["MemAvailable"]) / 2**30
-        if not self.is_cpu:
-            memory["perf/max_memory_allocated_gb"] = self._module().max_memory_allocated() / 2**30
-            memory["perf/max_memory_reserved_gb"] = self._module().max_memory_reserved() / 2**30
-        return memory
+        return memory | {"perf/cpu_memory_used_gb": (machine["MemTotal"] - machine["MemAvailable"]) / 2**30}
+
+    def take_peaks(self) -> tuple[int, int]:
+        """Bytes that tensors of this process took, and that its allocator held, at most since the last call. Not on a
+        CPU.
+        """
+        module = self._module()
+        peaks = int(module.max_memory_allocated()), int(module.max_memory_reserved())
+        module.reset_peak_memory_stats()
+        return peaks
+
+    def bytes_of_others(self) -> int:
+        """What others have of the device: an engine's process, the driver. Not on a CPU."""
+        free, total = self._module().mem_get_info()
+        return int(total - free - self._module().memory_reserved())
 
     def profiler(self, name: Path) -> Any:
         """A profiler that has not begun: start, stop, and torch's then export_chrome_trace and events. torch_npu's

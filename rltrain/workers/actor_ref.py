@@ -229,7 +229,7 @@ class ActorRefWorker(Actor):
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
             numbers = replace(numbers, expert_load=load.cpu().numpy())
-        return numbers
+        return replace(numbers, memory_gb=self.residency.memory_gb())
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)

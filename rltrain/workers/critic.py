@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
@@ -45,7 +46,8 @@ class CriticWorker(SavesState, Critic):
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """One optimizer step per mini-batch."""
         self.residency.enter("update_critic")
-        return self.updater.run(batch, mini_batches, learning_rate, self._loss)
+        numbers = self.updater.run(batch, mini_batches, learning_rate, self._loss)
+        return replace(numbers, memory_gb=self.residency.memory_gb())
 
     def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
         device = self._device.torch_device

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from rltrain.base.device import Device, resolve_dtype
+from rltrain.base.device import resolve_dtype
 from rltrain.base.errors import WorkerLost
 from rltrain.config.budgets import smaller
 from rltrain.config.passes import JUDGE_PHASE, PASSES
@@ -44,18 +41,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def device_is_full(error: Exception, cfg: Config, residency: Residency) -> WorkerLost:
     """The error that ends the run, in the phase that ``residency`` has entered."""
     device, phase = residency.device, residency.phase
-    parameters = list(
-        {id(weight): weight for model in residency.models.values() for weight in model.parameters()}.values()
-    )
-    states = [tensor for optim in residency.optimizers for state in optim.state.values() for tensor in state.values()]
-    resting = {
-        "weights": _bytes(parameters, device),
-        "gradients": _bytes([weight.grad for weight in parameters], device),
-        "optimizer": _bytes(states, device),
-    }
+    resting = residency.resting()
     allocated = device.allocated_bytes()
     parts = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
-    rest = ", ".join([*parts, f"{_gib(allocated - sum(resting.values()))} of engine, activations and gathered weights"])
+    rest = ", ".join([*parts, f"{_gib(allocated - resting.total())} of engine, activations and gathered weights"])
     rollout, policy = cfg.actor_rollout_ref.rollout, [residency.models["actor"]] if residency.models else []
     elements = sum(each.numel() for model in policy for name, each in model.named_parameters() if ".lora_" not in name)
     engine = elements * resolve_dtype(rollout.dtype, device).itemsize // rollout.tensor_model_parallel_size
@@ -67,13 +56,6 @@ def device_is_full(error: Exception, cfg: Config, residency: Residency) -> Worke
         f"{where}: the device ({size}) is out of memory. There were {rest}. ({text})\nMake room with one of\n  {keys}\n"
         "--dry-run tells what every phase needs."
     )
-
-
-def _bytes(tensors: Iterable[Any], device: Device) -> int:
-    """Of the tensors that are on the device; one storage counts once."""
-    own = [value.to_local() if isinstance(value, DTensor) else value for value in tensors if isinstance(value, Tensor)]
-    storages = [value.untyped_storage() for value in own if value.device.type == device.kind]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _gib(size: float) -> str:

@@ -13,6 +13,7 @@ which could not have their memory meanwhile.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -43,6 +44,11 @@ class Residency:
         self._engines: list[tuple[frozenset[str], Callable[[], object]]] = []
         self._residents: list[tuple[frozenset[str], _Resident]] = []
         self._queue = None if device.is_cpu else device.new_stream()
+        self._weight_bytes: dict[Role, int] = {}
+        self._peaks: dict[str, Counter[str]] = {}
+        """Bytes by owner at the peak of each phase since the start."""
+        self._most = (0, 0)
+        """What `Device.take_peaks` gives, since the start."""
 
     def add_engine(self, release: Callable[[], object], *phases: str) -> None:
         """Register an engine: it takes memory when weights are loaded, and releases it outside of these phases."""
@@ -50,6 +56,9 @@ class Residency:
 
     def add_model(self, role: Role, model: nn.Module, *phases: str, offload: bool) -> None:
         """Register a sharded model that ``phases`` need; with ``offload`` it rests on the host in all others."""
+        known = {id(weight) for other in self.models.values() for weight in other.parameters()}
+        # Now, as a forward may leave whole weights in their place.
+        self._weight_bytes[role] = sum(local(weight).nbytes for weight in model.parameters() if id(weight) not in known)
         self.models[role] = model
         if offload and self._queue is not None:
             self._residents.append((frozenset(phases), _Model(model, self.device, self._queue)))
@@ -75,6 +84,7 @@ class Residency:
 
         whole: weights will be read elsewhere than in a forward, so that kernels wait for all of them.
         """
+        self._measure()
         self.phase = phase
         leaving = [resident for phases, resident in self._residents if phase not in phases and resident.is_here]
         for resident in leaving:
@@ -92,8 +102,47 @@ class Residency:
                 if not resident.is_here:
                     resident.come()
                 resident.seen.add(phase)
-        if self._queue is not None and whole:
-            self.device.current_stream().wait_stream(self._queue)
+        if self._queue is not None:
+            self._take_peak()  # of the moves
+            if whole:
+                self.device.current_stream().wait_stream(self._queue)
+
+    def memory_gb(self) -> dict[str, float]:
+        """``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, together and by phase."""
+        found = self.device.host_memory_gb()
+        if self._queue is not None:
+            self._measure()
+            names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
+            found |= {name: size / 2**30 for name, size in zip(names, self._most, strict=True)}
+        for phase, owners in self._peaks.items():
+            found |= {f"perf/memory_gb/{phase}/{owner}": size / 2**30 for owner, size in owners.items()}
+        return found
+
+    def resting(self) -> Counter[str]:
+        """Bytes that weights, gradients and optimizer states have of the device now, gathered weights aside."""
+        here = [role for role, model in self.models.items() if self.is_here(model)]
+        grads = [weight.grad for role in here for weight in self.models[role].parameters() if weight.grad is not None]
+        states = [value for optim in self.optimizers for state in optim.state.values() for value in state.values()]
+        own = [local(state) for state in states if isinstance(state, Tensor)]
+        return Counter(
+            weights=sum(self._weight_bytes[role] for role in here),
+            gradients=sum(local(grad).nbytes for grad in grads),
+            optimizer=sum(state.nbytes for state in own if state.device.type == self.device.kind),
+        )
+
+    def _measure(self) -> None:
+        """Remember who has the device at the peak of the phase that is there, where it is the largest so far."""
+        if self._queue is not None:
+            owners = self.resting()
+            del owners["gradients"]  # the work of an update, which is done
+            owners["work"] = max(0, self._take_peak() - owners.total())
+            owners["others"] = self.device.bytes_of_others()
+            self._peaks[self.phase] = max(self._peaks.get(self.phase, owners), owners, key=Counter.total)
+
+    def _take_peak(self) -> int:
+        peaks = self.device.take_peaks()
+        self._most = max(self._most[0], peaks[0]), max(self._most[1], peaks[1])
+        return peaks[0]
 
 
 @dataclass

@@ -109,7 +109,6 @@ class Updater:
             shares=_stacked([_parts(share) for share in shares]),
             token_sums=_stacked([share.token_sums for share in shares]),
             measured=measure(shares[0].measured) if measure and shares else {},
-            memory_gb=self._device.peak_memory_gb(),
         )
 
     def _step(

@@ -171,7 +171,7 @@ TORCH_NPU = Package(
     attributes={
         "torch_npu.npu:":
             "Stream current_stream device_count empty_cache get_device_name max_memory_allocated max_memory_reserved "
-            "memory_allocated mem_get_info set_device stream synchronize",
+            "memory_allocated memory_reserved mem_get_info reset_peak_memory_stats set_device stream synchronize",
         "torch_npu.npu.memory:": "_dump_snapshot _record_memory_history _set_allocator_settings",
         "torch_npu.profiler:": "profile tensorboard_trace_handler",
         "torch_npu:": "npu_fusion_attention",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch_npu
@@ -125,6 +126,8 @@ def offloads(folder: str) -> None:
     saves_move_nothing(*all_workers, Path(folder))
     worker.residency.enter("gen")
     moved = [*worker.policy.parameters(), *worker.reference.parameters(), *states(worker)]
+    peaks_by_phase(worker.residency, *(sum(each.to_local().nbytes for each in part) / 2**30 for part in (
+        list(worker.policy.parameters()), list(worker.reference.parameters()), states(worker))))  # fmt: skip
     assert {each.to_local().device.type for each in moved} == {"cpu"}
     assert all(each.to_local().is_pinned() for each in moved)
     addresses = [each.to_local().data_ptr() for each in moved]
@@ -144,6 +147,19 @@ def offloads(folder: str) -> None:
     assert all(map(torch.equal, trained(worker), results[-1][1:])), "what a checkpoint reads has arrived"
     dist.destroy_process_group()
     padded_shards_rest_too()
+
+
+def peaks_by_phase(residency: Residency, policy: float, reference: float, moments: float) -> None:
+    """A phase has what it needs and its own work; sizes in GiB."""
+    found = residency.memory_gb()
+    expected = {"old_log_prob": (policy, 0), "ref": (reference, 0), "update_actor": (policy, moments)}
+    for phase, (weights, optimizer) in expected.items():
+        own = {name: found[f"perf/memory_gb/{phase}/{name}"] for name in ("weights", "optimizer", "work", "others")}
+        assert own["weights"] == weights, phase
+        assert own["optimizer"] == pytest.approx(optimizer, rel=0.01), "beside the moments there are step counters"
+        assert 0 < own["work"] < found["perf/max_memory_allocated_gb"], phase
+        assert own["weights"] + own["optimizer"] + own["work"] <= found["perf/max_memory_allocated_gb"], phase
+    assert not residency.resting().total(), "in generation all that can rest on the host does"
 
 
 def padded_shards_rest_too() -> None:
@@ -324,7 +340,8 @@ def tells_a_full_device(folder: str) -> None:
     prompts = {"train": encode_prompts(read_rows(f"{folder}/train.parquet"), chat_encoder(cfg), bench.PROMPT, True)}
     passes = make_plan(cfg, len(prompts["train"])).passes
     standin, enter, decode = torch_npu.npu.standin, Residency.enter, KeyValues.decode
-    for phase in ("start", *(name for name in device_phases() if name != "reward")):
+    absent = {"reward", "judge", "teacher"}  # models that this run lacks
+    for phase in ("start", *(name for name in device_phases() if name not in absent)):
 
         def entered(self: Residency, entering: str, *, whole: bool = False, phase: str = phase) -> None:
             if entering == phase != "gen":

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from rltrain.base.charts import Line, Section, heat_chart, line_chart, spans_chart, stacked_bars
+from rltrain.config.passes import device_phases
 from rltrain.run.report.details import BINS_PER_OCTAVE, StepDetails
 from rltrain.run.report.table import PHASES
 
@@ -17,6 +18,9 @@ from rltrain.run.report.table import PHASES
 _SIGMAS = 1.96
 _CORE = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|maj)@\d+(?:/mean)?)")
 _MOST_BARS = 400
+_OWNER = re.compile(r"perf/memory_gb/(\w+)/(\w+)")
+_OWNERS = ("weights", "optimizer", "work", "others")
+_ON_DEVICE = ("start", *device_phases())
 # Title, unit, and the metrics of a chart with their labels.
 Chart = tuple[str, str, Mapping[str, str]]
 _UPDATE: list[Chart] = [
@@ -164,7 +168,21 @@ def _timeline(step: int, one: StepDetails, frame: pd.DataFrame, said: str = "") 
 
 def memory(frame: pd.DataFrame) -> Section:
     """What was held."""
-    return Section("Memory", charts=_charts(frame, _MEMORY))
+    section = Section("Memory")
+    last = frame.ffill().tail(1).to_dict("records")
+    found = [(match[1], match[2], value) for name, value in (last[0] if last else {}).items()
+             if (match := _OWNER.fullmatch(name)) and value > 0]  # fmt: skip
+    if found:
+        phases = sorted({phase for phase, *_ in found}, key=_ON_DEVICE.index)
+        size = {(phase, owner): value for phase, owner, value in found}
+        parts = {owner: [size.get((phase, owner), 0.0) for phase in phases] for owner in _OWNERS}
+        section.note = (
+            "By phase: what was there at its peak, each the largest of all ranks and steps. Work are gradients, "
+            "activations, gathered weights and an embedded engine; others are an engine's own process and the driver."
+        )
+        section.charts.append(stacked_bars("A device by phase", phases, parts, "GiB", 0.7, x_range=phases))
+    section.charts += _charts(frame, _MEMORY)
+    return section
 
 
 def trouble(frame: pd.DataFrame) -> Section:

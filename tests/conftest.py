@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import subprocess
+from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,6 +36,21 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.pluginmanager.register(FaultTable())
     config.pluginmanager.register(LeftOut())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test that is marked ``few(n)`` the ordinary run makes n, evenly spread; the others are long."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("long"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        (number,) = cases[0].get_closest_marker("few").args
+        made = {len(cases) * place // number for place in range(number)}
+        for place, item in enumerate(cases):
+            if place not in made:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_unconfigure():

@@ -74,6 +74,7 @@ def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -99,6 +100,7 @@ def test_what_a_run_refuses_ends_with_two(dry, changes, words, monkeypatch):
     assert words in refused(dry, **changes)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -243,6 +243,7 @@ def test_tools_that_the_policy_was_not_shown_are_refused(room):
     assert "the request has the tools echo, fly, and the policy was shown doze, echo" in failed
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("attempt", "status", "words"),
     [
@@ -289,6 +290,7 @@ def test_a_request_of_a_trajectory_that_is_given_up_gets_an_answer(room):
     assert (told["status"], told["code"]) == (401, "unknown_trajectory")
 
 
+@pytest.mark.long
 def test_an_agent_that_is_begun_again_says_what_it_said(room):
     number = room.begin("talks", turn(text="one"))
     room.asked()

@@ -75,6 +75,7 @@ def test_without_the_standard_deviation(name, batch):
     assert estimate(name, *batch, cfg=cfg) == pytest.approx(getattr(slow, name)(*batch[:2], by_std=False), abs=1e-9)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", OUTCOME)
 @given(batch=answers(), random=st.randoms(use_true_random=False))
 def test_the_order_of_samples_does_not_matter(name, batch, random):

@@ -101,6 +101,7 @@ def test_the_gradient_is_that_of_finite_differences(name):
     assert torch.autograd.gradcheck(losses, (new,))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted(STOPPED))
 @given(columns=rows())
 def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
@@ -245,6 +246,7 @@ def test_a_step_raises_good_tokens_and_lowers_bad_ones(name):
     assert ((after - log_probs).sign() == advantages.sign()).all()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", LOSSES)
 @given(columns=rows())
 def test_a_silent_loss_has_no_gradient_without_advantage(name, columns):
@@ -268,6 +270,7 @@ def test_the_losses_that_select_tokens_promise_nothing():
     assert float(inputs.log_probs.grad) != 0
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", LOSSES)
 @given(columns=rows(), cut=st.integers(0, 4), random=st.randoms(use_true_random=False))
 def test_any_cut_and_order_give_the_same_loss(name, columns, cut, random):

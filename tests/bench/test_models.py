@@ -20,6 +20,7 @@ def test_the_page_of_families_is_the_one_that_is_written():
     assert re.sub(made, "", page_of(list(found.values()))) == re.sub(made, "", page)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss", "diffllama", "stablelm", "bloom", "falcon", "jamba"])
 def test_a_row_of_the_page_is_true(name, process_group):
     cells = row_of(name, vllm=False).split(" | ")

@@ -23,6 +23,7 @@ def problems(words: list[str]) -> str:
     return ""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("value", ["word", "3", "-7.5", "[a,1]", "[]", "{a:1}", "[[1],{a:2}]", "{a:{b:[1]}}"])
 def test_any_value_of_any_key_is_taken_or_refused_by_name(value):
     """All keys together, and then those alone that take the value, so that every rule sees it."""

@@ -65,6 +65,7 @@ def test_sizes_of_a_saved_tree_mean_what_they_meant(version, tmp_path):
     assert eager is (True if version == "5" else None)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("version", "579")
 @pytest.mark.parametrize("chosen", [{}, CHOSEN])
 def test_a_saved_tree_of_verl_loads_without_a_word(version, chosen, tmp_path):

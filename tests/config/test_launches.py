@@ -194,6 +194,7 @@ def walk(stand_ins, seeing, calling, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: f"{launch.version}-{launch.name}")
 def test_a_recorded_launch_ends_as_recorded(launch, walk):
     refusal = walk(launch)

@@ -249,6 +249,7 @@ def test_a_recipe_says_what_its_source_says(name, typed):
     assert tuple(get(config, key) for key in _KEYS) == PUBLISHED[name]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_recipe_would_run_on_its_devices(row, dry, monkeypatch):
     # Seconds each: see below.

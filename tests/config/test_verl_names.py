@@ -45,6 +45,7 @@ OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s", "trainer.s
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("key", [key for key in all_keys() if key not in OWN_NULL | set(NO_NULL)])
 def test_null_is_the_default_of_every_key(key):
     default, declared = get(load_config([]).config, key), all_keys()[key].default

@@ -235,6 +235,7 @@ def test_reasoning_gym_mistakes_are_named(capsys, tmp_path):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("script", "options"),
     [

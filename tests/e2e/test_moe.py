@@ -27,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize("expert_parallel_size", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("expert_parallel_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_two_ranks_count_and_balance_the_load_as_one_does(arithmetic_files, tmp_path, expert_parallel_size):
     model, found = save_moe(tmp_path / "model"), []
     shared = {"trainer__n_gpus_per_node": 2, SIZE: expert_parallel_size}

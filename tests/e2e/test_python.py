@@ -66,6 +66,7 @@ def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithm
     assert "another experiment" not in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("kind", ["critic and reference", pytest.param("adapters", marks=pytest.mark.long)])
 def test_evaluation_of_a_checkpoint_needs_the_policy_and_the_validation_alone(

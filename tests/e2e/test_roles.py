@@ -67,6 +67,7 @@ def test_a_run_with_all_roles_resumes_bit_for_bit(straight_run, tiny_model, arit
     assert [one[name] for name in same] == [other[name] for name in same]
 
 
+@pytest.mark.long
 def test_a_data_source_without_a_scorer_needs_no_rule_reward(tiny_model, arithmetic_files, reward_model, tmp_path):
     table = pq.read_table(arithmetic_files[0]).to_pylist()
     for row in table:

@@ -96,17 +96,20 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             marks=pytest.mark.long,
         ),
         {"trainer__n_gpus_per_node": 2},
-        {
-            "trainer__n_gpus_per_node": 2,
-            "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,
-            "actor_rollout_ref__ref__ulysses_sequence_parallel_size": 1,
-        },
+        pytest.param(
+            {
+                "trainer__n_gpus_per_node": 2,
+                "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,
+                "actor_rollout_ref__ref__ulysses_sequence_parallel_size": 1,
+            },
+            marks=pytest.mark.long,
+        ),
         {
             "trainer__n_gpus_per_node": 2,
             "trainer__overlap": True,
             "actor_rollout_ref__actor__fsdp_config__fsdp_size": 1,
         },
-        {"reward__overlap": False},
+        pytest.param({"reward__overlap": False}, marks=pytest.mark.long),
         # Replicas that serve one queue: tests/workers/test_replicas.py has them in every run.
         pytest.param({"trainer__n_gpus_per_node": 2, R + "name": "vllm"}, marks=pytest.mark.long),
         pytest.param(
@@ -354,6 +357,7 @@ def test_a_run_that_would_meet_old_checkpoints_is_refused(reference_run, tiny_mo
     assert "already holds a checkpoint of step 2" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_weights_alone_start_a_new_run(reference_run, tiny_model, arithmetic_files, tmp_path):
     args = small_run(
         tiny_model, arithmetic_files, tmp_path, trainer__resume_mode="resume_path", trainer__resume_weights_only=True,
@@ -391,6 +395,7 @@ def test_a_run_with_all_its_steps_says_so_and_starts_nothing(
     assert (reference_run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.long
 def test_a_last_validation_that_was_cut_short_is_made_up(reference_run, tiny_model, arithmetic_files, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(reference_run, folder)
@@ -429,6 +434,7 @@ def test_a_reward_outage_saves_what_was_learned_before(tiny_model, arithmetic_fi
     assert [entry.name for entry in folder.glob("global_step_*")] == ["global_step_2"]
 
 
+@pytest.mark.long
 def test_a_custom_reward_function_is_used(tiny_model, arithmetic_files, tmp_path):
     scorer = tmp_path / "reward.py"
     (tmp_path / "rule_of_mine.py").write_text("def is_short(text):\n    return len(text) < 4\n")

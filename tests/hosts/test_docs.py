@@ -90,6 +90,7 @@ def typed(host, line: str):
     return host.start(line, {"PYTHONPATH": checkout}, cwd=checkout)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "line",
     [pytest.param(each, marks=pytest.mark.long) if each == "bash run.sh --dry-run" else each for each in ONE_NODE],

@@ -43,6 +43,7 @@ def found(output: str) -> dict:
     return {rank["node"]: rank["variables"] for rank in seen["ranks"]}
 
 
+@pytest.mark.long
 def test_variables_reach_every_node_and_each_finds_its_card(hosts):
     given = {
         "GLOO_X": 1, "HCCL_WHITELIST_DISABLE": 1, "NCCL_DEBUG": "WARN", "PYTORCH_X": "a", "VLLM_LOGGING_LEVEL": "INFO",

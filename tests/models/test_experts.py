@@ -140,6 +140,7 @@ def found(tmp_path_factory, request):
     return torch.load(folder / "found.pt"), expected
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_scores_gradients_and_a_step_are_those_of_one_process(found, case):
     everyone, expected = found[0], found[1][case[0]]

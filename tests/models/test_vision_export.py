@@ -101,6 +101,7 @@ def trained(policy, encoder: ChatEncoder) -> torch.Tensor:
         return policy.eval()(pack(batch, CPU), 1.0).log_probs
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_export_says_of_images_what_was_trained(folder, mode, tmp_path):
     policy, out = make(folder, **MODES[mode]), tmp_path / "out"
@@ -212,6 +213,7 @@ def test_a_dtype_that_stands_at_the_decoder_is_the_models(folders, tmp_path):
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
 def test_a_checkpoint_brings_back_every_weight_and_moment(family, mode, folders, tmp_path):

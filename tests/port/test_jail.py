@@ -71,6 +71,7 @@ def test_no_process_of_the_machine_is_reached(tmp_path):
     assert int(launch[-1].partition("=")[2]) < 10
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "attack",
     [

@@ -457,6 +457,7 @@ def at(tree, key):
     return functools.reduce(operator.getitem, key.split("."), tree)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("launch", RUNNING[::9], ids=lambda launch: f"{launch.version} {launch.name}")
 def test_a_ported_launch_means_what_it_means_unported(launch):
     words = [word.partition("=") for word in launch.words if not word.startswith("--")]

@@ -149,6 +149,7 @@ ENDING = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("length", "program"), [*(("brief", each) for each in ENDLESS), *(("allowed", each) for each in ENDING)]
 )

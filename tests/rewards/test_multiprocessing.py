@@ -47,6 +47,7 @@ BODIES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_processes_started_by_a_reward_function_find_its_functions(custom, tmp_path, method, body):

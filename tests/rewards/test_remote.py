@@ -205,7 +205,7 @@ def test_too_little_memory_for_a_scorer_is_refused():
 
 def test_the_pool_scores_at_the_address_and_checks_it_first(local_ray, serve, pool, rows):
     server = serve(echo)
-    made = pool(rows, url=server.url, url_concurrency=2, timeout_s=60.0)
+    made = pool(rows, url=server.url, url_concurrency=2, timeout_s=15.0)
     assert [score.value for score in made.score_truths("train")] == [2.0]
     scoring = made.begin_scoring("train", 4)
     scoring.add(local_ray.put(["a", "bb", "ccc", "dddd"]), np.arange(4), np.arange(4))

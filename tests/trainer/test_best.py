@@ -102,6 +102,7 @@ def run(tiny_trainer, tmp_path):
     return run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("freq", "before", "validated"),
     [(-1, True, [0, 3]), (0, True, [0, 3]), (-1, False, []), (2, True, [0, 2, 3]), (2, False, [2, 3])],

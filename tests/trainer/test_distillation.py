@@ -84,6 +84,7 @@ def test_an_estimate_has_a_pass_that_reads_the_teacher(taught, teacher):
     assert trainer.plan.passes.describe(1) == "gen, reward, teacher, adv, update_actor"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [{MODE: "reverse_kl"}, {MODE: "forward_kl", "actor_rollout_ref__model__lora_rank": 8, ACTOR + "optim__lr": 2e-2}],

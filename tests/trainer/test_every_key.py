@@ -246,6 +246,7 @@ LONG = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("key", [pytest.param(key, marks=[pytest.mark.long] * (key in LONG)) for key in CASES])
 def test_a_key_has_an_effect_or_a_line_says_why_not(traces, key):
     value, surroundings = CASES[key]

@@ -8,6 +8,7 @@ from tests.tiny_tools import tool_run
 FAMILIES = [pytest.param(name, marks=[] if of.is_fast else pytest.mark.long) for name, of in CALLING.items()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probs_masks_and_contexts_of_several_turns(process_group, tiny_trainer, tmp_path, name):
     calling = CALLING[name]

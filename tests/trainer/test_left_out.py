@@ -43,6 +43,7 @@ def weights(make, failed_score: float, failed: list[int], **changes):
     return moved.by_role(), metrics
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_no_weight_knows_of_an_answer_that_failed(make, case):
     one, metrics = weights(make, 0.0, [0, 5], **CASES[case])

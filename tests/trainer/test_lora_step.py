@@ -65,6 +65,7 @@ def frozen_of(model) -> torch.Tensor:
 ALWAYS = ("kl loss", "exact kl in reward, gae", "gae, a critic with adapters")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name in VARIANTS]
 )
@@ -204,6 +205,7 @@ def test_a_resumed_run_must_have_the_same_adapters(make):
     assert lora != scaled
 
 
+@pytest.mark.long
 def test_adapters_learn_what_all_weights_learn(make, monkeypatch):
     """Reward: the share of ones in the answer."""
     monkeypatch.setattr(local, "find_scorer", lambda source: lambda text, *rest: text.count("1") / max(len(text), 1))

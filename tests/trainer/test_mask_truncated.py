@@ -56,6 +56,7 @@ def test_the_loss_is_that_of_the_others_over_their_counts(make, mode):
     assert answered.metrics["response/truncated_masked"] == len(CUT)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "changes",
     [

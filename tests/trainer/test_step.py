@@ -46,6 +46,7 @@ OF_ANSWERS = ["rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline"
 LONG = {name for name in VARIANTS if name.startswith("loss ")}.difference(LOSSES).union(OF_ANSWERS)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in VARIANTS]
 )

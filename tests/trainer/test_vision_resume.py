@@ -40,6 +40,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(values, other[name]) for name, values in one.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_steps_with_pictures_resume_bit_for_bit(name, tmp_path):
     family, changes = RUNS[name]

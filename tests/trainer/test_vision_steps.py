@@ -62,6 +62,7 @@ def make(models, files, tmp_path):
     return trainer
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_with_pictures_do_not_depend_on_the_cut(make, variant):
     (family, changes), found = VARIANTS[variant], []
@@ -192,6 +193,7 @@ class Count:
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_keeps_its_pictures_over_several_turns(make, tmp_path, family):
     (tmp_path / "own.py").write_text(COUNT)

@@ -135,6 +135,7 @@ def gap(policy, engine) -> float:
     return float((found.log_probs.values - own).abs().max())
 
 
+@pytest.mark.few(1)
 def test_each_sync_brings_the_trainers_adapters(policy, engine, sync):
     for version in range(3):
         move(policy, version)

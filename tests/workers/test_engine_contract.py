@@ -174,6 +174,7 @@ def answers(generation) -> list[list[int]]:
     return [row.tolist() for row in generation.tokens.rows()]
 
 
+@pytest.mark.few(2)
 def test_greedy_answers_are_those_of_transformers(ready, plain):
     generated = generate(ready, Sampling(12, greedy=True), PROMPTS, 1)
     assert answers(generated) == [greedy(plain, prompt) for prompt in PROMPTS]
@@ -239,6 +240,7 @@ def distribution(engine, sampling, prompt, count=400):
     return np.bincount([answer[0] for answer in answers(generated)], minlength=20) / count
 
 
+@pytest.mark.few(2)
 def test_every_sampling_key_has_its_effect(ready, plain):
     prompt = PROMPTS[0]
     with torch.no_grad():

@@ -134,6 +134,7 @@ def by_trainer(policy, asked, found: list[list[int]], temperature=1.0) -> torch.
     return policy(pack(Batch(rows), torch.device("cpu")), temperature).log_probs
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sampling", [Sampling(12), Sampling(12, temperature=1.7, ignore_eos=True)])
 def test_log_probs_are_the_trainers_and_placeholders_never_drawn(ready, sampling):
     """Several images to a prompt and none, in one batch; placeholders would win some draws, and stay in the softmax."""

@@ -95,6 +95,7 @@ def test_greedy_equals_transformers_while_rows_leave_and_enter(plain):
         assert answer == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("family", "block"), [*itertools.product(FAMILIES, (4, 64)), *((family, 4) for family in KINDS)]
 )
@@ -109,6 +110,7 @@ def test_greedy_takes_the_likeliest_token_of_every_family(family, block):
         assert answer.tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", [*FAMILIES, *KINDS])
 def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
     plain = plain_model(family)
@@ -147,6 +149,7 @@ def test_an_answer_depends_on_neither_order_nor_neighbours(plain):
     assert answers(serve(engine, queue_of(jobs[2:3]), Sampling(40))) == expected[8:12]
 
 
+@pytest.mark.long
 def test_rows_of_very_different_age_share_the_batch(plain):
     """Blocks of columns are dropped, holes are filled, prompts leave and longer ones come."""
     jobs = jobs_of(PROMPTS * 4, 3, seed=5)  # no draw comes within 1e-5 of the border between two tokens

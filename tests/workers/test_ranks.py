@@ -178,6 +178,7 @@ def found(tmp_path_factory, request):
     return {case: each for file in files for case, each in file.items()}
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-{}-{}".format(*case))
 def test_the_number_of_processes_changes_no_loss_or_gradient(found, case):
     (metrics, gradients), (other_metrics, other_gradients) = found[1, 1, case[-1]], found[case]

@@ -164,6 +164,7 @@ def by_sample(version: list[tuple]) -> dict[int, list[int]]:
     return {sample: row for ids, rows, *_ in version for sample, row in zip(ids, rows, strict=True)}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("cut", CASES)
 def test_answers_do_not_depend_on_who_serves_them(found, cut):
     like = found[LIKE.get(cut.split()[0], cut)]
@@ -172,6 +173,7 @@ def test_answers_do_not_depend_on_who_serves_them(found, cut):
         assert by_sample(version) == by_sample(expected)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("cut", CASES)
 def test_every_policy_version_is_what_the_engine_generates_with(found, cut):
     answers = [by_sample(version) for version in found[cut]]

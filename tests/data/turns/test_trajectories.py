@@ -112,6 +112,7 @@ def normal(name, text, has_users):
     return REASONING.sub("", text) if name in REASONS and has_users else text
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "counting"])
 def test_a_trajectory_decodes_to_the_whole_render(family, name):
     encoder = family(name)

@@ -1,0 +1,103 @@
+"""What it costs a step to be watched: details for the page, two trackers, answers that are kept and dumped.
+
+    python -m bench.watched [--groups 16]
+
+One run on one CPU process, whose steps are alike: answers do not end by themselves. Of every six steps two are made
+without, two with all of it, and two without once more as a control, in a mirrored order, so that what else the machine
+does falls on all of them. The page is written behind the last step, and timed. Writes bench/results/watched_cpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import rltrain
+from bench.table import write
+from rltrain.run.report.archive import Archive
+from rltrain.run.report.details import Details
+from rltrain.run.report.page import write_page
+from rltrain.run.report.tracking import Sender
+from tests.tiny import save_tiny_model, small_run, write_arithmetic
+
+PROMPTS, ANSWERS, LENGTH = 16, 8, 24
+KINDS = ("without", "with", "without, again")
+ORDER = (*KINDS, *reversed(KINDS))
+WARM_UP = 2
+
+
+def seconds(root: Path, num_groups: int) -> np.ndarray:
+    """[groups, kinds]: mean seconds of a step, from its begin to that of the next."""
+    begins: list[float] = []
+    before, last = Details.before_step, WARM_UP + num_groups * len(ORDER) + 1
+
+    def begin(self: Details, step: int) -> None:
+        begins.append(time.perf_counter())
+        before(self, step)
+
+    def where_watched(method: Any, instead: Any = None) -> Any:
+        def chosen(*arguments: Any, **named: Any) -> Any:
+            number = len(begins) - 1 - WARM_UP
+            watched = number < 0 or ORDER[number % len(ORDER)] == "with"
+            return method(*arguments, **named) if watched else instead
+
+        return chosen
+
+    changes = {
+        "data__train_batch_size": PROMPTS, "data__max_response_length": LENGTH, "trainer__total_training_steps": last,
+        "actor_rollout_ref__rollout__n": ANSWERS, "actor_rollout_ref__actor__ppo_mini_batch_size": PROMPTS // 2,
+        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 8192, "actor_rollout_ref__rollout__ignore_eos": True,
+        "trainer__save_freq": -1, "trainer__test_freq": -1, "trainer__logger": "[console,tensorboard,wandb]",
+        "trainer__rollout_data_dir": root / "dumps",
+    }  # fmt: skip
+    model = save_tiny_model(root / "model", width=128)
+    files = write_arithmetic(root / "train.parquet", range(200)), write_arithmetic(root / "val.parquet", range(6))
+    with (
+        mock.patch.object(Details, "before_step", begin),
+        mock.patch.object(Details, "on_step", where_watched(Details.on_step, {})),
+        mock.patch.object(Archive, "on_step", where_watched(Archive.on_step, {})),
+        mock.patch.object(Sender, "put", where_watched(Sender.put)),
+    ):
+        rltrain.train(small_run(model, files, root / "run", **changes))
+    steps = np.array([end - start for start, end in itertools.pairwise(begins)][WARM_UP:]).reshape(-1, len(ORDER))
+    return (steps[:, : len(KINDS)] + steps[:, : len(KINDS) - 1 : -1]) / 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=16, help="of six steps")
+    arguments = parser.parse_args()
+    os.environ["WANDB_MODE"] = "offline"
+    with tempfile.TemporaryDirectory() as name:
+        found = seconds(Path(name), arguments.groups)
+        started = time.perf_counter()
+        write_page(Path(name) / "run")
+        page_s = time.perf_counter() - started
+    ratios = 100 * np.log(found / found[:, :1])
+    errors = ratios.std(0, ddof=1) / len(ratios) ** 0.5
+    write(
+        "watched_cpu.md",
+        f"python -m bench.watched --groups {arguments.groups}",
+        f"Of {6 * len(ratios)} steps of {PROMPTS} prompts x {ANSWERS} answers of {LENGTH} tokens a third each: console "
+        "and metrics.jsonl alone; details, TensorBoard, wandb (offline), samples and dumps beside them; and alone once "
+        "more, which shows the noise. From the begin of a step to that of the next; differences are means over groups "
+        "of six steps in mirrored order.",
+        ("steps", "median, s", "difference", "standard error"),
+        [
+            f"| {kind} | {median:.3f} | {mean:+.1f} % | {error:.1f} % |"
+            for kind, median, mean, error in zip(KINDS, np.median(found, 0), ratios.mean(0), errors, strict=True)
+        ],
+        f"The page took {page_s:.1f} s behind the last step.",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from tests.slow_disk import slow_disk
 from tests.tiny import small_run
 
 LIMIT_S = 30
-BYTES_PER_S = 100_000
+BYTES_PER_S = 40_000
 
 
 @pytest.fixture

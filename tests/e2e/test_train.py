@@ -176,8 +176,8 @@ def test_every_timer_is_there_and_the_phases_add_up(reference_run):
             line[f"timing_s/{name}"] for name in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor")
         )
         assert phases + line["timing_s/other"] == pytest.approx(line["timing_s/step"])
-        # On a busy machine the driver waits its turn for some milliseconds, whatever the length of the step.
-        assert 0 <= line["timing_s/other"] < 0.03 * line["timing_s/step"] + 0.02
+        # On a busy machine the driver waits its turn, whatever the length of the step.
+        assert 0 <= line["timing_s/other"] < 0.1 * line["timing_s/step"] + 0.1
         assert line["timing_s/reshard"] + line["timing_s/generate_sequences"] <= line["timing_s/gen"]
     assert {"timing_s/testing", "timing_s/save_checkpoint"} <= lines[-1].keys()
 

@@ -290,6 +290,7 @@ def test_a_request_of_a_trajectory_that_is_given_up_gets_an_answer(room):
     assert (told["status"], told["code"]) == (401, "unknown_trajectory")
 
 
+# At every run: tests/trainer/test_agents.py.
 @pytest.mark.long
 def test_an_agent_that_is_begun_again_says_what_it_said(room):
     number = room.begin("talks", turn(text="one"))

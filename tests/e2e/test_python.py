@@ -66,6 +66,7 @@ def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithm
     assert "another experiment" not in caplog.text
 
 
+# At every run: tests/e2e/test_evaluate.py.
 @pytest.mark.long
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("kind", ["critic and reference", pytest.param("adapters", marks=pytest.mark.long)])

@@ -76,6 +76,7 @@ def test_a_corpus_is_searched(run, tmp_path):
     assert answers["tool_errors"].sum() == 0
 
 
+# At every run: tests/agents/ready.
 @pytest.mark.long
 @pytest.mark.usefixtures("joined")
 def test_a_program_is_run_where_that_was_allowed(run, tmp_path):

@@ -176,9 +176,10 @@ def test_every_timer_is_there_and_the_phases_add_up(reference_run):
             line[f"timing_s/{name}"] for name in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor")
         )
         assert phases + line["timing_s/other"] == pytest.approx(line["timing_s/step"])
-        # On a busy machine the driver waits its turn, whatever the length of the step.
-        assert 0 <= line["timing_s/other"] < 0.1 * line["timing_s/step"] + 0.1
+        assert line["timing_s/other"] >= 0
         assert line["timing_s/reshard"] + line["timing_s/generate_sequences"] <= line["timing_s/gen"]
+    # Work that no phase has is in both steps; on a busy machine the driver waits its turn in one or the other.
+    assert any(line["timing_s/other"] < 0.03 * line["timing_s/step"] + 0.02 for line in lines)
     assert {"timing_s/testing", "timing_s/save_checkpoint"} <= lines[-1].keys()
 
 
@@ -357,7 +358,6 @@ def test_a_run_that_would_meet_old_checkpoints_is_refused(reference_run, tiny_mo
     assert "already holds a checkpoint of step 2" in capsys.readouterr().err
 
 
-@pytest.mark.long
 def test_weights_alone_start_a_new_run(reference_run, tiny_model, arithmetic_files, tmp_path):
     args = small_run(
         tiny_model, arithmetic_files, tmp_path, trainer__resume_mode="resume_path", trainer__resume_weights_only=True,
@@ -395,7 +395,6 @@ def test_a_run_with_all_its_steps_says_so_and_starts_nothing(
     assert (reference_run / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.long
 def test_a_last_validation_that_was_cut_short_is_made_up(reference_run, tiny_model, arithmetic_files, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(reference_run, folder)
@@ -434,6 +433,7 @@ def test_a_reward_outage_saves_what_was_learned_before(tiny_model, arithmetic_fi
     assert [entry.name for entry in folder.glob("global_step_*")] == ["global_step_2"]
 
 
+# At every run: tests/rewards/test_pool.py.
 @pytest.mark.long
 def test_a_custom_reward_function_is_used(tiny_model, arithmetic_files, tmp_path):
     scorer = tmp_path / "reward.py"

@@ -163,6 +163,7 @@ def test_what_cannot_be_read_is_asked_again_with_the_rest_left_alone(local_ray, 
     assert len(scoring.messages(everybody)) == 0
 
 
+# At every run: tests/rewards/test_judge_pool.py.
 @pytest.mark.long
 def test_a_judge_that_says_nothing_of_most_answers_ends_the_run_as_one_behind_a_server(local_ray, pool, rows):
     made = pool(rows, judge=JudgeConfig(), reward_model=here())

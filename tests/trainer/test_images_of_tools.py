@@ -84,7 +84,6 @@ PLAYED = [("qwen2_5_vl", "Room"), ("qwen3_vl", "Walk")]
 SOMETIMES = [(family, who) for family in FAMILIES for who in ("Room", "Walk") if (family, who) not in PLAYED]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "who"), [*PLAYED, *(pytest.param(*each, marks=pytest.mark.long) for each in SOMETIMES)]
 )

@@ -65,7 +65,6 @@ def frozen_of(model) -> torch.Tensor:
 ALWAYS = ("kl loss", "exact kl in reward, gae", "gae, a critic with adapters")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name in VARIANTS]
 )

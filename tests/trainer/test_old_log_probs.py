@@ -39,7 +39,6 @@ def scored_samples(trainer) -> list[int]:
 ROADS = ("two steps", "one step", "gae", "cut")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.long] * (name not in ROADS)) for name in WITHOUT_PASS]
 )

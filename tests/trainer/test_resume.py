@@ -171,7 +171,6 @@ def stopped_run(make, cuts, validates: bool):
         folder.release()
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.long) for each in RUNS]
 )

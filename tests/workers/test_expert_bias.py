@@ -67,7 +67,6 @@ def rank_main(rank: int, world: int, folder, expected: torch.Tensor) -> None:
     dist.barrier()
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("process_group")
 def test_every_rank_has_the_bias_of_one_process(tmp_path):
     save_tiny_biased_moe(tmp_path, vocab_size=128)

@@ -149,6 +149,7 @@ def test_an_answer_depends_on_neither_order_nor_neighbours(plain):
     assert answers(serve(engine, queue_of(jobs[2:3]), Sampling(40))) == expected[8:12]
 
 
+# At every run: test_greedy_equals_transformers_while_rows_leave_and_enter.
 @pytest.mark.long
 def test_rows_of_very_different_age_share_the_batch(plain):
     """Blocks of columns are dropped, holes are filled, prompts leave and longer ones come."""

@@ -68,7 +68,6 @@ EVERY = [pytest.param(name, marks=() if name.startswith(ALWAYS) else pytest.mark
 LIMITS = {"max_num_seqs": 7, "block": 4, "max_num_batched_tokens": 8}
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("family", EVERY)
 def test_a_next_turn_computes_what_is_new_alone_and_says_the_same(family):
     """Next turns come together, beside new prompts, and some are computed in parts."""

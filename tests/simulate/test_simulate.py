@@ -2,16 +2,21 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 
 from rltrain.base.chips import find_chip
+from rltrain.base.device import get_device, resolve_dtype
 from rltrain.config.load import load_config, to_yaml
+from rltrain.run.seconds.assumptions import Assumptions
+from rltrain.run.seconds.step import engine_speed, sizes_of
 from rltrain.tools.simulate.__main__ import main
 from rltrain.tools.simulate.calibration import calibrate
 from rltrain.tools.simulate.request import named_chip
-from tests.tiny import save_tiny_model
+from rltrain.trainer.plan import make_plan
+from tests.tiny import save_tiny_model, save_tiny_moe
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -71,6 +76,17 @@ def test_a_step_is_foretold_for_a_device_that_is_not_there(simulate):
     assert {"generate_sequences", "reshard", "gen", "old_log_prob", "update_actor", "step"} <= phases(text).keys()
     assert "step_ms=" in text
     assert "memory of a device in GiB" in text
+
+
+def test_a_replica_reads_all_experts_where_many_rows_are_routed(words, tmp_path):
+    cfg = load_config([*words, f"actor_rollout_ref.model.path={save_tiny_moe(tmp_path)}", "trainer.device=cpu"]).config
+    sizes = sizes_of(cfg, make_plan(cfg))
+    speed = replace(engine_speed(cfg, sizes, find_chip("H100"), Assumptions(step_ms=0), None), flops=float("inf"))
+    one, many = (speed.decode_s(rows, 0) * speed.bandwidth for rows in (1, 1000))
+    each = resolve_dtype(cfg.actor_rollout_ref.rollout.dtype, get_device("cpu")).itemsize
+    assert one == pytest.approx(each * sizes["matmul_parameters"])
+    # Six of eight experts in two layers are idle for a token: three matrices of 16 x 32 each.
+    assert many - one == pytest.approx(each * 2 * 6 * 3 * 16 * 32)
 
 
 def test_assumptions_are_printed_and_can_be_set(simulate):

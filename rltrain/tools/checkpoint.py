@@ -20,6 +20,7 @@ from rltrain.run.checkpoints.manifest import has_digests, is_thinned, size_of
 from rltrain.run.checkpoints.model_folder import find_step, whole_export
 from rltrain.run.checkpoints.room import sized
 from rltrain.run.checkpoints.thin import damage, optimizer_bytes, thin
+from rltrain.tools.evaluate.kept import RESULT
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:
@@ -118,6 +119,8 @@ def _steps(name: str) -> list[Path]:
     if not found:
         raise CheckpointError(f"{name} holds no checkpoint (global_step_N). Name a run folder.")
     for step in found:
+        if (step / RESULT).is_file():
+            raise CheckpointError(f"{step} holds an evaluation of a checkpoint and no weights. Name the run folder.")
         if foreign := describe_verl_checkpoint(step):
             raise CheckpointError(f"{step}: {foreign}.")
     return found

@@ -163,6 +163,11 @@ def test_words_that_cannot_be_meant_are_refused(tiny_model, arithmetic_files, wo
         read(f"model={tiny_model}", f"data={arithmetic_files[1]}", *words)
 
 
+def test_a_file_that_is_not_there_is_told_by_the_word_that_names_it(tiny_model, tmp_path, capsys):
+    assert main([f"model={tiny_model}", f"data={tmp_path}/none.parquet", "trainer.device=cpu", "--dry-run"]) == 2
+    assert f"\n  data: {tmp_path}/none.parquet does not exist." in capsys.readouterr().out
+
+
 def test_several_greedy_answers_and_unknown_keys_are_refused(tiny_model, arithmetic_files):
     for words, told in ((["n=4"], "all 4 to a prompt would be one and the same"), (["flavour=1"], "unknown key")):
         request = read(f"model={tiny_model}", f"data={arithmetic_files[1]}", *words)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from rltrain.base.errors import CheckpointError, DiskError
+from rltrain.base.storage import write_json
 from rltrain.config.load import load_config
 from rltrain.models.files.safe import SafeReader, read_metadata
 from rltrain.run.checkpoints import thin as thinning
@@ -16,6 +17,7 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import checkpoint_digest, find_damage, is_thinned
 from rltrain.run.checkpoints.resume import find_start
 from rltrain.tools.checkpoint import main
+from rltrain.tools.evaluate.kept import RESULT
 from tests.local import LocalGroup
 from tests.trainer.test_saving import saver_of
 
@@ -175,3 +177,10 @@ def test_a_folder_without_checkpoints_is_refused(program, tmp_path, capsys):
     assert main(words) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("program", ["thin", "verify"])
+def test_a_folder_of_evaluations_is_not_called_damaged(program, tmp_path, capsys):
+    write_json(tmp_path / "global_step_4" / RESULT, {})
+    assert main([program, str(tmp_path)]) == 2
+    assert "global_step_4 holds an evaluation of a checkpoint and no weights" in capsys.readouterr().err

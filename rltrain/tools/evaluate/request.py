@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class Request:
         }
         own.setdefault("trainer.resume_mode", "disable")
         loaded = load_config(self.words, [*self.files, own])
+        loaded = replace(loaded, written={**loaded.written, "data.val_files": "data"})
         answers = loaded.config.actor_rollout_ref.rollout.val_kwargs
         if answers.greedy and answers.n > 1:
             raise ConfigError(

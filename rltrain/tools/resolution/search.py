@@ -135,7 +135,9 @@ class _Race:
                     self._answer(trainer, places, timed=number > 0)
                     values = self._values()
                     log.info("%s: %d of %d prompts are answered", name, len(values), len(self._order))
-                    stop.says(f"{len(values)} prompts of {name} are answered: the same command goes on after them")
+                    stop.says(
+                        f"{name}: {len(values)} of {len(self._order)} prompts are answered: the same command goes on after them"
+                    )
                     if self._is_lost(values):
                         log.info("%s: stopped, as it cannot win against %s", name, self._best_name)
                         break

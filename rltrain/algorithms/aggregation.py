@@ -20,12 +20,13 @@ AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over one global mini-batch: loss tokens, sequences with a loss token; and the divisor of -norm."""
+    """Counts over one global mini-batch: loss tokens, sequences with one, their prompts; and the divisor of -norm."""
 
     tokens: int
     sequences: int
     # A constant of the run. The padded width, verl's default, would change the loss from batch to batch.
     horizon: int
+    groups: int = 1
 
 
 def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> Tensor:

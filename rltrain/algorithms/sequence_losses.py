@@ -97,10 +97,10 @@ def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 
 def misclassified(scores: Tensor, labels: Tensor, groups: Tensor, cfg: ActorConfig) -> Tensor:
-    """|dL / ds_i| of every answer [n], L the mean over groups of what `real` has (Zhai et al. 2026, 2602.05630).
+    """|dL / ds_i| of every answer [n], L the loss of its group as `real` has it (Zhai et al. 2026, 2602.05630).
 
     = e^(-y_i s_i / tau) / (tau (1 + C)), C the sum of e^(-y_j s_j / tau) over the answers j of the group with the label
-    of i, itself among them; times answers / groups, because `real` is a mean over answers. 0 without a label.
+    of i, itself among them. 0 without a label.
     """
     exponents = -(labels * scores).double() / cfg.policy_loss.real_tau
     _, sides = torch.stack([groups.double(), labels.double()]).unique(dim=1, return_inverse=True)
@@ -108,7 +108,7 @@ def misclassified(scores: Tensor, labels: Tensor, groups: Tensor, cfg: ActorConf
     largest = exponents.new_zeros(len(scores)).scatter_reduce(0, sides, exponents, "amax")[sides]
     totals = torch.zeros_like(exponents).index_add(0, sides, (exponents - largest).exp())[sides]
     shares = (exponents - largest).exp() / ((-largest).exp() + totals) * (labels != 0)
-    return shares / cfg.policy_loss.real_tau * len(scores) / max(len(groups.unique()), 1)
+    return shares / cfg.policy_loss.real_tau
 
 
 @built_in(group_weights=misclassified)

@@ -40,9 +40,10 @@ def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int,
     return mini_batches
 
 
-def denominators(loss_tokens: Ids, horizon: int) -> Denominators:
-    """The counts of a mini-batch, from the loss tokens of its samples [n]. A sample without one is no sequence."""
-    return Denominators(int(loss_tokens.sum()), int((loss_tokens > 0).sum()), horizon)
+def denominators(loss_tokens: Ids, groups: Ids, horizon: int) -> Denominators:
+    """The counts of a mini-batch, from loss tokens and groups of its samples [n]. One without tokens is no sequence."""
+    counts = loss_tokens > 0
+    return Denominators(int(loss_tokens.sum()), int(counts.sum()), horizon, len(np.unique(groups[counts])))
 
 
 def num_tokens(samples: Samples) -> Ids:

@@ -360,7 +360,7 @@ class PPOTrainer:
 
     def _denominators(self, samples: Samples, ids: Ids) -> Denominators:
         horizon = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
-        return denominators(samples[c.LOSS_TOKENS][ids], horizon)
+        return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], horizon)
 
     def _bytes(self) -> NDArray[np.int64]:
         """Bytes of the run so far: through the driver, and of samples between nodes."""

@@ -339,7 +339,7 @@ class ActorRefWorker(Actor):
         # By identity: equal mini-batches return in every epoch.
         number = [other is mini for other in task.mini_batches].index(True)
         seeds = task.noise_seed, number
-        look_ahead(having, inputs, seeds, mini.denominators.tokens, self._entry, self._actor_cfg)
+        look_ahead(having, inputs, seeds, mini.denominators, self._entry, self._actor_cfg)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.entropy import ENTROPY_ROUNDING, certainty
 from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossEntry, PolicyLossInputs, Selection
 from rltrain.algorithms.surrogate import GroupWeights
@@ -28,7 +29,7 @@ def look_ahead(
     micros: Sequence[Batch],
     inputs: PolicyLossInputs,
     seeds: tuple[int, int],
-    num_tokens: int,
+    denominators: Denominators,
     entry: PolicyLossEntry,
     cfg: ActorConfig,
 ) -> None:
@@ -36,9 +37,9 @@ def look_ahead(
 
     A collective. micros: those with samples, of this rank's part of one mini-batch; inputs: all of their tokens, on
     the CPU: there are a few numbers per token, in a precision that not every accelerator has. seeds: of the step's
-    noise, and of the mini-batch. num_tokens: tokens of the global mini-batch that count.
+    noise, and of the mini-batch.
     """
-    mask, empty = inputs.mask, torch.zeros(0)
+    mask, empty, num_tokens = inputs.mask, torch.zeros(0), denominators.tokens
     if entry.selection:
         numbers = torch.cat([empty.double(), *(noise(micro, *seeds) for micro in micros)])
         _add_tokens(micros, c.SELECTED, mask.like(select(inputs, numbers, entry.selection, num_tokens, cfg)))
@@ -49,7 +50,7 @@ def look_ahead(
         _add_tokens(micros, c.UNCERTAIN, mask.like(chosen))
     if entry.group_weights:
         groups = torch.cat([empty.long(), *(micro.dense(c.GROUP) for micro in micros)])
-        weights = weigh(inputs, groups, entry.group_weights, cfg)
+        weights = weigh(inputs, groups, entry.group_weights, denominators, cfg)
         for micro, part in zip(micros, weights.split([len(micro) for micro in micros]), strict=True):
             micro.update({c.GROUP_WEIGHT: part})
 
@@ -116,8 +117,11 @@ def _everyones(rows: Tensor, copies: int) -> tuple[Tensor, slice]:
     return torch.cat(parts), slice(first, first + len(rows))
 
 
-def weigh(inputs: PolicyLossInputs, groups: Tensor, function: GroupWeights, cfg: ActorConfig) -> Tensor:
-    """The weights of this rank's answers [n] (a collective), 0 for answers without a token that counts.
+def weigh(
+    inputs: PolicyLossInputs, groups: Tensor, function: GroupWeights, counts_of_all: Denominators, cfg: ActorConfig
+) -> Tensor:
+    """The weights of this rank's answers [n] (a collective), 0 for answers without a token that counts. Their loss is a
+    mean over answers, and becomes one over groups by them, of which some may be left out here for want of a gradient.
 
     inputs: as for `select`. groups: the prompt group of every answer [n].
     """
@@ -129,7 +133,7 @@ def weigh(inputs: PolicyLossInputs, groups: Tensor, function: GroupWeights, cfg:
     there, weights = counts > 0, torch.zeros(len(counts))
     everyone, own = _everyones(rows[there], cfg.ulysses_sequence_parallel_size)
     weights[there] = function(everyone[:, 0], everyone[:, 1], everyone[:, 2], cfg)[own].float()
-    return weights
+    return weights * (counts_of_all.sequences / max(counts_of_all.groups, 1))
 
 
 def _border_of_mean(keys: Tensor, largest: float) -> float:

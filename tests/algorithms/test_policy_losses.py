@@ -214,6 +214,7 @@ def test_real_has_the_gradient_of_the_papers_loss(case):
     )
     # Of answers of three and of one token: by the function over tokens, with the mean over answers that it has.
     lengths, own = torch.tensor([3, *[1] * (len(scores) - 1)]), tensor.detach().clone().requires_grad_()
+    weights *= len(scores) / len(set(groups))  # as `selection.weigh`
     mask = Ragged(torch.ones(int(lengths.sum()), dtype=torch.float64), lengths)
     spread = [mask.broadcast(column).values for column in (own, torch.tensor(labels).double(), weights)]
     inputs = PolicyLossInputs(spread[0], torch.zeros_like(spread[0]), spread[1], mask, group_weights=spread[2])

@@ -12,7 +12,7 @@ from rltrain.base.columns.batch import Batch
 from rltrain.base.device import COLLECTIVE_TIMEOUT, get_device
 from rltrain.base.errors import ConfigError
 from rltrain.models.attention.packing import AttentionPlan, PackedInputs, Segment, pack
-from rltrain.models.attention.ulysses import sequence_group
+from rltrain.models.attention.ulysses import sequence_group, whole_row
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.weights.shard import make_mesh, reshard, sharded_model
 from rltrain.models.weights.spec import ModelSpec
@@ -174,3 +174,10 @@ def waits_for_the_driver(rank, world):
 
 def test_no_collective_gives_up_before_the_driver_does():
     run_on_ranks(waits_for_the_driver, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])
+def test_slices_of_a_row_come_together_whatever_their_numbers_are(process_group, dtype):
+    """More than 256 experts have numbers that neither gloo nor NCCL sends as such."""
+    values = torch.arange(600, 624).view(4, 3, 2).to(dtype)
+    assert torch.equal(whole_row(values, 3, dist.group.WORLD), values[:3])

@@ -85,7 +85,9 @@ def test_loss_and_gradient_leave_tool_text_out(make, tiny_model):
     assert found.moments["entropy"].total == pytest.approx(float(entropy.sum().detach()), rel=1e-5)
     batch.update(columns)
     batch.update({"advantage": torch.linspace(-1, 1, len(batch)), "sample_id": torch.arange(len(batch))})
-    task = UpdateTask((MiniBatch((16,), denominators(numbers.per_sample["loss_tokens"], 8)),), 0.0, entropy_coeff=0.1)
+    task = UpdateTask(
+        (MiniBatch((16,), denominators(numbers.per_sample["loss_tokens"], np.arange(16), 8)),), 0.0, entropy_coeff=0.1
+    )
     share = actor._loss(batch, task.mini_batches[0], task)
     share.loss.backward()
     per_token = torch.linspace(-1, 1, len(batch)).repeat_interleave(mask.sum())

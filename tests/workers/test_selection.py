@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.entropy import ENTROPY_ROUNDING, certainty
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, Selection
 from rltrain.base.columns.ragged import Ragged
@@ -57,7 +58,7 @@ def weights(copies=1, rows=slice(None)):
     mask = Ragged(torch.tensor(COUNTS)[rows], torch.ones(len(moved), dtype=torch.long))
     inputs = PolicyLossInputs(moved, torch.zeros(len(moved)), advantages, mask)
     cfg = ActorConfig(ulysses_sequence_parallel_size=copies)
-    return weigh(inputs, groups, POLICY_LOSSES["real"].group_weights, cfg).tolist()
+    return weigh(inputs, groups, POLICY_LOSSES["real"].group_weights, Denominators(6, 6, 8, 2), cfg).tolist()
 
 
 def expected_weights():
@@ -75,6 +76,12 @@ def expected_weights():
 def test_what_is_uncertain_and_how_answers_weigh_by_hand():
     assert uncertain() == UNCERTAIN
     assert weights() == pytest.approx(expected_weights())
+
+
+@pytest.mark.usefixtures("process_group")
+def test_answers_weigh_the_same_where_one_without_a_gradient_is_left_out():
+    others = [0, 1, 2, 4, 5, 6]
+    assert weights(rows=others) == pytest.approx([expected_weights()[place] for place in others])
 
 
 def on_a_rank(rank: int, world: int, copies: int) -> None:

@@ -184,9 +184,11 @@ def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
     """Of every token of the row [total, ...], from those of each rank's slice, without a gradient."""
     if group is None:
         return values
-    slices = [torch.empty_like(values) for _ in range(group.size())]
-    dist.all_gather(slices, values.contiguous(), group=group)
-    return torch.cat(slices)[:total]
+    # As bytes: of more than 256 experts the numbers are int16, which neither gloo nor NCCL sends.
+    own = values.contiguous().view(torch.uint8)
+    slices = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(slices, own, group=group)
+    return torch.cat(slices)[:total].view(values.dtype)
 
 
 class _Collect(torch.autograd.Function):

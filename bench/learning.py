@@ -89,8 +89,8 @@ NEWER = {
 
 MOE = {
     "experts": GRPO,
-    "experts, R3": [*GRPO, f"{A}router_replay.mode=R3"],
-    "experts, bias moves": [*GRPO, f"{A}router_bias_update_rate=0.001"],
+    "experts with R3": [*GRPO, f"{A}router_replay.mode=R3"],
+    "experts with a moving bias": [*GRPO, f"{A}router_bias_update_rate=0.001"],
 }
 
 

@@ -120,7 +120,6 @@ def test_nothing_chosen_ends_as_pytest_does_when_it_ran_nothing(checkout, tmp_pa
     ]
 
 
-@pytest.mark.long
 def test_what_a_test_imports_when_it_runs_is_found_in_its_sources():
     """And little besides: the scorers import nothing of the trainer's."""
     code = "import json, sys, tests.rewards.test_labelled; print(json.dumps(sorted(sys.modules)))"

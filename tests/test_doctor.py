@@ -44,7 +44,6 @@ def _measure(rank: int, world: int) -> None:
         worker.collectives(2**10)
 
 
-@pytest.mark.long
 def test_pairs_and_collectives_are_timed_and_their_numbers_checked():
     run_on_ranks(_measure, 3)
 

@@ -212,7 +212,6 @@ def test_a_model_says_turns_and_its_template_the_seams(attempt, caller):
     assert repr(seam) in text
 
 
-@pytest.mark.long
 def test_breakpoint_reaches_the_terminal(folder):
     (folder / "tools.py").write_text(TOOLS.replace("    return", "    breakpoint()\n    return"))
     (folder / "turns.txt").write_text(CALL)

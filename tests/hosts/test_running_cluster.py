@@ -43,6 +43,7 @@ def found(output: str) -> dict:
     return {rank["node"]: rank["variables"] for rank in seen["ranks"]}
 
 
+# At every run: tests/test_env.py, of one process.
 @pytest.mark.long
 def test_variables_reach_every_node_and_each_finds_its_card(hosts):
     given = {

@@ -147,7 +147,6 @@ def test_replies_find_their_answers_and_what_nobody_reads_is_not_judged(local_ra
     assert (scoring.judged["calls"], scoring.judged["tokens"]) == (5, 50)
 
 
-@pytest.mark.long
 def test_what_cannot_be_read_is_asked_again_with_the_rest_left_alone(local_ray, pool, rows):
     made = pool(rows, judge=JudgeConfig(max_tokens_total=100), reward_model=here(1.0))
     scoring = begun(made, local_ray, ["good", "odd", "good"])
@@ -173,7 +172,6 @@ def test_a_judge_that_says_nothing_of_most_answers_ends_the_run_as_one_behind_a_
         scoring.hear(messages, Counter(), again=False)
 
 
-@pytest.mark.long
 def test_messages_that_cannot_be_asked_end_the_run_as_what_has_to_be_mended(local_ray, pool, rows):
     made = pool(rows, judge=JudgeConfig(), reward_model=here())
     scoring = begun(made, local_ray, ["long", "long", "long", "good"])

@@ -41,6 +41,7 @@ def test_the_actor_s_schedule_begins_when_it_learns(make):
     assert [each["critic/lr"] / 5e-3 for each in metrics] == pytest.approx([1 / 3, 2 / 3, 1, 1])
 
 
+# At every run: gradients of the critic, tests/workers/test_ranks.py, and steps with one in tests/trainer/test_step.py.
 @pytest.mark.long
 def test_the_critic_learns_to_explain_the_returns(make):
     trainer = make(**{ESTIMATOR: "gae"}, trainer__critic_warmup=1000, trainer__total_training_steps=1000,

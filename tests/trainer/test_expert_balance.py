@@ -44,8 +44,9 @@ def test_the_loss_does_not_depend_on_cut_or_replay(process_group, tiny_trainer, 
     assert whole["actor/grad_norm"] != pytest.approx(without["actor/grad_norm"], rel=1e-2)
 
 
+# At every run: test_the_loss_does_not_depend_on_cut_or_replay.
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["disabled", pytest.param("R3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["disabled", "R3"])
 def test_the_load_becomes_more_even(process_group, tiny_trainer, moe, mode):
     trainer = tiny_trainer(**{PATH: moe, COEF: 1.0, MODE: mode, A + "optim__lr": 0.02})
     steps = [trainer.step(step).metrics for step in range(1, 9)]

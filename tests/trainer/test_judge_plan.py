@@ -42,7 +42,6 @@ def test_the_plan_says_who_judges_and_how(settings, scripted):
     assert "judge" in make_step_passes(cfg).roles
 
 
-@pytest.mark.long
 def test_its_phase_is_foretold_with_weights_that_may_rest_on_the_host(settings):
     cfg = settings(response_length=16, prompt_length=32)
     plan = make_plan(cfg, 100)

@@ -204,6 +204,7 @@ def test_a_resumed_run_must_have_the_same_adapters(make):
     assert lora != scaled
 
 
+# At every run: test_the_engine_samples_from_the_merged_weights, and gradients in tests/models/test_lora.py.
 @pytest.mark.long
 def test_adapters_learn_what_all_weights_learn(make, monkeypatch):
     """Reward: the share of ones in the answer."""

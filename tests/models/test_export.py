@@ -18,7 +18,7 @@ from rltrain.models.weights.export import Export, find_problems
 from tests.distance import distance
 from tests.exported import export_huggingface
 from tests.models.test_forward import make_policy
-from tests.tiny import TEMPLATE
+from tests.tiny import TEMPLATE, save_tiny_biased_moe
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -200,3 +200,19 @@ def test_weights_under_older_names_are_no_problem(source, tmp_path):
     save_file(weights | {f"{first}.{at}": part.clone() for at, part in enumerate(fused)}, out / "model.safetensors")
     assert find_problems(out, ChatEncoder(str(source)), shapes) == []
     assert torch.is_tensor(fused)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_corrects_the_choice_of_experts_is_exported_as_it_is(tmp_path, copies):
+    """Checkpoints of half precision have it in float32: steps of a thousandth are nothing in bfloat16."""
+    source = save_tiny_biased_moe(tmp_path / "source", dtype="bfloat16")
+    weights = {name: weight.bfloat16() for name, weight in load_file(source / "model.safetensors").items()}
+    biases = {name: torch.linspace(1.0, 1.007, 8) for name in weights if name.endswith("e_score_correction_bias")}
+    save_file(weights | biases, source / "model.safetensors", {"format": "pt"})
+    export = Export(make_policy(source), load_config(str(source)), ChatEncoder(str(source)))
+    export.gather(copies)
+    assert export.write(tmp_path / "out", "", {}) == []
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert biases
+    assert all(torch.equal(exported[name], bias) for name, bias in biases.items())
+    assert {exported[name].dtype for name in exported.keys() - biases.keys()} == {torch.bfloat16}

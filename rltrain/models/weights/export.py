@@ -67,7 +67,8 @@ class Export:
         return 0 if self._hosts or dist.get_rank() else self._model.num_parameters() * self._dtype.itemsize
 
     def gather(self, copies: bool = False) -> None:
-        """Bring the weights to rank 0, in the source checkpoint's dtype (a collective).
+        """Bring the weights to rank 0, in the source checkpoint's dtype (a collective). Buffers keep their own: what
+        corrects the choice of experts is float32 in checkpoints of half precision.
 
         copies: of those as well that are there already, so that they may change before `write` has ended; in memory
         that is kept for the next ones.
@@ -75,16 +76,16 @@ class Export:
         # All ranks iterate, because every weight is a collective; only rank 0 keeps what it is given.
         for name, values, in_checkpoint in whole_weights(self._policy, self._dtype):
             if in_checkpoint and dist.get_rank() == 0:
-                self._weights[name] = self._copy(name, values) if copies else values.to("cpu", self._dtype)
+                self._weights[name] = self._copy(name, values) if copies else values.cpu()
 
     def _copy(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if not self._hosts:
             # As `whole_weights` has it, tied weights come once, under their first name.
-            whole = dict([*self._model.named_parameters(), *self._model.named_buffers()])
+            whole = dict(self._model.named_parameters())
             memory = host_memory([tensor.to(self._dtype) for tensor in whole.values()], locked=not values.is_cpu)
             self._hosts = dict(zip(whole, memory, strict=True))
         host = self._hosts.get(name)
-        return values.to("cpu", self._dtype, copy=True) if host is None else alone(host.copy_(values))
+        return values.to("cpu", copy=True) if host is None else alone(host.copy_(values))
 
     def write(self, folder: Path, card: str, digests: Digests) -> list[str]:
         """Write what `gather` has brought, on rank 0. card: the text of README.md behind the kind of the model.

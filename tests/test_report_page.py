@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from rltrain.config.load import load_config, to_dict
-from rltrain.run.report.curves import sections
-from rltrain.run.report.details import length_bins, read_details
+from rltrain.run.report.curves import learning, sections, time
+from rltrain.run.report.details import StepDetails, length_bins, read_details
 from rltrain.run.report.page import page_of, write_page
 from rltrain.run.report.table import main, read_metrics
+from rltrain.trainer.timing import Span
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -146,3 +147,18 @@ def test_of_a_step_that_was_made_twice_the_newer_details_count(run):
     assert found[1].replicas == [[1.0, 2.0, 3.0]]
     assert found[2].lengths == {4: 3, 40: 5}
     assert found[2].spans[0] == ("gen", 0.0, 1.0)
+
+
+def test_a_band_is_of_a_mean_that_has_a_standard_error():
+    values = {"val-core/d/acc/mean@4": 0.5, "val-aux/d/acc/sem@4": 0.1, "val-core/d/acc/maj@4/mean": 0.7}
+    chart = learning(pd.DataFrame([{"step": 1, **values}])).charts[0]
+    (band,) = (part.data_source.data for part in chart.renderers if "y1" in part.data_source.data)
+    assert (band["y1"][0], band["y2"][0]) == pytest.approx((0.5 - 1.96 * 0.1, 0.5 + 1.96 * 0.1))
+
+
+@pytest.mark.parametrize(("rounds", "rows"), [(1, ["driver", "replica 0"]), (2, ["driver"])])
+def test_replicas_are_shown_on_the_one_generation_that_their_seconds_are_of(rounds, rows):
+    spans = [Span("gen", float(begin), begin + 1.0) for begin in range(rounds)]
+    steps = {1: StepDetails(spans, [[0.2, 0.4, 0.9]], {})}
+    chart = time(pd.DataFrame([{"step": 1}]), steps).charts[0]
+    assert chart.y_range.factors == rows[::-1]

@@ -112,6 +112,13 @@ def test_a_critic_has_its_phases(settings):
     assert {"values", "update_critic"} <= found.seconds.keys()
 
 
+@pytest.mark.parametrize("merges", [True, False])
+def test_adapters_that_travel_alone_are_told_to_be_no_part_of_it(settings, merges):
+    cfg = settings("actor_rollout_ref.model.lora_rank=2", f"actor_rollout_ref.model.lora.merge={merges}")
+    found = foretell(cfg, make_plan(cfg), read_lengths("mean:20,max:64"), find_chip("H100"), Assumptions())
+    assert any("lora.merge=False" in text for text in found.left_out) is not merges
+
+
 def test_sizes_are_those_that_workers_tell(settings):
     sizes = sizes_of(settings(), make_plan(settings()))
     assert sizes["matmul_parameters"] == sizes["ref_matmul_parameters"]

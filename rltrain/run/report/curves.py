@@ -79,7 +79,8 @@ def learning(frame: pd.DataFrame) -> Section:
             source, variable, kind = match.groups()
             core.setdefault(f"Validation: {variable}", {})[name] = f"{source} {kind.partition('/')[0]}"
     for title, names in core.items():
-        errors = {name: re.sub(r"val-core/(.*)/mean@", r"val-aux/\1/sem@", name) for name in names}
+        # A majority has no standard error.
+        errors = {name: re.sub(r"val-core/(.*)/mean@", r"val-aux/\1/sem@", name) for name in names if "/mean@" in name}
         section.charts.append(line_chart(title, _lines(frame, names, errors)))
     sources = {name: name.split("/", 1)[1].removesuffix("/score/mean") for name in frame.columns
                if name.startswith("train/") and name.endswith("/score/mean")}  # fmt: skip
@@ -155,7 +156,8 @@ def _timeline(step: int, one: StepDetails, frame: pd.DataFrame, said: str = "") 
     ]}  # fmt: skip
     generations = [span for span in one.spans if span.phase == "gen"]
     line = frame[frame["step"] == step]
-    if generations and one.replicas:
+    # Of several rounds (dynamic sampling) answers end in seconds of their own round, which are not told apart.
+    if len(generations) == 1 and one.replicas:
         reshard = float(line["timing_s/reshard"].fillna(0).iloc[0]) if "timing_s/reshard" in line else 0.0
         begin, end = generations[-1].begin + reshard, generations[-1].end
         for place, ends in enumerate(one.replicas):

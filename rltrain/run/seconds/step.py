@@ -269,6 +269,8 @@ def _left_out(cfg: Config, plan: Plan) -> list[str]:
         parts.append("the other model's forward within the update")
     if plan.passes.images:
         parts.append("images: the vision tower computes nothing here")
+    if not cfg.actor_rollout_ref.model.merges:
+        parts.append("model.lora.merge=False: all weights go to the engine at every sync here, and not adapters alone")
     if cfg.actor_rollout_ref.actor.fsdp_config.expert_parallel_size > 1:
         parts.append(
             "expert parallelism: experts are gathered here as other weights are, and no token goes to another rank"

@@ -29,7 +29,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
 _SHARES = (torch.softmax, Tensor.softmax, functional.softmax, *_SIGMOIDS)
 _GROUPS = ("n_group", "num_expert_group")
-_BIASES = ("e_score_correction_bias", "expert_bias")
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 def num_experts(config: PretrainedConfig) -> int:
@@ -49,7 +49,7 @@ def correction_biases(model: nn.Module) -> dict[str, Tensor]:
 
     Left out: those that are parameters (ERNIE 4.5), which FSDP cuts, and rounds in the forward pass.
     """
-    return {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in _BIASES}
+    return {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in CORRECTION_BIASES}
 
 
 def unseen(key: str) -> ConfigError:

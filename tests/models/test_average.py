@@ -14,7 +14,7 @@ from rltrain.models.weights import average as averages
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.tools.average import main
 from rltrain.tools.soup import search
-from tests.tiny import save_tiny_adapter, save_tiny_model
+from tests.tiny import save_tiny_adapter, save_tiny_biased_moe, save_tiny_model
 
 _WEIGHTS = "model.safetensors"
 
@@ -299,3 +299,14 @@ def test_vllm_answers_from_an_average_as_transformers_does(models, tmp_path, mon
     ids = torch.tensor([prompt["prompt_token_ids"]])
     expected = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, eos_token_id=None)
     assert list(answer.outputs[0].token_ids) == expected[0, ids.shape[1] :].tolist()
+
+
+def test_what_corrects_the_choice_of_experts_keeps_its_dtype(tmp_path):
+    folder = save_tiny_biased_moe(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    averages.Average([averages.read_part(str(folder))], [1.0], torch.bfloat16).write(tmp_path / "out", {})
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(torch.equal(after[name], before[name]) for name in biases)
+    assert {weight.dtype for name, weight in after.items() if name not in biases} == {torch.bfloat16}

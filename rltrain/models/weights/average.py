@@ -22,6 +22,7 @@ from rltrain.models.files.folder import copy_small_files, write_shards
 from rltrain.models.files.hashed import Digests
 from rltrain.models.files.verl import Shards
 from rltrain.models.load import empty_model, load_config
+from rltrain.models.routing import CORRECTION_BIASES
 from rltrain.models.weights.alike import differing_small_files, refuse_other_config, refuse_other_tokenizer
 from rltrain.models.weights.export import source_folder
 from rltrain.models.weights.finite import all_finite
@@ -106,8 +107,8 @@ def _names(placing: Placing) -> dict[str, str]:
 class Average:
     """The mean of ``parts`` with ``shares``, which sum to 1.
 
-    dtype: of all that has floating point; None: as the first model has it. Raises CheckpointError where the parts are
-    not models of one kind.
+    dtype: of all that has floating point but correction biases of routers; None: as the first model has it. Raises
+    CheckpointError where the parts are not models of one kind.
     """
 
     def __init__(self, parts: Sequence[Part], shares: Sequence[float], dtype: torch.dtype | None = None) -> None:
@@ -126,8 +127,8 @@ class Average:
                if hasattr(first.config, "max_position_embeddings")):  # fmt: skip
             self.notes.append(f"max_position_embeddings differ: that of {first.path} is taken")
         self._weights = {entry: name for name, entry in first.names.items()}
-        self._dtype = dtype
-        self.empty = {entry: _cast(first.entries.empty[entry], dtype) for entry in self._weights}
+        dtypes = {entry: None if entry.endswith(CORRECTION_BIASES) else dtype for entry in self._weights}
+        self.empty = {entry: _cast(first.entries.empty[entry], dtypes[entry]) for entry in self._weights}
         """The entries of the average, on the meta device."""
 
     def pieces(self, entry: str) -> Iterator[Tensor]:

@@ -114,13 +114,15 @@ def test_right_is_what_acc_says(run):
 
 def test_what_is_not_there_is_said(run, tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
+    (tmp_path / "other" / "samples").mkdir(parents=True)
+    assert main([str(tmp_path / "other")]) == 2
     assert "trainer.samples_freq" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"no train step 5. Near it: 1, 7"):
         read_samples(run, 5)
     (run / "samples" / "train_000010.parquet").write_bytes(b"half")
     with pytest.raises(DataError, match="cannot be read"):
         read_samples(run)
-    (tmp_path / "other" / "samples").mkdir(parents=True)
     with pytest.raises(DataError, match="no answers of validation"):
         read_samples(tmp_path / "other", split="val")
 

@@ -58,6 +58,12 @@ def test_elsewhere_the_log_is_followed_until_the_last_step(run, monkeypatch):
     assert [line.rpartition(" ")[2] for line in "".join(written).splitlines()] == ["model", "slow", "more", "more"]
 
 
+def test_a_folder_without_a_log_is_told_and_not_waited_for_in_silence(tmp_path):
+    written: list[str] = []
+    follow(tmp_path, written.append, lambda: True)
+    assert written == [f"{tmp_path}/train.log says nothing yet\n"]
+
+
 def test_a_run_is_over_when_the_steps_of_its_plan_are_made(run):
     assert not is_over(run)
     with_steps(run, 1, 2, 3)

@@ -58,6 +58,13 @@ def matching(name: str) -> list[Path]:
     return sorted(file for file in paths if file.is_file())
 
 
+def run_folder(run: Path) -> Path:
+    """``run``, which a person has named. Raises DataError where it is no folder."""
+    if not run.is_dir():
+        raise DataError(f"{run} is no folder. Give the run folder (trainer.default_local_dir).")
+    return run
+
+
 def json_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a file with one on each line, none where it is not there. Lines that a kill has cut off are passed
     over. Raises StorageError."""

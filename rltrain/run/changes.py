@@ -92,7 +92,7 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
     if of_experiment:
         log.warning(
             "the %d steps so far are of another experiment than those that follow (%s). A new run starts with another "
-            "trainer.experiment_name.",
+            "trainer.default_local_dir.",
             start.step,
             "; ".join(of_experiment),
         )
@@ -109,7 +109,7 @@ def tell_finished(run: Path, num_steps: int, changes: list[str]) -> None:
     if changes:
         log.warning(
             "these steps were trained with other settings than this command has (%s). A new run starts with another "
-            "trainer.experiment_name.",
+            "trainer.default_local_dir.",
             "; ".join(changes),
         )
 

@@ -78,7 +78,7 @@ class Trainer(Watcher):
             raise ConfigError(
                 f"the run in {self.folder} has its {self.num_steps} steps. "
                 "Raise trainer.total_training_steps and total_epochs to go on, or choose another "
-                "trainer.experiment_name."
+                "trainer.default_local_dir."
             )
         return self._ppo, self._saver
 

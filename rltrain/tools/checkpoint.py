@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rltrain.base.errors import CheckpointError, ConfigError, command
+from rltrain.base.storage import run_folder
 from rltrain.config.load import load_config
 from rltrain.models.files.folder import new_folder
 from rltrain.models.files.verl import shard_files
@@ -35,7 +36,7 @@ def export(name: str, out: str, dtype: str | None = None) -> None:
     if source is None:
         step = find_step(place)
         if step is None:
-            raise CheckpointError(f"{name} holds no checkpoint. Name a run folder or its global_step_N.")
+            raise CheckpointError(f"{run_folder(place)} holds no checkpoint. Name a run folder or its global_step_N.")
         source = whole_export(step)
     with new_folder(out) as folder:
         if is_foreign or dtype:
@@ -117,7 +118,7 @@ def _steps(name: str) -> list[Path]:
         run = Checkpoints(name)
         found = [run.step_folder(step) for step in run.steps()]
     if not found:
-        raise CheckpointError(f"{name} holds no checkpoint (global_step_N). Name a run folder.")
+        raise CheckpointError(f"{run_folder(folder)} holds no checkpoint (global_step_N). Name a run folder.")
     for step in found:
         if (step / RESULT).is_file():
             raise CheckpointError(f"{step} holds an evaluation of a checkpoint and no weights. Name the run folder.")

@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f" Did you mean rltrain {near[0]}?" if near else ""
         hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
-        sys.stderr.write(f"error: there is no command '{two}'.{hint} See rltrain --help.\n")
+        typed = two if any(name.startswith(f"{command} ") for name in COMMANDS) else command
+        sys.stderr.write(f"error: there is no command '{typed}'.{hint} See rltrain --help.\n")
         return 2
     # argparse takes the name in its usage from here.
     sys.argv = [f"rltrain {command}", *rest]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rltrain.base.env import installed
 from rltrain.base.errors import DataError, command
+from rltrain.base.storage import run_folder
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.report.trackers import unsent_wandb, wandb_refusal
 from rltrain.run.report.tracking import IDS_FILE, read_ids
@@ -35,9 +36,7 @@ def send(run: Path) -> int:
 
     Raises DataError.
     """
-    if not run.is_dir():
-        raise DataError(f"{run} is no folder. Give the run folder (trainer.default_local_dir).")
-    if problem := Checkpoints(str(run)).problem():
+    if problem := Checkpoints(str(run_folder(run))).problem():
         raise DataError(problem)
     for line in _of_others(run):
         sys.stdout.write(f"{line}\n")

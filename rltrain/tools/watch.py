@@ -24,7 +24,7 @@ from rich.text import Text
 
 from rltrain.base.errors import DataError, RltrainError, command, plain
 from rltrain.base.logs import console
-from rltrain.base.storage import json_lines, lines_of, read_json
+from rltrain.base.storage import json_lines, lines_of, read_json, run_folder
 from rltrain.run.report.console import seconds_left, shown, validation_lines
 from rltrain.run.report.details import DETAILS
 from rltrain.run.report.page import page_of, warnings_of
@@ -68,12 +68,15 @@ def _doing(run: Path, made: int, total: int, steps: list[dict[str, Any]], now: f
 
 def last_line(run: Path) -> str:
     """The newest line of train.log, which before the first step says what the run waits for."""
-    return plain(next((line for line in lines_of(run / "train.log")[::-1] if line.strip()), "nothing is said yet"))
+    log = run / "train.log"
+    return plain(next((line for line in lines_of(log)[::-1] if line.strip()), f"{log} says nothing yet"))
 
 
 def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool]) -> None:
     """Write the lines of train.log as they come, the last twenty first, until ``ended``."""
     told = max(0, len(lines_of(run / "train.log")) - 20)
+    if not (run / "train.log").exists():  # of a job that waits, or the folder of something else
+        write(f"{last_line(run)}\n")
     while True:
         over = ended()
         lines = lines_of(run / "train.log")
@@ -154,9 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="where to serve (default: 127.0.0.1, this machine alone; "
                         "whoever reaches another address reads prompts and answers)")  # fmt: skip
     arguments = parser.parse_args(argv)
-    run: Path = arguments.run
-    if not run.is_dir():
-        raise DataError(f"{run} is no folder. Give the run folder (trainer.default_local_dir).")
+    run = run_folder(arguments.run)
     server = None
     if arguments.serve is not None:
         try:

@@ -126,6 +126,13 @@ def test_a_sweep_tells_the_best_that_fits_and_why(simulate):
     assert "2 combinations are refused" in rest
 
 
+def test_a_sweep_of_which_nothing_can_run_ends_as_a_wrong_key_does(simulate):
+    code, text, error = simulate("--device", "H100", "--lengths", "mean:20,max:64", "--sweep", f"{R}tensor_size=1,2")
+    assert (code, text) == (2, "")
+    assert "2 combinations are refused" in error
+    assert f"unknown key '{R}tensor_size'" in error
+
+
 def test_a_sweep_leaves_out_what_does_not_fit(simulate):
     text = simulate(
         "--device", "H100", "--lengths", "mean:20,max:64", "--sweep", "trainer.device_memory_gb=0.001,80"

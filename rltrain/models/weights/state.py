@@ -89,7 +89,7 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
         raise CheckpointError(
             f"{folder} was saved by a run that did not train the vision tower, and this run does. Set "
             "actor_rollout_ref.actor.freeze_vision_tower=True, or start a new run from these weights with "
-            "trainer.resume_mode=resume_path trainer.resume_weights_only=True, under another trainer.experiment_name."
+            "trainer.resume_mode=resume_path trainer.resume_weights_only=True, under another trainer.default_local_dir."
         )
     for name in missing:
         del state["model"][name]

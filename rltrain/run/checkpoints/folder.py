@@ -69,7 +69,7 @@ class Checkpoints:
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Put a whole one back, or start "
-                "anew with another trainer.experiment_name (trainer.resume_mode=disable starts anew in this folder)."
+                "anew with another trainer.default_local_dir (trainer.resume_mode=disable starts anew in this folder)."
             )
         return None
 
@@ -269,7 +269,7 @@ class RunFolder(Checkpoints):
 
 def _in_use(path: Path, owner: str) -> str:
     by = owner.strip() or "another process"
-    return f"{path} is in use by {by}. Wait for it, stop it, or choose another trainer.experiment_name."
+    return f"{path} is in use by {by}. Wait for it, stop it, or choose another trainer.default_local_dir."
 
 
 def _unwritable(path: Path, error: OSError) -> DiskError | StorageError:

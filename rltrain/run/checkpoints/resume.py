@@ -134,7 +134,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(
                 f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
-                "or choose another trainer.experiment_name."
+                "or choose another trainer.default_local_dir."
             )
     if not trainer.val_only:
         _refuse_later_checkpoints(run, start.step)
@@ -152,7 +152,7 @@ def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
     if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
             f"{folder} has no state of the optimizer any more (rltrain checkpoint thin), so no run goes on from it. "
-            "Start one from its weights, under another trainer.experiment_name: trainer.resume_mode=resume_path "
+            "Start one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
@@ -221,7 +221,7 @@ def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
     if later:
         raise CheckpointError(
             f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
-            "Choose another trainer.experiment_name (or trainer.default_local_dir), remove the folder, "
+            "Choose another trainer.default_local_dir, remove the folder, "
             "or go on from the newest with trainer.resume_mode=auto trainer.resume_weights_only=False."
         )
 
@@ -252,7 +252,7 @@ def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | N
             f"{folder} was saved by another version of rltrain ({_version(record)}; this is {__version__}): {why}. "
             f"Go on with that version, or start from its weights with trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True, under another "
-            "trainer.experiment_name."
+            "trainer.default_local_dir."
         )
 
 
@@ -275,7 +275,7 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
         saved_by = f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         raise CheckpointError(
             f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or choose another "
-            f"trainer.experiment_name; a new run starts from these weights with trainer.resume_mode=resume_path "
+            f"trainer.default_local_dir; a new run starts from these weights with trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 

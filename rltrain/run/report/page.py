@@ -23,9 +23,9 @@ import pandas as pd
 from yaml import YAMLError, safe_load
 
 from rltrain.base.charts import Section, Table, page
-from rltrain.base.errors import DataError, RltrainError
+from rltrain.base.errors import RltrainError
 from rltrain.base.image_files import file_bytes
-from rltrain.base.storage import lines_of, patiently, read_json, replacing
+from rltrain.base.storage import lines_of, patiently, read_json, replacing, run_folder
 from rltrain.config.schema.keys import all_keys, followed
 from rltrain.config.verl.keys import leaves_of
 from rltrain.data.pictures import PictureFile, entries
@@ -56,11 +56,7 @@ def write_page(run: Path, file: Path | None = None) -> Path:
 
 def page_of(run: Path, refresh_s: int = 0) -> str:
     """The page as HTML. refresh_s: a browser asks for it again so often (0: not). Raises as `write_page`."""
-    if not run.is_dir():
-        raise DataError(
-            f"{run} is no folder. Give the run folder (trainer.default_local_dir): a page is of all it has."
-        )
-    lines = read_metrics(run)
+    lines = read_metrics(run_folder(run))
     # A step may have two lines: its own, and that of a validation.
     frame = pd.DataFrame(lines).groupby("step", as_index=False).last() if lines else pd.DataFrame({"step": []})
     settings, plan, environment = _settings(run), read_json(run / "plan.json") or {}, read_json(run / "env.json") or {}

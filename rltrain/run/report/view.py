@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.agents.content import as_text
 from rltrain.base.errors import DataError, command, host_error, plain
+from rltrain.base.storage import run_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,7 +105,9 @@ def _values(arguments: str) -> str:
 def sample_steps(run: Path, split: str) -> dict[int, Path]:
     """The steps whose answers were kept, ascending, and their files."""
     matches = [
-        (match, file) for file in run.glob("samples/*") if (match := _FILE.fullmatch(file.name)) and match[1] == split
+        (match, file)
+        for file in run_folder(run).glob("samples/*")
+        if (match := _FILE.fullmatch(file.name)) and match[1] == split
     ]
     if not matches:
         kind = "validation" if split == "val" else "training"

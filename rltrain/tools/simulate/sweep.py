@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rltrain.base.errors import RltrainError, first_line
+from rltrain.base.errors import ConfigError, RltrainError, first_line
 from rltrain.config.loaded import LoadedConfig
 from rltrain.run.preflight.memory import forecast
 from rltrain.run.preflight.memory_room import no_cache, too_large
@@ -57,7 +57,7 @@ def first_sentence(text: str) -> str:
 
 
 def sweep(request: Request, best: int) -> str:
-    """Foretell all combinations of the request's words, and tell of the best. Raises ConfigError."""
+    """Foretell all combinations of the request's words, and tell of the best. Raises ConfigError for no run."""
     made: list[Layout] = []
     refused: Counter[str] = Counter()
     for name, words in combinations(request.words):
@@ -67,6 +67,8 @@ def sweep(request: Request, best: int) -> str:
             refused[first_line(error)] += 1
             continue
         made.append(Layout(name, loaded, plan, found, request.memory_bytes(loaded)))
+    if not made:
+        raise ConfigError("\n".join(_told("are refused", refused.items())))
     made.sort(key=lambda layout: layout.sample_s)
     fitting, full = _fitting(made, best)
     parts = [_table(fitting), why(fitting[0][0], made[-1], "the last") if len(made) > 1 and fitting else ""]

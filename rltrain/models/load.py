@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from rltrain.models.attention.recurrent import adopt
 from rltrain.models.attention.scores import count_places_here
 from rltrain.models.files.entries import NoEntries, read_entries
 from rltrain.models.files.safe import UNREADABLE
+from rltrain.models.files.source import model_problem
 from rltrain.models.vision import takes_images
 
 _HEAD = "score.weight"
@@ -41,7 +43,9 @@ def load_config(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"{section}.path={path} is not a Hugging Face model: {error}") from error
+        # Of a folder that is not there, transformers says that it is no name on the hub.
+        absent = None if Path(path).is_dir() else model_problem(f"{section}.path", path)
+        raise ConfigError(absent or f"{section}.path={path} is not a Hugging Face model: {error}") from error
     for key, value in (override or {}).items():
         # In a model with a vision tower, most of what users change belongs to the decoder.
         owner = config if hasattr(config, key) else config.get_text_config()

@@ -76,9 +76,8 @@ class Trainer(Watcher):
             raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
         if not self._ppo or not self._saver:
             raise ConfigError(
-                f"the run in {self.folder} has its {self.num_steps} steps. "
-                "Raise trainer.total_training_steps and total_epochs to go on, or choose another "
-                "trainer.default_local_dir."
+                f"the run in {self.folder} has its {self.num_steps} steps. Raise trainer.total_training_steps "
+                "and total_epochs to go on, or choose another trainer.default_local_dir."
             )
         return self._ppo, self._saver
 

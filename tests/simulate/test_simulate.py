@@ -133,6 +133,13 @@ def test_a_sweep_of_which_nothing_can_run_ends_as_a_wrong_key_does(simulate):
     assert f"unknown key '{R}tensor_size'" in error
 
 
+def test_a_model_that_is_not_there_is_told_by_its_folder(simulate, tmp_path):
+    path = f"actor_rollout_ref.model.path={tmp_path}/none"
+    code, _, error = simulate(path, "--device", "H100", "--lengths", "mean:20,max:64")
+    assert code == 2
+    assert f"{path}: there is no such folder" in error
+
+
 def test_a_sweep_leaves_out_what_does_not_fit(simulate):
     text = simulate(
         "--device", "H100", "--lengths", "mean:20,max:64", "--sweep", "trainer.device_memory_gb=0.001,80"

@@ -72,18 +72,12 @@ def _damage(file: Path) -> str | None:
             # Eight damaged bytes can name any length, so no more is read than there is.
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, have)))
-        size = (
-            8
-            + length
-            + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        )
+        ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        size = 8 + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{file} has no readable safetensors header ({have:,} bytes): truncated or damaged. Copy it again."
-    return (
-        None
-        if have == size
-        else f"{file} has {have:,} bytes and its header says {size:,}: truncated or damaged. Copy it again."
-    )
+    damage = f"{file} has {have:,} bytes and its header says {size:,}: truncated or damaged. Copy it again."
+    return damage if have != size else None
 
 
 def _hub_problem(key: str, name: str) -> str | None:

@@ -250,9 +250,8 @@ def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | N
     if why:
         raise CheckpointError(
             f"{folder} was saved by another version of rltrain ({_version(record)}; this is {__version__}): {why}. "
-            f"Go on with that version, or start from its weights with trainer.resume_mode=resume_path "
-            f"trainer.resume_from_path={folder} trainer.resume_weights_only=True, under another "
-            "trainer.default_local_dir."
+            "Go on with that version, or start from its weights, under another trainer.default_local_dir: "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
 

@@ -290,7 +290,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("file", help="tools (FILE.py, package.module, FILE.yaml), or FILE.py:NAME of a class or agent")
     parser.add_argument("data", help="a file with rows of the run")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
+    parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the run")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="the row to try, from 0 (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which reset and agents get (%(default)s)")
     turns = f"what the policy says, a line {_END} behind each turn; without it the model says it, or you type it"

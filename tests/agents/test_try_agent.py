@@ -172,6 +172,12 @@ def test_what_a_run_refuses_is_refused_in_its_words(attempt, file, more, words):
     assert "Traceback" not in text
 
 
+def test_words_that_may_be_left_out_are_not_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "required: file, data\n" in capsys.readouterr().err
+
+
 def encoder_of(model, tools="tools.py"):
     return chat_encoder(
         load_config([f"actor_rollout_ref.model.path={model}", f"{MULTI_TURN}function_tool_path={tools}"]).config

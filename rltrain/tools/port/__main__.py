@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     own_words, overrides = (words, None) if "--overrides" not in words else _split(words)
     parser = argparse.ArgumentParser(prog="rltrain port", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", nargs="?", type=Path, help="a launch script, or a configuration (.yaml)")
-    parser.add_argument("arguments", nargs="*", help="arguments of the script")
+    parser.add_argument("arguments", nargs="*", default=[], help="arguments of the script")
     parser.add_argument("-o", "--output", type=Path, help="the new script (default: printed)")
     parser.add_argument("--overrides", action="store_true", help="what follows are verl's key=value words")
     arguments = parser.parse_intermixed_args(own_words)

@@ -52,8 +52,9 @@ def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[st
     for pattern in patterns or METRICS:
         meant = [name for name in names if fnmatchcase(name, pattern)]
         if patterns and not meant:
-            near = ", ".join(difflib.get_close_matches(pattern, names, n=3)) or "see metrics.jsonl"
-            raise DataError(f"--metrics {pattern}: no run has this metric. Near: {near}.")
+            near = ", ".join(difflib.get_close_matches(pattern, names, n=3))
+            hint = f"Near: {near}." if near else "metrics.jsonl of a run has all names."
+            raise DataError(f"--metrics {pattern}: no run has this metric. {hint}")
         chosen |= dict.fromkeys(meant)
     return list(chosen)
 

@@ -157,7 +157,8 @@ class Samples:
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
         """The chosen samples (by id, in order) of several `Samples` as one, with ids from 0.
 
-        A number that some of the pieces lack is NaN for their samples.
+        A number that some of the pieces lack is NaN for their samples, and a text is "". Beside numbers texts are
+        missing values, as in the scores of one call.
         """
         joined = cls(sum(len(ids) for _, ids in pieces))
         start = 0
@@ -165,7 +166,13 @@ class Samples:
             joined.adopt(samples, ids, start + np.arange(len(ids)))
             start += len(ids)
         for name in dict.fromkeys(name for samples, _ in pieces for name in samples.numbers):
-            columns = [samples.numbers.get(name, np.full(len(samples), np.nan))[ids] for samples, ids in pieces]
+            having = [samples.numbers.get(name) for samples, _ in pieces]
+            is_text = all(values is None or values.dtype == object for values in having)
+            nothing = np.array([""], dtype=object) if is_text else np.array([np.nan])
+            columns = [
+                nothing.repeat(len(ids)) if values is None or (values.dtype == object) != is_text else values[ids]
+                for values, (_, ids) in zip(having, pieces, strict=True)
+            ]
             joined.update({name: np.concatenate(columns)})
         return joined
 

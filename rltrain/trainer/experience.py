@@ -191,15 +191,8 @@ class Experience:
         # One greedy answer per prompt: a second one would be the same.
         rows = samples[c.ROW][::n]
         with timer("gen_max"):
-            task = GenerateTask(
-                "train",
-                rows,
-                1,
-                sampling_of(self._cfg, self._rollout, greedy=True),
-                self._seed,
-                self.batches_drawn,
-                is_learnt_from=False,
-            )
+            sampling, drawn = sampling_of(self._cfg, self._rollout, greedy=True), self.batches_drawn
+            task = GenerateTask("train", rows, 1, sampling, self._seed, drawn, is_learnt_from=False)
             greedy, _ = self._policy.generate(task)
             refuse_failures(greedy, self._policy.failure)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})

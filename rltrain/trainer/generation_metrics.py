@@ -59,11 +59,12 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
         busy += float(last.sum())
         total += float(last.max()) * num_replicas
         lengths.append(samples[c.RESPONSE_LENGTH][served & samples[c.COMPLETE]])
-        lengths_served, engines = samples[c.POLICY_TOKENS][served], samples[c.ENGINE][served]
+        carried = samples.numbers.get(c.CARRIED_LENGTH, np.zeros(len(samples)))[served]
+        lengths_served, engines = samples[c.POLICY_TOKENS][served] - carried, samples[c.ENGINE][served]
         longest = np.zeros(num_replicas)
         np.maximum.at(longest, engines, lengths_served)
         steps += float(np.maximum(longest, np.ceil(np.bincount(engines, lengths_served, num_replicas) / at_once)).sum())
-        context += float((lengths_served * (samples[c.PROMPT_LENGTH][served] + lengths_served / 2)).sum())
+        context += float((lengths_served * (samples[c.PROMPT_LENGTH][served] + carried + lengths_served / 2)).sum())
     all_lengths = np.concatenate(lengths)
     percentiles = {f"rollout/response_length/p{q}": float(np.percentile(all_lengths, q)) for q in (50, 90, 99)}
     return percentiles | {

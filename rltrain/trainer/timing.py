@@ -104,11 +104,9 @@ def decode_metrics(metrics: Metrics, sizes: Mapping[str, float], num_devices: in
     """``perf/mbu/rollout``: bytes that decoding must read / (generate_sequences x devices x bandwidth of a device).
 
     They are the weights once per decode step of a replica, and the keys and values of the context once per token: a
-    lower bound, so the share is one too. Not where answers have tokens of earlier steps, which are not told apart, or
-    where the bandwidth is unknown.
+    lower bound, so the share is one too. Not where the bandwidth is unknown.
     """
-    bandwidth = sizes.get("peak_bandwidth")
-    if not bandwidth or metrics.get("rollout/tail/carried_tokens"):
+    if not (bandwidth := sizes.get("peak_bandwidth")):
         return {}
     read = metrics["perf/decode_steps"] * sizes["decode_bytes"]
     read += metrics["perf/decode_context_tokens"] * sizes["cache_bytes_per_token"]

@@ -117,8 +117,9 @@ class Validation:
         """Answers to all validation prompts, scores, answers per prompt."""
         rows, num_samples, at_once = np.arange(self.num_prompts, dtype=np.int32), self.num_samples, self.prompts_at_once
         parts = []
-        for first in range(0, len(rows), at_once):
-            parts.append(self._generate(rows[first : first + at_once], step))
+        # Of equal size: more than half of a small rest may fail by chance, which ends a run (`refuse_failures`).
+        for part in np.array_split(rows, -(-len(rows) // at_once)):
+            parts.append(self._generate(part, step))
             if stop.requested:
                 return None
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])

@@ -101,3 +101,14 @@ def test_replicas_that_share_a_prompt_make_it_one_value():
     prompts = resolve(samples.request(np.array([3, 0, 2, 1]), ["prompt"])).dictionary("prompt")
     assert [row.tolist() for row in prompts.values.rows()] == [[7, 8], [9]]
     assert prompts.index.tolist() == [1, 0, 1, 0]
+
+
+def test_joined_samples_have_no_number_among_texts():
+    """Rounds of dynamic sampling have what the scorers of their own rows return: files take one kind a column."""
+    first, second = Samples(2), Samples(1)
+    first.update({"reward_error": np.array(["ValueError", ""], dtype=object), "scorer/x": np.array([1.0, 2.0])})
+    second.update({"score": np.array([1.0]), "scorer/x": np.array(["a"], dtype=object)})
+    joined = Samples.join([(first, np.arange(2)), (second, np.arange(1))])
+    assert joined["reward_error"].tolist() == ["ValueError", "", ""]
+    assert joined["score"] == pytest.approx([np.nan, np.nan, 1.0], nan_ok=True)
+    assert joined["scorer/x"] == pytest.approx([1.0, 2.0, np.nan], nan_ok=True)

@@ -1,12 +1,15 @@
 """Batches have given shares of parts of the data, and follow from seed and step alone."""
 
 import pickle
+from itertools import combinations
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from rltrain.base.errors import ConfigError
+from rltrain.base.seeds import GOLDEN, stream
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.data.mixing import MixedOrder, mixed_order
@@ -102,6 +105,29 @@ def test_weights_go_by_data_source_or_file():
 def test_what_cannot_be_mixed_is_an_error(weights, words):
     with pytest.raises(ConfigError, match=words):
         mixed_order(ROWS, weights, 16, 1, True)
+
+
+def test_a_part_has_room_for_the_batch_that_takes_most_of_it():
+    """Of 2048 places those between two points of the batch, where the points lie closest."""
+    size = 2048
+    shift = np.uint64(stream(1, "mixing").random_raw())
+    spread = (np.arange(size, dtype=np.uint64) * GOLDEN + shift) >> np.uint64(11)
+    points = np.sort(spread.astype(float) * 2.0**-53)
+    excess = np.arange(size) - size * points
+    first, last = max(combinations(range(0, size, 2), 2), key=lambda ends: excess[ends[1]] - excess[ends[0]])
+    shares = {"low": points[first] - 1e-9, "part": points[last] - points[first] + 2e-9, "high": 1 - points[last] - 1e-9}
+    most = last - first + 1
+    assert most - int(shares["part"] * size) > 3
+
+    def mixed(number):
+        sources = ["low"] * size + ["part"] * number + ["high"] * size
+        rows = MagicMock(sources=lambda: sources, files=lambda: sources, __len__=lambda _: len(sources))
+        return mixed_order(rows, shares, size, 1, True)
+
+    taken = [row for row in mixed(most + 2).rows(0) if size <= row < size + most + 2]
+    assert len(taken) == most
+    with pytest.raises(ConfigError, match="takes up to"):
+        mixed(most - 1)
 
 
 def settings(tmp_path, **changes):

@@ -55,6 +55,14 @@ def test_decode_steps_are_the_fewest_that_can_make_the_tokens():
     assert found["perf/decode_context_tokens"] == 30 * 10 + (25 + 100 + 36 + 81) / 2
 
 
+def test_decoding_makes_no_token_that_an_earlier_step_has_made():
+    samples = generated([1, 2], [0, 0], [5, 10])
+    samples.update({"carried_length": np.array([0, 8])})
+    found = g.rollout_metrics([samples], 1, 1)
+    assert found["perf/decode_steps"] == 5 + 2
+    assert found["perf/decode_context_tokens"] == 5 * (10 + 2.5) + 2 * (10 + 8 + 1)
+
+
 def test_answers_given_up_have_no_length_but_kept_replicas_busy():
     samples = generated([1, 3, 3, 0], [0, 0, 1, 0], [5, 7, 9, 0], [True, True, False, False], [True, True, True, False])
     found = g.rollout_metrics([samples], 2, 4)

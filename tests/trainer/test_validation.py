@@ -1,13 +1,32 @@
 """What is said about the answers to validation prompts."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rltrain.trainer.validation import summary_metrics, validation_metrics
+from rltrain.base.stop import Stop
+from rltrain.config.schema import Config
+from rltrain.controller.samples import Samples
+from rltrain.trainer.validation import Validation, summary_metrics, validation_metrics
 
 NAN = np.nan
+
+
+def test_one_trajectory_that_could_not_go_on_ends_no_validation(monkeypatch):
+    """Not even the last, of as many prompts that one is left over where all others fill their parts."""
+
+    def generate(task):
+        samples = Samples(len(task.rows))
+        samples.update({"agent_failed": task.rows == 8, "group": np.arange(len(task.rows))})
+        return samples, {}
+
+    monkeypatch.setattr(Validation, "prompts_at_once", 4)
+    policy = SimpleNamespace(generate=generate, failure="no server")
+    rewards = SimpleNamespace(num_rows=lambda split: 9, score=lambda split, samples, at_once: {})
+    samples, _, num_samples = Validation(Config(), None, policy, rewards)._answer(1, Stop())
+    assert (samples["agent_failed"].tolist(), num_samples) == ([False] * 8 + [True], 1)
 
 
 def test_names_are_verls_and_only_the_core_is_under_val_core():

@@ -201,5 +201,4 @@ def test_decode_reads_weights_once_a_step_and_every_context():
     metrics = {"perf/decode_steps": 10.0, "perf/decode_context_tokens": 500.0, "timing_s/generate_sequences": 0.5}
     read = 10 * 2000 + 500 * 64
     assert decode_metrics(metrics, sizes, 2) == {"perf/mbu/rollout": pytest.approx(read / (0.5 * 2 * 1e6))}
-    assert decode_metrics(metrics | {"rollout/tail/carried_tokens": 3.0}, sizes, 2) == {}
     assert decode_metrics(metrics, sizes | {"peak_bandwidth": 0}, 2) == {}

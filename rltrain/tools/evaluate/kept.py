@@ -65,13 +65,13 @@ class Kept:
         return self.folder / _PARTS / f"rows_{rows[0]:06d}_{rows[-1]:06d}.parquet"
 
     def missing(self, num_prompts: int, at_once: int) -> list[NDArray[np.int32]]:
-        """The prompts without answers, at most ``at_once`` of them in a row."""
+        """The prompts without answers, at most ``at_once`` of them in a row, in equal parts (see `Validation`)."""
         lacks = np.ones(num_prompts, dtype=bool)
         for first, last, _ in self._parts():
             lacks[first : last + 1] = False
         rows = np.flatnonzero(lacks).astype(np.int32)
         runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if len(rows) else []
-        return [run[first : first + at_once] for run in runs for first in range(0, len(run), at_once)]
+        return [part for run in runs for part in np.array_split(run, -(-len(run) // at_once))]
 
     def join(self, step: int) -> Path:
         """All answers in one file, in the order of the prompts: ``samples/val_STEP.parquet``, as `view` reads it."""

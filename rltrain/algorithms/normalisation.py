@@ -55,12 +55,6 @@ def _members(groups: Tensor, level: str) -> Tensor:
 def whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
     """Mean 0 and unbiased variance 1 over tokens, of which every token of answer i has ``advantages[i]``."""
     weights = lengths.to(advantages.dtype)
-    moments = Moments(
-        float(weights.sum()),
-        float((weights * advantages).sum()),
-        float((weights * advantages.square()).sum()),
-        float(advantages.max()),
-        float(advantages.min()),
-    )
-    shift, scale = moments.whitening()
+    count, total, squares = (float((weights * advantages**power).sum()) for power in range(3))
+    shift, scale = Moments(count, total, squares, float(advantages.max()), float(advantages.min())).whitening()
     return (advantages - shift) * scale

@@ -91,7 +91,7 @@ class SolveRateSampler:
     def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
         """Remember the newest solve rates."""
         # Only the newest answers count, because the policy that gave older ones is gone.
-        self._rates[np.asarray(rows)] = solved
+        self._rates[np.asarray(rows, dtype=np.int64)] = solved
 
     def state(self) -> State:
         """Position and solve rates."""
@@ -116,11 +116,8 @@ def make_sampler(data: DataConfig, order: BatchOrder, rows: Rows) -> Sampler:
         sampler = sampler_class(order, rows)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
         raise ConfigError(f"{key} cannot be made:\n{user_traceback(error)}") from None
-    missing = [
-        method
-        for method in ("rows", "epoch", "observe", "state", "restore")
-        if not callable(getattr(sampler, method, None))
-    ]
+    methods = ("rows", "epoch", "observe", "state", "restore")
+    missing = [method for method in methods if not callable(getattr(sampler, method, None))]
     if missing:
         raise ConfigError(f"{key}: {type(sampler).__name__} has no method {', '.join(missing)}.")
     return sampler

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import ConfigError, RewardError
+from rltrain.base.errors import AgentError, ConfigError, JudgeError, RewardError
 from rltrain.base.stop import StepLeft, Stop, listen
 from rltrain.config.schema import Config
 from rltrain.controller.lifeline import working
@@ -160,7 +161,8 @@ class Trainer(Watcher):
             started, self._under_way = time.perf_counter(), step
             stop.finishing = "finishing this step, saving"
             try:
-                metrics = self._step(ppo, saver, step)
+                with self._rescued(ppo, saver, done):
+                    metrics = self._make(ppo, step)
             except StepLeft as left:
                 log.warning("%s", left)
                 stop.reached(done, total, saver.last_step)
@@ -198,7 +200,8 @@ class Trainer(Watcher):
         saver.on_wait()
         stop.reached(step, total, saver.last_step)
         if ppo.rewards.has_validation and trainer.validates_after(step, total, self.plan.steps_per_epoch):
-            val_metrics = {} if stop.requested else self._validate()
+            with self._rescued(ppo, saver, step):
+                val_metrics = {} if stop.requested else self._validate()
             metrics |= val_metrics
             # A validation that a signal has cut short returns nothing.
             untested = not val_metrics
@@ -214,17 +217,19 @@ class Trainer(Watcher):
         metrics |= saver.news()
         return untested
 
-    def _step(self, ppo: PPOTrainer, saver: Saver, step: int) -> Metrics:
+    @contextmanager
+    def _rescued(self, ppo: PPOTrainer, saver: Saver, step: int) -> Iterator[None]:
+        """Save step ``step``, the newest, where answers and rewards fail in what follows it."""
         # The progress before the step, because a step draws prompts and adapts the KL weight before a reward can fail.
         before = ppo.progress
         try:
-            return self._make(ppo, step)
-        # Both come before any update of the step, so the weights are still those of the step before and worth saving.
+            yield
+        # All come before any update of a step, so the weights are still those of the step before and worth saving.
         # After an error of the workers they may be half updated.
-        except (RewardError, StepLeft) as error:
+        except (RewardError, JudgeError, AgentError, StepLeft) as error:
             if isinstance(error, StepLeft):
                 ppo.actor.give_up()
-            saver.rescue(step - 1, before)
+            saver.rescue(step, before)
             raise
 
     def _make(self, ppo: PPOTrainer, step: int) -> Metrics:

@@ -94,7 +94,9 @@ class Advantages:
         scores, groups, lengths = (
             torch.from_numpy(samples[name][there]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS)
         )
-        baselines = torch.from_numpy(samples[c.BASELINE][there]) if self._passes.greedy_baseline else None
+        baselines = None
+        if self._passes.greedy_baseline:
+            baselines = shaped_reward(torch.from_numpy(samples[c.BASELINE][there]), self._cfg.algorithm)
         rounding = torch.from_numpy(self._rounding(samples, coef)[there])
         inputs = OutcomeInputs(scores, groups, lengths, terms, baselines, rounding)
         advantages: Tensor = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)

@@ -129,7 +129,8 @@ class Experience:
         # A reward model's score has no fixed scale, so it is no solve rate.
         if c.RULE_SCORE in samples.numbers:
             # A scorer without `acc` may give any number, and a sampler is promised a rate from 0 to 1.
-            present = ~failed_of(samples).reshape(-1, n)
+            # Nor is what could not be scored: it would be skipped as never solved.
+            present = ~(failed_of(samples) | (samples[c.REWARD_FAILED] > 0)).reshape(-1, n)
             solved = (accuracy(samples).clip(0, 1).reshape(-1, n) * present).sum(1) / present.sum(1).clip(1)
             known = present.any(1)
             self.sampler.observe(samples[c.ROW][::n][known].tolist(), solved[known])

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +11,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rltrain.base.columns.names import COLUMNS, SCORER
-from rltrain.base.errors import ConfigError, RewardError
+from rltrain.base.errors import AgentError, ConfigError, JudgeError, RewardError
 from rltrain.base.stop import Stop
+from rltrain.config.load import load_config
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.controller.samples import Samples
+from rltrain.run.fit import Trainer
+from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer import validation
+from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import overlong_penalty
 from rltrain.trainer.timing import StepTimer
 from tests.trainer.steps import (
@@ -153,6 +158,55 @@ def test_one_failed_score_costs_gdpo_one_answer_only(make):
     metrics = trainer.step(1).metrics
     assert math.isfinite(metrics["actor/pg_loss"])
     assert metrics["reward/error_rate"] == 1 / 16
+
+
+@pytest.mark.parametrize("failure", [RewardError, JudgeError, AgentError])
+@pytest.mark.parametrize("where", ["step", "validation"])
+def test_the_steps_so_far_are_saved_where_answers_or_rewards_fail(failure, where, monkeypatch):
+    """Of a step and of the validation behind one: neither has moved a weight before it fails."""
+
+    def failing(*_):
+        raise failure("nobody answers")
+
+    made = (lambda step: SimpleNamespace(metrics={})) if where == "validation" else failing
+    ppo = SimpleNamespace(progress=Progress(3), step=made, rewards=SimpleNamespace(has_validation=True))
+    best = SimpleNamespace(stalled=lambda: "")
+    saved: list[tuple[int, Progress]] = []
+    saver = SimpleNamespace(
+        last_step=2, best=best, due=lambda *_: False, overdue=lambda _: False, on_wait=lambda: None,
+        rescue=lambda *state: saved.append(state),
+    )  # fmt: skip
+    monkeypatch.setattr(Trainer, "_make", lambda trainer, ppo, step: dict(ppo.step(step).metrics))
+    monkeypatch.setattr(Trainer, "_validate", failing)
+    trainer = object.__new__(Trainer)
+    trainer.config = load_config(["trainer.test_freq=1", "trainer.val_before_train=False"]).config
+    trainer.plan, trainer._stop = SimpleNamespace(total_steps=9, steps_per_epoch=9), Stop()
+    trainer.num_steps, trainer._owes_validation, trainer.watchers = 4, False, Watchers()
+    with pytest.raises(failure):
+        trainer._fit(ppo, saver)
+    assert saved == [(4 if where == "step" else 5, ppo.progress)]
+
+
+def test_a_baseline_is_shaped_as_the_rewards_that_it_is_taken_off(make, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from rltrain.algorithms.advantages import outcome_estimator\n"
+        "@outcome_estimator(greedy_baseline=True)\n"
+        "def above(inputs, cfg):\n"
+        "    return inputs.scores - inputs.baselines\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:above"
+    plain = make(algorithm__adv_estimator=name).step(1).samples["advantage"]
+    shaped = make(algorithm__adv_estimator=name, algorithm__reward_scaling=10.0, algorithm__reward_bias=-0.5)
+    assert np.abs(plain).max() > 0.1
+    assert shaped.step(1).samples["advantage"] == pytest.approx(10 * plain)
+
+
+def test_a_prompt_whose_answers_could_not_be_scored_is_not_called_unsolved(make):
+    trainer = make(data__sampler__name="solve_rate")
+    n = trainer.plan.answers_per_prompt
+    with_failures(trainer, *range(n), n, acc=0.5)
+    rows = trainer.step(1).samples["row"][::n]
+    assert trainer.experience.sampler.state()["rates"][rows] == pytest.approx([np.nan, 0.5, 0.5, 0.5], nan_ok=True)
 
 
 def test_a_number_that_some_rounds_lack_is_kept_for_the_others():

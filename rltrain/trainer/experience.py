@@ -134,8 +134,7 @@ class Experience:
             solved = (accuracy(samples).clip(0, 1).reshape(-1, n) * present).sum(1) / present.sum(1).clip(1)
             known = present.any(1)
             self.sampler.observe(samples[c.ROW][::n][known].tolist(), solved[known])
-        metrics |= {"reward/compute_s": self._rewards.seconds} | self._rewards.judged | self._rewards.timing
-        return _Round(samples, generated, metrics)
+        return _Round(samples, generated, metrics | self._rewards.costs)
 
     def _draw(self) -> list[Prompt]:
         rows = self.sampler.rows(self.batches_drawn)
@@ -186,8 +185,8 @@ class Experience:
             "filter_groups/tokens_thrown_away": float(tokens - int(samples[c.POLICY_TOKENS].sum())),
         }
 
-    def add_greedy_baseline(self, samples: Samples, timer: StepTimer) -> None:
-        """``baseline`` [n]: the score of the greedy answer to the same prompt (ReMax)."""
+    def add_greedy_baseline(self, samples: Samples, timer: StepTimer) -> Metrics:
+        """``baseline`` [n]: the score of the greedy answer to the same prompt (ReMax). Returns what it has cost."""
         n = self._plan.answers_per_prompt
         # One greedy answer per prompt: a second one would be the same.
         rows = samples[c.ROW][::n]
@@ -200,6 +199,7 @@ class Experience:
             # Without its baseline an answer cannot be judged.
             failed = failed_of(greedy).repeat(n)
             samples.update({name: samples[name] | failed for name in (c.LEFT_OUT, c.UNCOMPARED)})
+        return self._rewards.costs
 
 
 def _without_failed(values: NDArray[np.float64], failed: NDArray[np.bool_], n: int) -> NDArray[np.float64]:

@@ -32,6 +32,7 @@ from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, ran
 from rltrain.trainer.entropy_bonus import EntropyBonus
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.experts import ExpertLoad
+from rltrain.trainer.generation_metrics import join_rounds
 from rltrain.trainer.left_out import left_out, present
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
@@ -121,7 +122,7 @@ class PPOTrainer:
                 record.measured = join(overlap.measured)
                 record.metrics["perf/overlap_share"] = overlap.share
             if passes.greedy_baseline:
-                self.experience.add_greedy_baseline(samples, timer)
+                record.metrics = join_rounds([record.metrics, self.experience.add_greedy_baseline(samples, timer)])
             if passes.old_log_probs != "none":
                 with timer("old_log_prob"):  # log pi_old(y | x), by the trainer's own weights
                     self._old_log_probs(samples, record)

@@ -64,6 +64,11 @@ class Rewards:
         self._model = model
 
     @property
+    def costs(self) -> dict[str, float]:
+        """Of the newest scores, as metrics."""
+        return {"reward/compute_s": self.seconds} | self.judged | self.timing
+
+    @property
     def has_validation(self) -> bool:
         return "val" in self._rows
 

@@ -201,6 +201,20 @@ def test_a_baseline_is_shaped_as_the_rewards_that_it_is_taken_off(make, tmp_path
     assert shaped.step(1).samples["advantage"] == pytest.approx(10 * plain)
 
 
+def test_what_greedy_answers_cost_to_score_is_among_the_costs_of_the_step(make, monkeypatch):
+    trainer = make(algorithm__adv_estimator="remax")
+    score = trainer.rewards.score
+
+    def costly(*given):
+        columns = score(*given)
+        trainer.rewards.seconds, trainer.rewards.judged = 2.0, {"judge/calls": 5.0}
+        return columns
+
+    monkeypatch.setattr(trainer.rewards, "score", costly)
+    metrics = trainer.step(1).metrics
+    assert (metrics["reward/compute_s"], metrics["judge/calls"]) == (4.0, 10.0)
+
+
 def test_a_prompt_whose_answers_could_not_be_scored_is_not_called_unsolved(make):
     trainer = make(data__sampler__name="solve_rate")
     n = trainer.plan.answers_per_prompt

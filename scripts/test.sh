@@ -14,9 +14,9 @@ cd "$REPO"
 PROCESSES=3
 of_all=()
 empty=0 # the exit code of a process that is as good as none, beside 0
-PARTS=("tests/trainer/test_[o-z]*.py" "tests/faults tests/rewards" tests/e2e tests/workers
-    "tests/agents tests/algorithms tests/config tests/data tests/data_preprocess tests/port tests/serve"
-    "tests/trainer/test_[a-n]*.py" tests/npu "tests/controller tests/bench" tests/hosts tests/models)
+PARTS=("tests/agents tests/algorithms tests/config tests/data tests/data_preprocess tests/port tests/serve" tests/workers
+    "tests/trainer/test_[a-n]*.py" "tests/trainer/test_[o-z]*.py" tests/e2e "tests/faults tests/rewards" tests/models
+    "tests/controller tests/bench" tests/hosts tests/npu)
 # shellcheck disable=SC2068 # several folders in one word, and patterns
 first=$(printf -- '--ignore=%s ' ${PARTS[@]})
 export PYTHONDONTWRITEBYTECODE= # hundreds of processes import the same files

@@ -55,6 +55,7 @@ def _members(groups: Tensor, level: str) -> Tensor:
 def whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
     """Mean 0 and unbiased variance 1 over tokens, of which every token of answer i has ``advantages[i]``."""
     weights = lengths.to(advantages.dtype)
-    count, total, squares = (float((weights * advantages**power).sum()) for power in range(3))
-    shift, scale = Moments(count, total, squares, float(advantages.max()), float(advantages.min())).whitening()
+    total, squares = (weights * advantages).sum(), (weights * advantages.square()).sum()
+    numbers = weights.sum(), total, squares, advantages.max(), advantages.min()
+    shift, scale = Moments(*map(float, numbers)).whitening()
     return (advantages - shift) * scale

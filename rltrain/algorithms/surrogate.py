@@ -84,8 +84,8 @@ class Selection:
     largest_mean: Callable[[ActorConfig], float] | None = None
 
 
-# (scores, labels, groups, cfg) -> weights, all [answers of the global mini-batch]. Scores are mean_t log r, labels the
-# signs of the advantages.
+# (scores, labels, groups, cfg) -> weights in the loss of a group, all [answers of the global mini-batch]. Scores are
+# mean_t log r, labels the signs of the advantages.
 GroupWeights = Callable[[Tensor, Tensor, Tensor, ActorConfig], Tensor]
 
 

@@ -10,7 +10,6 @@ have none that is cheap, so its votes are still drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,9 +142,11 @@ def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -
     """How answers are drawn by the keys of a section."""
     of_training = cfg.actor_rollout_ref.rollout
     most = (keys.max_tokens if isinstance(keys, ValKwargs) else None) or cfg.data.max_response_length
-    drawn = Sampling(most, keys.temperature or 1.0, keys.top_k, keys.top_p, greedy, of_training.ignore_eos, keys.min_p)
     stop = tuple(of_training.stop if keys.stop is None else keys.stop)
-    return replace(drawn, repetition_penalty=keys.repetition_penalty, stop=stop)
+    return Sampling(
+        most, keys.temperature or 1.0, keys.top_k, keys.top_p, greedy, of_training.ignore_eos, keys.min_p,
+        keys.repetition_penalty, stop,
+    )  # fmt: skip
 
 
 def rollout_seed(cfg: Config) -> int:

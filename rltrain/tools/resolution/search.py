@@ -136,7 +136,7 @@ class _Race:
                     values = self._values()
                     log.info("%s: %d of %d prompts are answered", name, len(values), len(self._order))
                     stop.says(
-                        f"{name}: {len(values)} of {len(self._order)} prompts are answered: the same command goes on "
+                        f"{len(values)} of {len(self._order)} prompts of {name} are answered: the same command goes on "
                         "after them"
                     )
                     if self._is_lost(values):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -250,6 +251,19 @@ def test_giving_up_leaves_what_is_under_way_unscored(double, judged):
     assert time.monotonic() - started < 5
     assert (slow.status, slow.kind, quick.value) == ("timeout", "judge", 1.0)
     assert score(scorer, "quick again")[0].value == 1.0
+
+
+def test_giving_up_a_batch_leaves_the_next_one_be(double, judged):
+    may_answer = threading.Event()
+    judge = double(lambda *_: YES if may_answer.wait(20) else HANG)
+    scorer = judged(judge.url)
+    with ThreadPoolExecutor(1) as steps:
+        scored = steps.submit(scorer.score_all, [call("x")], [lambda: Question("")], batch=2)
+        while not judge.busy:
+            time.sleep(0.01)
+        scorer.give_up(1)  # on its way since the step before
+        may_answer.set()
+        assert scored.result()[0].value == 1.0
 
 
 def test_an_answer_whose_scorer_fails_is_not_judged(double, judged, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,10 @@ class Question:
     text: str
     images: tuple[bytes, ...] = ()
     """Their files."""
+
+
+Ask = Callable[[], Question]
+"""Makes a question where it is needed: its images are read from files."""
 
 
 class Template:

@@ -7,12 +7,12 @@ messages and takes replies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rltrain.base.errors import RltrainError
 from rltrain.config.schema import Config
-from rltrain.rewards.judge.message import Question
+from rltrain.rewards.judge.message import Ask
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.grader import READINGS, Grader
 from rltrain.rewards.processes.judged import of_rule
@@ -32,9 +32,7 @@ class AskingScorer:
         self._counts: Counter[str] = Counter()
         self._readings = readings_of(cfg)
 
-    def ask(
-        self, calls: Sequence[ScorerCall], questions: Sequence[Callable[[], Question]]
-    ) -> tuple[list[Score | Asked], list[str]]:
+    def ask(self, calls: Sequence[ScorerCall], questions: Sequence[Ask]) -> tuple[list[Score | Asked], list[str]]:
         """Scores of answers that need no judge; of the others what is to be asked, with the messages."""
         scores: list[Score | Asked] = []
         messages: list[str] = []
@@ -69,7 +67,7 @@ class AskingScorer:
             scores.append(one if again else verdict.about(call))
         return scores
 
-    def score_truth(self, call: ScorerCall, question: Callable[[], Question]) -> Score | None:
+    def score_truth(self, call: ScorerCall, question: Ask) -> Score | None:
         """What is known of a ground truth's score before there is a judge: the scorer's, and the names of its numbers.
 
         None where a function of the user's, which reads replies, names some. Raises RewardError for a message that

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rltrain.base.errors import JudgeError, RewardError, RltrainError
 from rltrain.config.schema import Config
 from rltrain.rewards.judge.cache import ReplyCache
-from rltrain.rewards.judge.message import Question, messages_of
+from rltrain.rewards.judge.message import Ask, messages_of
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.judge.server import JudgeServer, Unanswered
 from rltrain.rewards.processes.grader import READINGS, Grader
@@ -40,28 +40,28 @@ class JudgedScorer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
         self._server = self._in_loop(_made(lambda: JudgeServer(judge, num_sharing)))
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._under_way: dict[asyncio.Task[Any], int] = {}  # and the batch
         self._counts: Counter[str] = Counter()
         self._said: dict[str, None] = {}
         self._counting = threading.Lock()
 
     def score_all(
-        self, calls: Sequence[ScorerCall], questions: Sequence[Callable[[], Question]], within_s: float | None = None
+        self, calls: Sequence[ScorerCall], questions: Sequence[Ask], within_s: float | None = None, batch: int = 0
     ) -> list[Score]:
         """Score answers; what ``questions`` make is asked for where the judge is.
 
-        within_s: how long each may take; None: until `give_up`.
+        within_s: how long each may take; None: until `give_up` names the batch.
         """
         grader, rules = self._grader, self._grader.rules(calls)
         asked = [at for at, rule in enumerate(rules) if grader.is_asked(rule)]
-        judging = self._judge_all([calls[at] for at in asked], [questions[at] for at in asked], within_s)
+        judging = self._judge_all([calls[at] for at in asked], [questions[at] for at in asked], within_s, batch)
         verdicts = dict(zip(asked, self._in_loop(judging), strict=True))
         return [
             grader.together(rule, verdicts[at]).about(call) if at in verdicts else of_rule(rule)
             for at, (rule, call) in enumerate(zip(rules, calls, strict=True))
         ]
 
-    def score_truth(self, call: ScorerCall, question: Callable[[], Question]) -> Score:
+    def score_truth(self, call: ScorerCall, question: Ask) -> Score:
         """Have the judge judge a ground truth as the answer, whatever the scorer says of it.
 
         Raises JudgeError where the server does not answer now, RewardError where it refuses or its reply has no score.
@@ -75,12 +75,13 @@ class JudgedScorer:
             )
         return self._grader.together(rule, verdict)
 
-    def give_up(self) -> None:
-        """Leave what is being judged unscored."""
+    def give_up(self, batch: int | None = None) -> None:
+        """Leave unscored what is being judged, of all batches or of one: when this is heard the next may have begun."""
 
         def cancel() -> None:
-            for task in self._under_way:
-                task.cancel()
+            for task, its_batch in self._under_way.items():
+                if batch in (None, its_batch):
+                    task.cancel()
 
         self._loop.call_soon_threadsafe(cancel)
 
@@ -109,20 +110,21 @@ class JudgedScorer:
             self._cache.close()
 
     async def _judge_all(
-        self, calls: Sequence[ScorerCall], questions: Sequence[Callable[[], Question]], within_s: float | None = None
+        self, calls: Sequence[ScorerCall], questions: Sequence[Ask], within_s: float | None, batch: int = 0
     ) -> list[Score]:
         tasks = [
             asyncio.ensure_future(asyncio.wait_for(self._judged(call, question), within_s))
             for call, question in zip(calls, questions, strict=True)
         ]
-        self._under_way.update(tasks)
+        self._under_way.update(dict.fromkeys(tasks, batch))
         try:
             verdicts = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            self._under_way.difference_update(tasks)
+            for task in tasks:
+                del self._under_way[task]
         return [verdict if isinstance(verdict, Score) else self._failed(verdict) for verdict in verdicts]
 
-    async def _judged(self, call: ScorerCall, question: Callable[[], Question]) -> Score:
+    async def _judged(self, call: ScorerCall, question: Ask) -> Score:
         counts: Counter[str] = Counter()
         try:
             asked = await asyncio.to_thread(question)

@@ -84,7 +84,7 @@ class RewardPool:
         judge = cfg.reward.judge
         self._lanes = max(1, judge.max_concurrency // num_workers) if judge.url else 1
         self._num_places = len(places)
-        self._tokens_used = 0
+        self._tokens_used = self._batches = 0
         options: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": self._lanes}
         # A thread of its own answers for stacks while an answer is scored.
         actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
@@ -145,14 +145,15 @@ class RewardPool:
         """The workers, each as often as it takes calls at once."""
         return [worker for worker in self.workers for _ in range(self._lanes)]
 
-    def give_up(self) -> None:
-        """Have no worker wait for the judge any longer."""
+    def give_up(self, batch: int) -> None:
+        """Have no worker wait for the judge of a batch any longer."""
         for worker in self.workers:
-            worker.give_up.options(concurrency_group=_CONTROL).remote()
+            worker.give_up.options(concurrency_group=_CONTROL).remote(batch)
 
     def begin_scoring(self, split: str, total: int) -> Scoring:
         """Score ``total`` answers as they arrive."""
-        return Scoring(self, split, total)
+        self._batches += 1
+        return Scoring(self, self._batches, split, total)
 
     @contextmanager
     def errors(self, phase: str, busy: Sequence[int]) -> Iterator[None]:

@@ -57,13 +57,13 @@ class Scoring:
     the run's devices is asked for what `messages` returns, and `hear` takes its replies; then comes `collect`.
     """
 
-    def __init__(self, pool: RewardPool, split: str, total: int) -> None:
+    def __init__(self, pool: RewardPool, batch: int, split: str, total: int) -> None:
         from ray.util import ActorPool
 
         self.seconds = 0.0
         self.judged: Counter[str] = Counter()
         self._is_over = False
-        self._pool = pool
+        self._pool, self._batch = pool, batch
         self._workers = ActorPool(pool.lanes)
         self._busy: dict[int, int] = {}  # number of what was submitted -> number of the worker that has it
         self._split = split
@@ -90,11 +90,11 @@ class Scoring:
     def _submit(self, method: str, call: _Call, places: Sequence[int], *arguments: Any) -> None:
         number = len(self._submitted)
         self._submitted.append((call, places))
-        answers = number, self._split, [call.texts], call.rows[places], call.positions[places]
+        answers = (self._batch, number), self._split, [call.texts], call.rows[places], call.positions[places]
         self._workers.submit(self._hand_out, (method, *answers, *arguments))
 
     def _hand_out(self, worker: Any, call: tuple[Any, ...]) -> Any:
-        method, number, _, _, rows, *_ = call
+        method, (_, number), _, _, rows, *_ = call
         if self._is_over:
             return self._unjudged(number, len(rows))
         self._busy[number] = self._pool.workers.index(worker)
@@ -106,7 +106,7 @@ class Scoring:
 
         sentence = f"not judged within {self._pool.reward.judge.deadline_s:g} s (reward.judge.deadline_s)"
         scores = [Score(None, "timeout", sentence, kind=JUDGE)] * count
-        return ray.put((number, scores, 0.0, Counter(), ("driver", ""), None))
+        return ray.put(((self._batch, number), scores, 0.0, Counter(), ("driver", ""), None))
 
     def advance(self) -> None:
         """Take what is done and hand out what waits, without waiting."""
@@ -182,7 +182,7 @@ class Scoring:
             watch.check()
             self._is_over = time.monotonic() - started > deadline_s
             if self._is_over:  # asked again and again: a worker may only now have come to the judge
-                self._pool.give_up()
+                self._pool.give_up(self._batch)
             if self._take(min(POLL_S, deadline_s)):
                 heard = time.monotonic()
             elif (seconds := time.monotonic() - heard) > more_s + per_call * timeout_s:
@@ -193,7 +193,7 @@ class Scoring:
             return False
         try:
             with self._pool.errors(_PHASE, sorted({*self._busy.values()})):
-                number, scores, seconds, judged, (worker, printed), messages = self._workers.get_next_unordered(
+                (_, number), scores, seconds, judged, (worker, printed), messages = self._workers.get_next_unordered(
                     timeout=wait_s
                 )
         except TimeoutError:

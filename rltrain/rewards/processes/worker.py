@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from rltrain.base.stacks import stacks_here
 from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
 from rltrain.rewards.custom import TOLD, custom_reward
-from rltrain.rewards.judge.message import Question
+from rltrain.rewards.judge.message import Ask
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.asking import AskingScorer
 from rltrain.rewards.processes.grader import Questions
@@ -26,8 +26,9 @@ from rltrain.rewards.processes.score import Asked, Score, ScorerCall, read_retur
 from rltrain.rewards.processes.slot import ScoringSlot
 
 Scorer = ScoringSlot | RemoteScorer | JudgedScorer | AskingScorer
+CallNumber = tuple[int, int]  # the batch, and the call among those of the batch
 # Number of the call, scores, seconds, what a judge has cost, who printed what, and messages to a judge by reference.
-Scored = tuple[int, list[Score | Asked], float, Counter[str], tuple[str, str], Any]
+Scored = tuple[CallNumber, list[Score | Asked], float, Counter[str], tuple[str, str], Any]
 
 
 def make_scorer(cfg: Config, num_sharing: int = 1) -> Scorer:
@@ -65,7 +66,9 @@ class RewardWorker:
         self._questions = {split: Questions(rows, with_images) for split, rows in self._rows.items()}
         self._is_custom = cfg.custom_reward_function.path is not None or cfg.reward.is_elsewhere
 
-    def score(self, number: int, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray) -> Scored:
+    def score(
+        self, number: CallNumber, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
+    ) -> Scored:
         """Scores of the texts at ``positions`` of a list, by reference in ``texts``, as answers to ``rows``."""
         import ray
 
@@ -78,14 +81,14 @@ class RewardWorker:
             for row, answer, score in zip(rows.tolist(), chosen, given, strict=True)
             if score is None
         ]
-        scored, messages = self._scored(split, *zip(*asked, strict=True)) if asked else ([], [])
+        scored, messages = self._scored(number[0], split, *zip(*asked, strict=True)) if asked else ([], [])
         remaining = iter(scored)
         scores = [score or next(remaining) for score in given]
         return self._told(number, scores, started, ray.put(messages) if messages else None)
 
     def read(
         self,
-        number: int,
+        number: CallNumber,
         split: str,
         texts: list[Any],
         rows: np.ndarray,
@@ -111,7 +114,7 @@ class RewardWorker:
         scores = self._scorer.read(calls, asked, [said[place] for place in range(len(calls))], again=again)
         return self._told(number, scores, started, None)
 
-    def _told(self, number: int, scores: list[Score | Asked], started: float, messages: Any) -> Scored:
+    def _told(self, number: CallNumber, scores: list[Score | Asked], started: float, messages: Any) -> Scored:
         seconds = time.perf_counter() - started
         return number, scores, seconds, self.take_counts(), (self._name, self._scorer.take_printed()), messages
 
@@ -131,10 +134,10 @@ class RewardWorker:
         """What a judge has cost since the last call."""
         return self._scorer.take_counts() if isinstance(self._scorer, JudgedScorer | AskingScorer) else Counter()
 
-    def give_up(self) -> None:
-        """Leave what a judge is asked for now unscored."""
+    def give_up(self, batch: int) -> None:
+        """Leave unscored what a judge is asked for of a batch."""
         if isinstance(self._scorer, JudgedScorer):
-            self._scorer.give_up()
+            self._scorer.give_up(batch)
 
     def who(self) -> tuple[int, str]:
         """Process id and host."""
@@ -149,16 +152,16 @@ class RewardWorker:
         self._scorer.close()
 
     def _scored(
-        self, split: str, rows: Sequence[int], calls: Sequence[ScorerCall]
+        self, batch: int, split: str, rows: Sequence[int], calls: Sequence[ScorerCall]
     ) -> tuple[Sequence[Score | Asked], list[str]]:
         """Scores, and messages to a judge on the devices."""
         if isinstance(self._scorer, AskingScorer):
             return self._scorer.ask(calls, [self._question(split, row) for row in rows])
         if isinstance(self._scorer, JudgedScorer):
-            return self._scorer.score_all(calls, [self._question(split, row) for row in rows]), []
+            return self._scorer.score_all(calls, [self._question(split, row) for row in rows], batch=batch), []
         return self._scorer.score_all(calls), []
 
-    def _question(self, split: str, row: int) -> Callable[[], Question]:
+    def _question(self, split: str, row: int) -> Ask:
         return partial(self._questions[split], row)
 
     def _call(self, split: str, number: int, answer: str) -> ScorerCall:

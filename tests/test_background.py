@@ -66,7 +66,7 @@ def test_lines_wait_for_storage_that_does_not_answer_and_nobody_waits_for_them(t
     started = time.monotonic()
     for number in range(2, 1000):
         assert lines.add(f"{number}\n")
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 20  # a wait for each would take 50
     assert lines.num_late == 999
     assert lines.close(0.01)
     with file.open() as read:

@@ -128,7 +128,7 @@ def test_a_server_that_names_a_time_is_asked_then(serve, remote, after, calls):
     server = serve(lambda call, number: (429, after.encode()) if number == 1 else echo(call, number))
     start = time.monotonic()
     score = remote(server.url, timeout_s=0.5).score(*CALL)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 15  # and not the 30 s that it names
     assert len(server.calls) == calls
     assert (score.status, score.value) == (("timeout", None) if calls == 1 else ("ok", 9.0))
 

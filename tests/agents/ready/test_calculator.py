@@ -79,11 +79,11 @@ def test_values_are_exact_where_they_can_be(expression, value):
     ],
 )
 def test_what_cannot_be_calculated_is_told_at_once(expression, words):
-    started = time.perf_counter()
+    started = time.process_time()
     told = calculator(expression)
     assert told.startswith("Error: ")
     assert words in told
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 _NUMBERS = st.integers(-999, 999).map(lambda number: (f"({number})", Fraction(number)))

@@ -76,6 +76,11 @@ class Chip:
     memory_bytes: float
     """By the data sheet; a driver shows a little more or less."""
 
+    @property
+    def kind(self) -> str:
+        """What ``trainer.device`` calls it."""
+        return "cpu" if self.name == "CPU" else "npu" if self.name.startswith("Ascend") else "cuda"
+
 
 def _rows() -> dict[frozenset[str], Chip]:
     lines = (line.rsplit(maxsplit=3) for line in _TABLE.strip().splitlines()[1:])

@@ -355,9 +355,6 @@ class StepModels:
 class RewardModel(_Remote):
     """The reward model."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        super().__init__(group)
-
     def score(self, split: str, samples: Samples, at_once: int | None = None) -> np.ndarray:
         """Score per answer [n], so many in a call (None: all). Texts are spread over the ranks by length."""
         # The reward model has a tokenizer of its own, so the policy's lengths only estimate the work, and its workers

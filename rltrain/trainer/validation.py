@@ -95,11 +95,12 @@ class Validation:
         # Without a penalty or another score the rule's is the reward itself.
         hidden |= set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
         extras = {name.removeprefix(c.SCORER): values for name, values in scores.items() if name.startswith(c.SCORER)}
-        numbers = {name: values for name, values in scores.items() if name not in hidden and c.SCORER not in name}
+        columns = extras | {name: scores[name] for name in scores if name not in hidden and c.SCORER not in name}
         # A trajectory that could not go on says nothing of the policy.
-        numbers = {name: np.where(failed_of(samples), np.nan, values) for name, values in numbers.items()}
-        metrics = validation_metrics(self._rewards.data_sources("val"), extras | numbers, num_samples)
-        metrics |= self.summaries(extras | numbers)
+        failed = failed_of(samples)
+        columns |= {name: np.where(failed, np.nan, each) for name, each in columns.items() if each.dtype != object}
+        metrics = validation_metrics(self._rewards.data_sources("val"), columns, num_samples)
+        metrics |= self.summaries(columns)
         metrics |= {f"val-aux/{name}": value for name, value in self._rewards.judged.items()}
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
         most_turns = self._cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns

@@ -111,6 +111,19 @@ def test_a_run_foretells_itself_and_corrects_other_settings(simulate, run):
     assert larger["reward"] == pytest.approx(2 * 0.8)
 
 
+def test_a_run_of_devices_that_are_not_here_is_foretold_in_their_dtypes(simulate, run):
+    """Else this machine's would be taken, which on a CPU is float32: the weights would be read in twice the time."""
+    (run / "env.json").write_text(json.dumps({"devices": ["NVIDIA H100 80GB HBM3"]}))
+    file, foretold = run / "config.yaml", []
+    for device in ("cuda", "auto"):
+        file.write_text(re.sub(r"(?m)^(  device): \w+$", rf"\1: {device}", file.read_text()))
+        foretold.append(calibrate(run).foretold)
+    assert foretold[0] == foretold[1]
+    for flags in ((), ("--device", "H100")):
+        found = phases(simulate("--from", str(run), *flags)[1])
+        assert (found["generate_sequences"], found["reshard"]) == (4, 0.5)
+
+
 def test_a_sweep_tells_the_best_that_fits_and_why(simulate):
     code, text, error = simulate(
         "--device", "H100", "--lengths", "mean:20,max:64", "--assume", "micro_batch_ms=500", "--sweep",

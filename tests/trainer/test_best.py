@@ -12,7 +12,7 @@ from rltrain.config.load import load_config
 from rltrain.config.notes import without_effect
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import find_start
+from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.earlier import owes_validation
 from rltrain.run.fit import Trainer
@@ -46,6 +46,19 @@ def test_the_first_of_equal_checkpoints_is_the_best():
     assert best.of(range(9)) == 2
     assert best.of([4, 7]) is None
     assert best_of("min", values=[0.3, 0.2, 0.4]).of([0, 1, 2]) == 1
+
+
+@pytest.mark.parametrize(("of", "values"), [("run", {3: 0.9, 4: 0.2}), ("other", {})])
+def test_the_best_of_a_run_is_none_of_what_an_earlier_one_has_left_in_its_folder(tmp_path, of, values):
+    folder = RunFolder(str(tmp_path / "run"))
+    lines = [json.dumps({"step": step, METRIC: value}) for step, value in ((3, 0.9), (4, 0.2), (6, 0.1))]
+    (folder.path / "metrics.jsonl").write_text("\n".join(lines))
+    cfg = load_config([f"trainer.keep_best={METRIC}", "trainer.patience=1"]).config
+    saver = Saver(cfg, folder, None, None, "", 1000, 1000)
+    saver._roles = {}
+    saver.load(Start(4, folder=tmp_path / of / "global_step_4"))
+    assert saver.best.values == values
+    folder.release()
 
 
 def test_patience_counts_validations_since_the_best():

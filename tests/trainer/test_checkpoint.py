@@ -363,6 +363,19 @@ def test_a_run_that_began_elsewhere_goes_on_too(folder, tmp_path, caplog, mode, 
     old.release()
 
 
+def test_a_step_is_of_its_run_however_its_path_is_written(folder, monkeypatch):
+    saver, _ = saver_of(folder, "algorithm.adv_estimator=grpo")
+    saver.save(4, Progress())
+    monkeypatch.chdir(folder.path.parent)
+    monkeypatch.setenv("HOME", str(folder.path.parent))
+    for name in ("run/global_step_4", "./run/../run/global_step_4/", "~/run/global_step_4"):
+        words = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={name}")
+        start = find_start(saver_of(folder, "algorithm.adv_estimator=grpo", *words)[1], folder, None)
+        # Else the metrics of its four steps would be moved aside as another run's.
+        assert start.is_of(folder.path)
+        assert start.folder == folder.step_folder(4)
+
+
 @pytest.mark.parametrize(
     ("settings", "first", "total", "steps"),
     [

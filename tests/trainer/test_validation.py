@@ -29,6 +29,20 @@ def test_one_trajectory_that_could_not_go_on_ends_no_validation(monkeypatch):
     assert (samples["agent_failed"].tolist(), num_samples) == ([False] * 8 + [True], 1)
 
 
+def test_an_answer_that_could_not_go_on_is_no_wrong_one(monkeypatch):
+    """Its scorer has judged the text that there was."""
+    texts = np.array(["a", "b", "b", "b"], dtype=object)
+    scores = {"score": np.array([1.0, 0, 0, 1]), "scorer/acc": np.array([1.0, 0, 0, 1]), "scorer/pred": texts}
+    rewards = SimpleNamespace(judged={}, data_sources=lambda split: ["s"] * 4, extra_infos=lambda split: [{}] * 4)
+    validation = Validation(Config(), None, None, rewards)
+    samples = Samples(4)
+    samples.update({"agent_failed": np.array([False, True, False, False]), "response_length": np.ones(4, dtype=int)})
+    monkeypatch.setattr(validation, "_answer", lambda step, stop: (samples, scores | {"reward": scores["score"]}, 1))
+    monkeypatch.setattr("rltrain.trainer.validation.turn_metrics", lambda samples, most_turns: {})
+    metrics = validation.run(1, Stop()).metrics
+    assert metrics["val-aux/s/reward/mean@1"] == metrics["val-core/s/acc/mean@1"] == pytest.approx(2 / 3)
+
+
 def test_names_are_verls_and_only_the_core_is_under_val_core():
     columns = {"reward": np.array([1.0, 0, 0, 0]), "pred": np.array(["a", "b", "b", "b"], dtype=object)}
     metrics = validation_metrics(["s"], columns, 4)

@@ -109,7 +109,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
     weights_only, searched = trainer.resume_weights_only and not continued, continued or trainer.resume_mode == "auto"
     folder = continued or (run.newest() if searched else None)
     if trainer.resume_mode == "resume_path" and not continued:
-        folder = Path(trainer.resume_from_path or "")
+        folder = _named(cfg)
     start = Start(folder=folder, weights_only=weights_only)
     if folder is not None:
         if problem := run.damage(folder):
@@ -197,8 +197,13 @@ def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
 def _origin(cfg: Config) -> dict[str, Any]:
     """Where the config lets a new run begin."""
     trainer = cfg.trainer
-    path = str(Path(trainer.resume_from_path or "").resolve()) if trainer.resume_mode == "resume_path" else None
+    path = str(_named(cfg)) if trainer.resume_mode == "resume_path" else None
     return {"mode": trainer.resume_mode, "path": path, "weights_only": trainer.resume_weights_only}
+
+
+def _named(cfg: Config) -> Path:
+    """``trainer.resume_from_path``, as `Checkpoints` has paths: a step of a run is told by its folder."""
+    return Path(cfg.trainer.resume_from_path or "").expanduser().resolve()
 
 
 def _begun_before(cfg: Config, run: Checkpoints) -> Path | None:

@@ -331,7 +331,9 @@ class Saver(Watcher):
             for name, role in self._roles.items():
                 for note in role.load(str(start.folder / name), start.weights_only):
                     log.warning("note: %s", note)
-        self.best = Best(self._cfg.trainer, self._folder.path / "metrics.jsonl", start.step)
+        # Of a run that begins behind a step of another nothing is there yet: what is in its folder is moved aside.
+        file = self._folder.path / "metrics.jsonl" if start.is_of(self._folder.path) else None
+        self.best = Best(self._cfg.trainer, file, start.step)
         # The step that the run starts from is saved already, also for `rescue`.
         self.last_step = start.step
         self._saved_at = time.monotonic()

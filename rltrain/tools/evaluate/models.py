@@ -79,9 +79,9 @@ def _pieces(file: Path) -> Iterator[bytes]:
 def models_of(words: Sequence[str]) -> list[Model]:
     """The models of paths, patterns and hub names. Raises ConfigError or CheckpointError for what is none."""
     found = [_model(name) for word in words for name in places(word)]
-    names = [model.name for model in found]
-    if len({model.named for model in found}) < len(found):
-        raise ConfigError(f"model={','.join(words)} names {_twice([model.named for model in found])} twice.")
+    names, typed = [model.name for model in found], [model.named for model in found]
+    if again := next((name for name in typed if typed.count(name) > 1), None):
+        raise ConfigError(f"model={','.join(words)} names {again} twice.")
     # Checkpoints of equal steps of two runs: the shortest ends of their paths tell them apart.
     return [
         replace(model, name=_told_apart(model, found)) if model.folder and names.count(model.name) > 1 else model
@@ -98,10 +98,6 @@ def _told_apart(model: Model, found: Sequence[Model]) -> str:
         if all(other.parts[-length:] != end for other in others):
             return "_".join(end)
     return "_".join(folder.parts[1:])
-
-
-def _twice(names: list[str]) -> str:
-    return next(name for name in names if names.count(name) > 1)
 
 
 def places(word: str, key: str = "model") -> list[str]:

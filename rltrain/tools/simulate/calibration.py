@@ -63,9 +63,10 @@ def calibrate(run: Path, chip: Chip | None = None) -> Calibration:
     settings = run / "config.yaml"
     if not settings.is_file():
         raise ConfigError(f"--from {run}: there is no config.yaml in it. Give the folder of a run of rltrain.")
-    cfg = load_config([], [str(settings)]).config
+    chip = _chip(run, load_config([], [str(settings)]).config.trainer.device, chip)
+    # Not what ``auto`` means on this machine, which may be another.
+    cfg = load_config([f"trainer.device={chip.kind}"], [str(settings)]).config
     seconds, silent, num_steps = measured(run)
-    chip = _chip(run, cfg.trainer.device, chip)
     assumed = ON_CPU if chip is NOMINAL else Assumptions()
     plan, lengths = make_plan(cfg), read_lengths(str(run))
     assumed = replace(assumed, silent_share=min(1.0, silent / cfg.actor_rollout_ref.actor.ppo_epochs))
@@ -92,10 +93,6 @@ def _chip(run: Path, kind: str, given: Chip | None) -> Chip:
     if chip and given and chip != given:
         raise ConfigError(f"--device {given.name}: the devices of --from {run} are {chip.name}, and its seconds are of "
                           "those. Leave --device out.")  # fmt: skip
-    if chip is None and given is None:
-        raise ConfigError(
-            f"--from {run}: nobody knows the peaks of its {kind} device {devices[:1]}. Add --device NAME."
-        )
-    chosen = chip or given
-    assert chosen
-    return chosen
+    if chosen := chip or given:
+        return chosen
+    raise ConfigError(f"--from {run}: nobody knows the peaks of its {kind} device {devices[:1]}. Add --device NAME.")

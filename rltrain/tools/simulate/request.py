@@ -71,10 +71,10 @@ def read_request(own: argparse.Namespace, arguments: argparse.Namespace) -> Requ
     words = list(arguments.overrides)
     if own.nodes is not None:
         words.append(f"trainer.nnodes={_positive('--nodes', own.nodes)}")
-    if chip:
+    if known := calibration.chip if calibration else chip:
         # The one of the chip stands in front: what a person writes counts.
-        words.insert(0, f"trainer.device={'npu' if chip.name.startswith('Ascend') else 'cuda'}")
-    known = chip or (calibration.chip if calibration else _chip_here(words, files))
+        words.insert(0, f"trainer.device={known.kind}")
+    known = known or _chip_here(words, files)
     assumed = calibration.assumed if calibration else Assumptions()
     lengths = read_lengths(own.lengths) if own.lengths else calibration.lengths if calibration else None
     if lengths is None:

@@ -1,13 +1,14 @@
-"""A policy as a Hugging Face folder, at once."""
+"""A policy as a Hugging Face folder, and adapters in peft's files, at once."""
 
 from pathlib import Path
 
 import torch.distributed as dist
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.export import Export
+from rltrain.models.weights.lora import adapter_weights, write_adapter
 
 
 def export_huggingface(
@@ -19,3 +20,11 @@ def export_huggingface(
     problems = export.write(Path(folder), card, {}) if dist.get_rank() == 0 else []
     dist.barrier()
     return problems
+
+
+def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
+    """Write adapters of ``base`` at once (a collective)."""
+    weights = adapter_weights(model)
+    if dist.get_rank() == 0:
+        write_adapter(model, weights, base, folder, {})
+    dist.barrier()

@@ -141,6 +141,7 @@ class _Stage:
             end = {"failed": _words_of(error, self.terms)}
         if trajectory.chat:
             self._endpoint.close(trajectory.chat)
+            trajectory.chat.answered(None)  # else a thread that goes on would wait for turns that nobody is asked for
         # Told before it is closed, which may take its time; one that nobody waits for any more tells nothing.
         if self._all.pop(number, None):
             self._tell(number, end)

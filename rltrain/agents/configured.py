@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from rltrain.agents.functions import as_json
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import is_plugin, load_plugin, user_traceback
 
+# What is being made or is there, by name.
+_Makings = dict[str, asyncio.Task[Any]]
 TOOL_CONFIG = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 logger = logging.getLogger(__name__)
 
@@ -40,13 +43,12 @@ class ConfiguredTool:
     """In JSON, as chat templates show it."""
     tool: Any = None
     """The object, once it is there."""
-    _making: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _making: _Makings = field(default_factory=dict)
 
     async def made(self) -> Any:
         """The object."""
-        async with self._making:
-            if self.tool is None:
-                self.tool = await called(_make, self.kind, self.config, self.schema)
+        if self.tool is None:
+            self.tool = await _once(self._making, "", lambda: called(_make, self.kind, self.config, self.schema))
         return self.tool
 
 
@@ -117,8 +119,7 @@ class Opened:
 
     def __init__(self, tools: dict[str, ConfiguredTool], tools_kwargs: dict[str, Any]) -> None:
         self._tools, self._kwargs = tools, tools_kwargs
-        self._ids: dict[str, Any] = {}
-        self._creating = {name: asyncio.Lock() for name in tools}
+        self._ids: _Makings = {}
         # What verl hands to each call of a trajectory, for tools that share something.
         self._data = SimpleNamespace(
             request_id=uuid4().hex, tools_kwargs=tools_kwargs, extra_fields={}, metrics={}, messages=[]
@@ -128,11 +129,9 @@ class Opened:
         """What a tool says of a call, as `calling.result` has it. Raises what the tool raises."""
         tool = await self._tools[name].made()
         kwargs = self._kwargs.get(name) or {}
-        async with self._creating[name]:
-            if name not in self._ids:
-                self._ids[name] = await self._create(tool, kwargs.get("create_kwargs") or {})
+        instance = await _once(self._ids, name, lambda: self._create(tool, kwargs.get("create_kwargs") or {}))
         more = {"agent_data": self._data, **(kwargs.get("execute_kwargs") or {})}
-        returned = await called(tool.execute, self._ids[name], arguments, **_taken(tool.execute, more))
+        returned = await called(tool.execute, instance, arguments, **_taken(tool.execute, more))
         return result(tuple(returned) if isinstance(returned, list) else returned)
 
     async def _create(self, tool: Any, kwargs: dict[str, Any]) -> Any:
@@ -155,9 +154,18 @@ class Opened:
             name, instance = self._ids.popitem()
             if release := getattr(self._tools[name].tool, "release", None):
                 try:
-                    await called(release, instance)
+                    await called(release, await instance)
                 except Exception as error:  # noqa: BLE001 - user code
                     logger.warning("release of the tool %s raised:\n%s", name, user_traceback(error))
+
+
+async def _once(makings: _Makings, name: str, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """What ``make`` returns, for all who ask: one that is given up meanwhile leaves it to the next, which would else
+    begin again and be as late. What fails is made again."""
+    if name not in makings:
+        makings[name] = making = asyncio.ensure_future(make())
+        making.add_done_callback(lambda _: makings.pop(name, None) if making.cancelled() or making.exception() else 0)
+    return await asyncio.shield(makings[name])
 
 
 def _taken(function: Any, named: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from rltrain.agents import stand_ins
+from rltrain.agents.chat import Late, within
 from rltrain.agents.toolbox import Places, Toolbox
 from rltrain.base.errors import ConfigError
 
@@ -332,6 +333,76 @@ def test_calls_of_one_turn_share_what_the_tool_keeps(places):
 
     assert asyncio.run(run()) == ["-+a", "-+a+b"]
     assert len(box.configured["note"].kind.created) == 1
+
+
+SLOW = """
+import threading
+
+may_end = {"tool": threading.Event(), "instance": threading.Event()}
+made, released = [], []
+
+def make(what):
+    made.append(what)
+    may_end[what].wait(20)
+
+class Slow:
+    def __init__(self, config, tool_schema):
+        make("tool")
+
+    def create(self):
+        make("instance")
+        return "it"
+
+    def execute(self, instance_id, parameters):
+        return instance_id
+
+    def release(self, instance_id):
+        released.append(instance_id)
+"""
+
+
+def test_what_a_call_that_is_given_up_has_begun_to_make_is_for_the_next(places, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    box = Toolbox(places(None, CONFIG.replace("tools_of_verl.py:Notes", "slow.py:Slow")))
+    slow = sys.modules[box.configured["note"].kind.__module__]
+
+    async def is_late(session):
+        with pytest.raises(Late):
+            await within(session.call("note", {}), 0.05)
+
+    async def run():
+        session = await box.open(ROW, 1)
+        for what in ("tool", "instance"):
+            await is_late(session)
+            await is_late(session)
+            assert slow.made[-1] == what
+            slow.may_end[what].set()
+            while what == "tool" and "instance" not in slow.made:
+                await is_late(session)
+        content = (await session.call("note", {}))["content"]
+        await session.close()
+        return content
+
+    assert asyncio.run(run()) == "it"
+    assert slow.made == ["tool", "instance"]
+    assert slow.released == ["it"]
+
+
+def test_what_could_not_be_made_is_made_again(places, tmp_path):
+    once = 'made.append(what)\n    if made.count(what) == 1:\n        raise OSError("busy")'
+    (tmp_path / "slow.py").write_text(SLOW.replace("made.append(what)", once).replace(".wait(20)", ".wait(0)"))
+    box = Toolbox(places(None, CONFIG.replace("tools_of_verl.py:Notes", "slow.py:Slow")))
+
+    async def run():
+        session = await box.open(ROW, 1)
+        for _ in ("tool", "instance"):
+            with pytest.raises(OSError, match="busy"):
+                await session.call("note", {})
+        content = (await session.call("note", {}))["content"]
+        await session.close()
+        return content
+
+    assert asyncio.run(run()) == "it"
 
 
 def test_a_release_that_raises_is_logged(places, caplog, tmp_path):

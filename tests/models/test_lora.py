@@ -16,12 +16,12 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
-from rltrain.models.weights.lora import Lora, adapted_weights, adapters_off, lora_layers, save_adapter
+from rltrain.models.weights.lora import Lora, adapted_weights, adapters_off, lora_layers
 from rltrain.models.weights.names import huggingface_name, whole_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
-from tests.exported import export_huggingface
+from tests.exported import export_huggingface, save_adapter
 from tests.models.test_forward import FAMILIES, SIZES, TEMPERATURE, by_transformers, make_batch, make_policy
 
 pytestmark = pytest.mark.usefixtures("process_group")

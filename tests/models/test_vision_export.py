@@ -25,11 +25,10 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
 from rltrain.models.load import load_config, source_dtype
 from rltrain.models.vision import tower
-from rltrain.models.weights.lora import save_adapter
 from rltrain.models.weights.names import CheckpointNames
 from rltrain.models.weights.state import load_training_state, save_training_state
 from tests.distance import distance
-from tests.exported import export_huggingface
+from tests.exported import export_huggingface, save_adapter
 from tests.models.test_vision_packed import CPU, LORA, TEMPERATURE, loss_of, make, make_batch
 from tests.tiny_vision import FAMILIES, TOKENS, WITH_EXPERTS, picture, save_tiny_families
 

@@ -1,5 +1,6 @@
 """Saves by time: when they are due, that they push out nothing that was asked for, and that they end no run."""
 
+import threading
 import time
 from contextlib import ExitStack
 
@@ -148,6 +149,23 @@ def test_the_last_room_is_kept_for_the_regular_save(folder, clock, free, caplog)
     # Then the regular save would fail too, and a run that goes on loses more.
     free(15_999)
     assert saver.overdue(5)
+
+
+def test_a_look_at_the_room_that_was_late_counts_for_no_later_save(folder, clock, free, monkeypatch):
+    saver, disk_answers = saver_of(folder, "trainer.save_freq=100"), threading.Event()
+    look = saver._has_room_for_two
+    monkeypatch.setattr(saver, "_has_room_for_two", lambda step: disk_answers.wait(20) and look(step))
+    monkeypatch.setattr(saving, "_LOOK_S", 0.01)
+    clock[0] = 1800.0
+    free(10**9)
+    assert not saver.overdue(1)
+    disk_answers.set()
+    assert saver._room.result()
+    saver.save(2, Progress())
+    free(saver._bytes_needed)  # room for the regular save alone
+    monkeypatch.setattr(saving, "_LOOK_S", 20.0)
+    clock[0] = 3600.0
+    assert not saver.overdue(3)
 
 
 def test_missing_room_for_saves_by_time_is_foretold(folder, free):

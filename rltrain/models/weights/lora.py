@@ -243,14 +243,6 @@ def write_adapter(
     write_weights(weights, Path(folder) / "adapter_model.safetensors", digests)
 
 
-def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
-    """Write both now (a collective)."""
-    weights = adapter_weights(model)
-    if dist.get_rank() == 0:
-        write_adapter(model, weights, base, folder, {})
-    dist.barrier()
-
-
 def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
     """Names of the layers that get adapters: linear ones, but not the head, whose log-probs are computed from its
     weight.

@@ -11,7 +11,6 @@ import asyncio
 import json
 import random
 from collections import Counter
-from itertools import count
 from typing import Any
 
 import httpx
@@ -67,6 +66,7 @@ class JudgeServer:
         self._free = asyncio.Semaphore(concurrency)
         self._client = client({"Authorization": f"Bearer {self._key}"} if self._key else {}, concurrency)
         self._gap_s = 60 * num_sharing / judge.rate_limit_per_min if judge.rate_limit_per_min else 0.0
+        self._turns = asyncio.Lock()
         # Times of the loop: of the next request by the rate, and of the next that the server lets us make.
         self._next = self._open = 0.0
 
@@ -77,8 +77,7 @@ class JudgeServer:
     async def reply(self, request: dict[str, Any], counts: Counter[str]) -> Reply:
         """The reply to ``request``. Adds calls, retries, tokens and seconds to ``counts``. Raises `Unanswered`."""
         body, failures = json.dumps(request).encode(), 0
-        for attempt in count():
-            counts["retries"] += attempt > 0
+        while True:
             status, after_s, trouble, reply = await self._once(body, counts)
             if reply is not None:
                 return reply
@@ -90,7 +89,7 @@ class JudgeServer:
             # Jitter, so that requests that failed together do not come back together.
             pause_s = min(FIRST_PAUSE_S * 2 ** max(failures - 1, 0), LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
             await asyncio.sleep(max(pause_s, after_s))
-        raise AssertionError("count() has no end")
+            counts["retries"] += 1
 
     async def models(self) -> list[str]:
         """Names of the models that the server offers. Raises `Unanswered`."""
@@ -148,9 +147,11 @@ class JudgeServer:
     async def _turn(self) -> None:
         """Wait until one more request may begin."""
         loop = asyncio.get_running_loop()
-        begin, self._next = max(loop.time(), self._next), max(loop.time(), self._next) + self._gap_s
-        while (wait_s := max(begin, self._open) - loop.time()) > 0:
-            await asyncio.sleep(wait_s)
+        async with self._turns:  # one after the other, as who gives up meanwhile must not have taken a turn
+            begin = max(loop.time(), self._next)
+            while (wait_s := max(begin, self._open) - loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+            self._next = begin + self._gap_s
 
 
 def _read(content: bytes) -> tuple[Reply, int]:

@@ -9,9 +9,9 @@ import asyncio
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from rltrain.base.errors import JudgeError, RewardError, RltrainError
 from rltrain.config.schema import Config
@@ -21,8 +21,6 @@ from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.judge.server import JudgeServer, Unanswered
 from rltrain.rewards.processes.grader import READINGS, Grader
 from rltrain.rewards.processes.score import JUDGE, UNASKED, Score, ScorerCall
-
-_T = TypeVar("_T")
 
 
 class JudgedScorer:
@@ -39,7 +37,7 @@ class JudgedScorer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
-        self._server = self._in_loop(_made(lambda: JudgeServer(judge, num_sharing)))
+        self._server = JudgeServer(judge, num_sharing)
         self._under_way: dict[asyncio.Task[Any], int] = {}  # and the batch
         self._counts: Counter[str] = Counter()
         self._said: dict[str, None] = {}
@@ -185,10 +183,6 @@ class JudgedScorer:
 
     def _in_loop(self, awaitable: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result()
-
-
-async def _made(make: Callable[[], _T]) -> _T:
-    return make()
 
 
 def of_rule(rule: Score | None) -> Score:

@@ -162,7 +162,8 @@ class Saver(Watcher):
         timer = StepTimer()
         with timer("save_checkpoint"):
             self.finish()
-            self._saved_at, self._by_time[step] = time.monotonic(), by_time
+            # A look at the room that was late tells of the room before this save.
+            self._saved_at, self._by_time[step], self._room = time.monotonic(), by_time, None
             in_background = self._begin(step, progress)
             if not in_background:
                 self.finish()

@@ -23,6 +23,7 @@ from rltrain.tools.serve.requests import Wanted
 from rltrain.workers.rollout.contract import Job, Turn
 
 log = logging.getLogger(__name__)
+_ENDS = "the server ends"
 
 
 class TokenLogProb(NamedTuple):
@@ -187,6 +188,8 @@ class AnswerQueue:
     _ready: threading.Condition = field(default_factory=threading.Condition)
     _unread: deque[Asked] = field(default_factory=deque)
     """Prompts whose own log-probs are wanted first."""
+    _reading: list[Asked] = field(default_factory=list)
+    """Those of them that the engine has taken last."""
     _jobs: deque[tuple[Job, list[Answer]]] = field(default_factory=deque)
     _running: list[Answer | None] = field(default_factory=list)
     """By number of the engine's turns; None: it has ended."""
@@ -195,27 +198,26 @@ class AnswerQueue:
 
     def put(self, asked: Asked) -> None:
         """Ask the engine. May be called in any thread."""
-        if not (asked.wanted.sampling.max_tokens or asked.wants_prompt_log_probs):
-            self.was_read(asked)  # an echo, for which nothing is computed
-            return
         with self._ready:
-            if asked.wants_prompt_log_probs:
+            if self._closed:
+                asked.tell(ConnectionError(_ENDS))
+            elif asked.wants_prompt_log_probs:
                 self._unread.append(asked)
             else:
-                self._jobs += asked.jobs(self.most_rows)
+                self.was_read(asked)
             self._ready.notify()
 
     def close(self) -> None:
         """No more is answered, and whoever waits is told."""
         with self._ready:
             self._closed = True
-            left = [*self._unread, *(answers[0].asked for _, answers in self._jobs)]
+            left = [*self._unread, *self._reading, *(answers[0].asked for _, answers in self._jobs)]
             left += [answer.asked for answer in self._running if answer]
             self._unread.clear()
             self._jobs.clear()
             self._ready.notify()
         for asked in left:
-            asked.tell(ConnectionError("the server ends"))
+            asked.tell(ConnectionError(_ENDS))
 
     def await_work(self) -> bool:
         """Wait until there is work. False: there will be none."""
@@ -226,15 +228,15 @@ class AnswerQueue:
 
     def take_unread(self, most_tokens: int) -> list[Asked]:
         """Prompts of at most so many tokens together, or one, whose own log-probs are wanted."""
-        taken: list[Asked] = []
         with self._ready:
+            self._reading = taken = list[Asked]()
             while self._unread and (not taken or len(self._unread[0].prompt.tokens) <= most_tokens):
                 taken.append(self._unread.popleft())
                 most_tokens -= len(taken[-1].prompt.tokens)
         return taken
 
     def was_read(self, asked: Asked) -> None:
-        """The log-probs of a prompt are known: what is wanted behind it follows."""
+        """The log-probs of a prompt are known, or not wanted: what is wanted behind it follows, if anything is."""
         if asked.wanted.sampling.max_tokens:
             with self._ready:
                 self._jobs += asked.jobs(self.most_rows)

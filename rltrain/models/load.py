@@ -49,11 +49,9 @@ def load_config(
     for key, value in (override or {}).items():
         # In a model with a vision tower, most of what users change belongs to the decoder.
         owner = config if hasattr(config, key) else config.get_text_config()
-        # verl takes any name. What is off anyway, such as the dropout of another family, changes nothing.
-        if not hasattr(owner, key) and not value:
-            continue
         if not hasattr(owner, key):
-            if is_off(value):  # as verl's scripts do with the dropouts of every model
+            # verl takes any name. What is off anyway, such as the dropout of another family, changes nothing.
+            if is_off(value):
                 continue
             raise ConfigError(f"{section}.override_config.{key}: {type(config).__name__} has no such field.")
         setattr(owner, key, value)

@@ -66,6 +66,5 @@ class CriticWorker(SavesState, Critic):
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Read them back, on any number of ranks (a collective). Returns notes for the log."""
         self.residency.enter("update_critic", whole=True)
-        updater = None if weights_only else self.updater
-        optimizer, scale = (updater.optimizer, updater.loss_scale) if updater else (None, None)
-        return load_training_state(self.model, optimizer, folder, scale)
+        optimizer = None if weights_only else self.updater.optimizer
+        return load_training_state(self.model, optimizer, folder, self.updater.loss_scale if optimizer else None)

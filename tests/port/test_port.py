@@ -386,6 +386,15 @@ def test_a_trainer_is_known_by_its_own_name(entry, told):
     assert bool(found) == (told in ("", "another trainer"))
 
 
+@pytest.mark.parametrize("word", ["~trainer.test_freq", "~trainer.test_freq=5"])
+def test_a_key_that_is_taken_out_is_not_passed_over(word):
+    ((launch,), _) = launches([Call(("python3", "-m", "verl.trainer.main_ppo", "data.seed=1", word), {})], [])
+    assert dict(launch.settings) == {"data.seed": "1"}
+    assert [line.partition(": ")[::2] for line in launch.lost] == [
+        (word, "a key that is taken out of verl's configuration is not looked for: see that it is not here")
+    ]
+
+
 def test_a_config_name_is_read_from_beside_the_script(tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {seed: 5, max_prompt_length: 9}")

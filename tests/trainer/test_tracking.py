@@ -53,6 +53,19 @@ class Recorder(Sink):
         self._take("failed" if failed else "finished")
 
 
+def test_a_resumed_run_tells_the_best_of_all_its_steps(tmp_path, monkeypatch):
+    """The tracker goes on with its run, whose summary is replaced at the end."""
+    told, name = [], "critic/score/mean"
+    sink = types.SimpleNamespace(run_id="1", log=lambda *_: None, finish=lambda summary, failed: told.append(summary))
+    monkeypatch.setitem(TRACKERS, "tensorboard", lambda run: sink)
+    scores = {1: 0.2, 2: 0.9, 3: 0.3}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": at, name: scores[at]}) + "\n" for at in scores))
+    with tracker(tmp_path, ["tensorboard"], first_step=3) as resumed:
+        for step, score in ((4, 0.5), (5, float("nan"))):
+            resumed.on_metrics(step, {name: score})
+    assert told == [{"summary/steps": 5, f"summary/best/{name}": 0.9, f"summary/last/{name}": 0.5}]
+
+
 def finish(sender, limit_s=10):
     sender.ask_to_finish(lambda sink: sink.finish({}, False))
     sender.wait_until_finished(time.monotonic() + limit_s)

@@ -179,10 +179,9 @@ def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
         _read_arrays(file) if patiently(file := folder / name, file.exists) else {}
         for name in ("lengths.npz", _EXPERTS)
     )
-    numbers, metrics = (record["batches_drawn"], record["kl_coef"]), record.get("metrics", {})
-    entropy_coef = record.get("entropy_coef")
-    others: Any = {"metrics": metrics, "entropy_coef": entropy_coef, "expert_load": experts}
-    return Progress(*numbers, sampler, record["in_flight"], lengths=lengths, **others)
+    numbers = (record["batches_drawn"], record["kl_coef"])
+    others: Any = {"metrics": record.get("metrics", {}), "entropy_coef": record.get("entropy_coef")}
+    return Progress(*numbers, sampler, record["in_flight"], lengths=lengths, expert_load=experts, **others)
 
 
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:

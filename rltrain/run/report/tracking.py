@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from rltrain.base.background import Appender
 from rltrain.base.errors import first_line
-from rltrain.base.storage import disk_errors
+from rltrain.base.storage import disk_errors, json_lines
 from rltrain.config.load import to_dict
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import LOGGERS
@@ -191,7 +192,10 @@ class Tracker(Watcher):
         self._ids = read_ids(self._ids_file) if run.first_step else {}
         self._ids_lock = threading.Lock()
         self._senders: list[Sender] = []
+        # The summary is kept here: a tracker gets it whole at the end, whatever of the steps has arrived there.
         self._summary: dict[str, float] = {}
+        for line in json_lines(run.folder / METRICS):
+            self._summarise(line["step"], line)
         for name in dict.fromkeys(loggers):
             if package := missing_package(name):
                 log.warning("trainer.logger=%s needs 'pip install %s'; going on without it", name, package)
@@ -224,13 +228,16 @@ class Tracker(Watcher):
         """Send the metrics of ``step``."""
         self._always.log(step, metrics)
         self._console.log(step, metrics)
-        # The summary is kept here: a tracker gets it whole at the end, whatever of the steps has arrived there.
-        for key, value in metrics.items():
-            if key == "critic/score/mean" or key.startswith("val-core/"):
-                best = max(value, self._summary.get(f"summary/best/{key}", value))
-                self._summary |= {"summary/steps": step, f"summary/best/{key}": best, f"summary/last/{key}": value}
+        self._summarise(step, metrics)
         for sender in self._senders:
             sender.put(lambda sink: sink.log(step, metrics))
+
+    def _summarise(self, step: int, metrics: Metrics) -> None:
+        for key, value in metrics.items():
+            if (key == "critic/score/mean" or key.startswith("val-core/")) and math.isfinite(value):
+                best = max(value, self._summary.get(f"summary/best/{key}", value))
+                self._summary |= {f"summary/best/{key}": best, f"summary/last/{key}": value}
+        self._summary["summary/steps"] = step
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
         """Send a table of texts and numbers, such as sampled answers, to every tracker.

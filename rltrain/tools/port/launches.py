@@ -28,7 +28,7 @@ _SAME = re.compile(
     r"(.*/)?(verl/|verl\.)trainer[./]main(_ppo(_sync)?)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py"
 )
 _PYTHON = re.compile(r"python|torchrun|accelerate|uv$")
-_KEY = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
+_KEY = re.compile(r"^\+{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def _launch(entry: str, words: Sequence[str], call: Call, folders: Sequence[Path
         elif _KEY.match(word):
             settings.append((name, text))
         elif word.strip():
-            lost.append(f"{word}: it is no key=value")
+            taken_out = "a key that is taken out of verl's configuration is not looked for: see that it is not here"
+            lost.append(f"{word}: {taken_out if word.startswith('~') else 'it is no key=value'}")
     if any(flags.values()):
         read, problem = _named(flags["--config-path"], flags["--config-name"], folders)
         settings = [*read, *settings]

@@ -76,7 +76,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__", other: Re
     if other:
         ported.comments = {key: [why] for key, why in other.why.items()}
         ported.without_effect = list(other.notes)
-    last = {key.lstrip("+"): text for key, text in written if not key.startswith("~")}
+    last = {key.lstrip("+"): text for key, text in written}
     _own_classes(ported, last)
     older = _older_spellings(ported, last)
     for key, text in last.items():

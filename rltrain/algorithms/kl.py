@@ -63,11 +63,6 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     return carrier + (KL_ESTIMATORS[kind[:-1]](log_ratio) - carrier).detach()
 
 
-def exact_kl(log_softmax: Tensor, ref_log_softmax: Tensor) -> Tensor:
-    """sum_v pi(v) (log pi(v) - log pi_ref(v)): [tokens, vocabulary] twice -> [tokens]; differentiable in the first."""
-    return (log_softmax.exp() * (log_softmax - ref_log_softmax)).sum(-1)
-
-
 def binary_kl(probs: Tensor, others: Tensor) -> Tensor:
     """KL of the two-way choice "this token or another" of ``probs`` from that of ``others``; all [tokens]."""
     # verl's. A token of probability 1 leaves 0 for all others.

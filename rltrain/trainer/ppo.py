@@ -374,8 +374,11 @@ class PPOTrainer:
     def progress(self) -> Progress:
         """What a resumed run needs besides the weights."""
         drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
-        coef, lengths = self.advantages.kl_coef, self.actor.lengths.state()
-        bonus, experts = self.entropy_bonus.coef, self._expert_load.state()
+        lengths, experts = self.actor.lengths.state(), self._expert_load.state()
+        # What a controller has found: without one the configuration says it, also where a later start switches one on.
+        entropy = self.cfg.actor_rollout_ref.actor.adaptive_entropy
+        coef = self.advantages.kl_coef if self.cfg.algorithm.kl_ctrl.type == "adaptive" else None
+        bonus = self.entropy_bonus.coef if entropy.enabled else None
         # Of several turns no file has the tools' and environments' part, so a resumed run begins what waits anew.
         answers = None if several_turns(self.cfg.actor_rollout_ref.rollout) else line.answers()
         return Progress(drawn, coef, sampler.state(), line.state(), answers, lengths, self._metrics, bonus, experts)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.kl import KL_ESTIMATORS, adapted_kl_coef, exact_kl, kl_per_token
+from rltrain.algorithms.kl import KL_ESTIMATORS, adapted_kl_coef, kl_per_token
 from rltrain.config.schema.algorithm import KLControlConfig, KLKind
 from tests.algorithms import references as slow
 
@@ -48,25 +48,14 @@ def test_the_gradient_is_that_of_finite_differences(kind):
     assert torch.autograd.gradcheck(lambda x: kl_per_token(x, reference, kind), (log_probs,))
 
 
-@given(st.integers(0, 10**6), st.integers(2, 6))
-def test_the_exact_kl_is_the_sum_over_the_vocabulary(seed, vocabulary):
-    generator = torch.Generator().manual_seed(seed)
-    p, q = (torch.log_softmax(torch.randn(2, 3, vocabulary, dtype=torch.float64, generator=generator), -1)).unbind(0)
-    expected = [
-        sum(math.exp(a) * (a - b) for a, b in zip(*pair, strict=True))
-        for pair in zip(p.tolist(), q.tolist(), strict=True)
-    ]
-    assert exact_kl(p, q).tolist() == pytest.approx(expected, abs=1e-9)
-    assert min(expected) >= 0
-
-
 @pytest.mark.parametrize("kind", ["k2", "k3", "k1+", "k3+", "abs+", "full"])
 def test_a_step_on_the_kl_loss_lowers_the_kl(kind):
     torch.manual_seed(0)
     logits, reference = torch.randn(8, dtype=torch.float64, requires_grad=True), torch.randn(8, dtype=torch.float64)
 
     def exact() -> torch.Tensor:
-        return exact_kl(torch.log_softmax(logits, -1), torch.log_softmax(reference, -1))
+        log_pi, log_ref = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
+        return (log_pi.exp() * (log_pi - log_ref)).sum()
 
     before = float(exact().detach())
     if kind == "full":

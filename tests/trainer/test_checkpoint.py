@@ -332,6 +332,21 @@ def test_other_training_data_is_refused_by_name(folder):
     assert "rows:" not in str(caught.value)
 
 
+def test_adapters_of_a_critic_stay_with_the_model_under_them(folder, monkeypatch):
+    lora, path = "critic.model.lora_rank=4", "critic.model.path=/one"
+    saver_of(folder, lora, path)[0].save(1, Progress())
+    (folder.step_folder(1) / "critic").mkdir()
+    assert find_start(saver_of(folder, lora, path)[1], folder, None).step == 1
+    other = saver_of(folder, lora, "critic.model.path=/two")[1]
+    with pytest.raises(CheckpointError, match=r"critic\.model\.path: /one then, /two now"):
+        find_start(other, folder, None)
+    # Earlier versions did not say which model it was.
+    record = read_record(folder.step_folder(1))
+    del record["frozen"]["critic.model.path"]
+    monkeypatch.setattr(resume, "read_record", lambda _: record)
+    assert find_start(other, folder, None).step == 1
+
+
 @pytest.mark.parametrize("mode", ["resume_path", "disable"])
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_run_that_began_elsewhere_goes_on_too(folder, tmp_path, caplog, mode, weights_only):

@@ -223,6 +223,17 @@ def test_a_fixed_kl_weight_follows_the_config_after_a_resume(make):
     assert adaptive.advantages.kl_coef == 0.5
 
 
+def test_a_controller_that_a_resume_switches_on_begins_with_the_weight_of_its_config(make):
+    kl = {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__kl_coef": 0.01}
+    before = make(**kl, **{ACTOR + "entropy_coeff": 0.2}).progress
+    control = {ACTOR + "adaptive_entropy__target_entropy": 1.0}
+    on = {"algorithm__kl_ctrl__kl_coef": 0.5, "algorithm__kl_ctrl__type": "adaptive", ACTOR + "entropy_coeff": 0.1}
+    resumed = make(**{**kl, **control, **on})
+    resumed.restore(before)
+    assert (resumed.advantages.kl_coef, resumed.entropy_bonus.coef) == (0.5, 0.1)
+    assert (resumed.progress.kl_coef, resumed.progress.entropy_coef) == (0.5, 0.1)
+
+
 VALIDATION = "actor_rollout_ref__rollout__val_kwargs__"
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,20 +39,6 @@ class State(NamedTuple):
 
     tokens: Tensor
     memory: Tensor
-
-
-class StateCache(Protocol):
-    """The cache of the embedded engine, as these layers see it."""
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether this forward pass reads prompts, packed, or else one token of every row."""
-
-    def state_before(self, layer: int) -> State | None:
-        """Of the rows, or of the prompt that goes on; None where prompts begin."""
-
-    def keep_state(self, layer: int, state: State) -> None:
-        """The states behind the tokens of this forward pass."""
 
 
 class Projected(NamedTuple):

@@ -38,9 +38,10 @@ _EXPERTS = "experts.npz"
 # Every version before the first that says so.
 _FIRST_VERSION = "0.1.0"
 # With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
-_LORA_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+_LORA_KEYS = ("path", "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 # A resumed run must agree on these, or "continues as if never stopped" would be a lie.
 _FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
+_CRITIC = "critic.model.path"
 _MOVING_KEYS = ("actor_rollout_ref.ref.update_every_steps", "actor_rollout_ref.ref.update_mix")
 _OF_IMAGES = (_FREEZE, "data.min_pixels", "data.max_pixels")
 FROZEN_KEYS = (
@@ -260,8 +261,9 @@ def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | N
 
 
 def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str | None, images: bool) -> None:
-    # Checkpoints that were made before there was the key.
-    now, then = frozen_values(cfg), {_FREEZE: False} | record["frozen"]
+    # Checkpoints that were made before there were the keys.
+    now = frozen_values(cfg)
+    then = {_FREEZE: False, **({_CRITIC: now[_CRITIC]} if _CRITIC in now else {})} | record["frozen"]
     # Both sides: LoRA keys are there only in a run with adapters.
     keys = sorted((now.keys() | then.keys()) - (set() if images else set(_OF_IMAGES)))
     if cfg.trainer.val_only:  # no step goes on, and only what the weights are must be the same

@@ -58,6 +58,14 @@ def test_elsewhere_the_log_is_followed_until_the_last_step(run, monkeypatch):
     assert [line.rpartition(" ")[2] for line in "".join(written).splitlines()] == ["model", "slow", "more", "more"]
 
 
+def test_a_line_that_is_half_written_is_shown_once_it_is_whole(run, monkeypatch):
+    written, told, log = [], iter([False, False, True]), run / "train.log"
+    more = iter(["half of", " a line\nand an\x0bend", ""])
+    monkeypatch.setattr("rltrain.tools.watch.time.sleep", lambda _: log.write_text(log.read_text() + next(more)))
+    follow(run, written.append, lambda: next(told))
+    assert "".join(written).splitlines()[2:] == ["half of a line", "and an", "end"]
+
+
 def test_a_folder_without_a_log_is_told_and_not_waited_for_in_silence(tmp_path):
     written: list[str] = []
     follow(tmp_path, written.append, lambda: True)

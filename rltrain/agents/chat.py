@@ -166,7 +166,7 @@ class Chat:
         self._is_over = False
         self._address = address
         self._asked = Asked()
-        self._answer: asyncio.Future[Turn] | None = None
+        self._answer: asyncio.Future[Turn | None] | None = None  # while the policy has been asked and not answered
 
     @property
     def tools(self) -> Sequence[str]:
@@ -189,7 +189,8 @@ class Chat:
     async def reply(self) -> Turn:
         """The next turn of the policy. The first answers the row's prompt. Raises `Over` where none follows.
 
-        Raises Broken where an agent that is begun again does not say what it has said before.
+        Raises Broken where an agent that is begun again does not say what it has said before, and where it asks again
+        though the turn that it was given up for is still to come: the policy would not hear what was added since.
         """
         if self.turns:
             await self._hear()
@@ -202,13 +203,16 @@ class Chat:
         """Say what was added, until the next turn is there."""
         if self._is_over or self.turns[-1].finish != "stop":
             raise Over
+        if self._answer:
+            raise Broken("chat.reply() was called before the turn of an earlier call was there: wait for that one")
         asked, place, self._asked = self._asked, len(self.turns) - 1, Asked()
         if not asked.messages:
             raise ValueError("nothing was added since the last turn: chat.add(role, text) comes before chat.reply().")
         if place >= len(self._said):
             self._answer = asyncio.get_running_loop().create_future()
             self._ask(asked)
-            self._coming.append(await self._answer)
+            self._coming += filter(None, [await self._answer])
+            self._answer = None
         elif shown(asked.messages) != shown(self._said[place]):
             raise Broken("begun again, the agent said something else: it depends on more than its row and its seed")
         if not self._coming:
@@ -219,10 +223,7 @@ class Chat:
         """The policy has answered; None: it will not."""
         self._is_over = turn is None
         if self._answer and not self._answer.done():
-            if turn:
-                self._answer.set_result(turn)
-            else:
-                self._answer.set_exception(Over())
+            self._answer.set_result(turn)
 
     def add(self, role: str, content: Any) -> None:
         """Add a message behind the last turn: a user's, or a tool's result. content: a text, or parts of texts and

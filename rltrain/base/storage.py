@@ -75,10 +75,10 @@ def json_lines(file: Path) -> list[dict[str, Any]]:
     return [value for value in values if isinstance(value, dict)]
 
 
-def lines_of(file: Path) -> list[str]:
+def lines_of(file: Path, keepends: bool = False) -> list[str]:
     """The lines of a file, none where it is not there. Raises StorageError, and OSError for what is no file."""
     try:
-        return patiently(file, partial(file.read_text, encoding="utf-8", errors="replace")).splitlines()
+        return patiently(file, partial(file.read_text, encoding="utf-8", errors="replace")).splitlines(keepends)
     except FileNotFoundError:
         return []
 

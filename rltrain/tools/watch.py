@@ -79,9 +79,11 @@ def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool]) ->
         write(f"{last_line(run)}\n")
     while True:
         over = ended()
-        lines = lines_of(run / "train.log")
+        lines = lines_of(run / "train.log", keepends=True)
+        if lines and not over and not lines[-1].endswith("\n"):
+            del lines[-1]  # half of it: it is being written, or the disk is full
         for line in lines[told:]:
-            write(f"{plain(line)}\n")
+            write(f"{plain(line.rstrip())}\n")
         told = len(lines)
         if over:
             return

@@ -134,6 +134,17 @@ async def moody(chat, row, seed):
     chat.add("user", "more")
     await chat.reply()
 
+async def hasty(chat, row, seed):
+    await chat.reply()
+    chat.add("user", "well?")
+    try:
+        await asyncio.wait_for(chat.reply(), 0.3)
+    except asyncio.TimeoutError:
+        print("hurries")
+        chat.add("user", "hurry")
+        await chat.reply()
+    return {"said": len(chat.messages)}
+
 async def broken(chat, row, seed):
     await chat.reply()
     raise RuntimeError("no server")
@@ -354,6 +365,18 @@ def test_an_agent_that_fails_says_why(make, tmp_path):
     found = replies(hosts, 2)
     assert re.search(r"agent\.py.*RuntimeError: no server", found[numbers[0]]["failed"], re.DOTALL)
     assert found[numbers[1]]["failed"] == "not done after 1 s (multi_turn.trajectory_timeout_s)"
+
+
+def test_an_agent_that_does_not_wait_for_the_policy_keeps_nothing_from_it(make, tmp_path):
+    """What it adds meanwhile would never be heard: it is begun again, with the turn that it had given up."""
+    hosts, file = make(), tmp_path / "agent.py"
+    number, printed = hosts.begin(start(f"{file}:hasty"), turn(text="5")), ""
+    assert texts(reply(hosts)) == ["well?"]
+    while "hurries" not in printed:
+        time.sleep(0.05)
+        printed += hosts.printed()
+    hosts.go_on(number, turn(text="7"))
+    assert reply(hosts)["end"] == {"said": 4.0}
 
 
 def test_an_agent_begun_again_says_the_same_or_is_given_up(make, tmp_path):

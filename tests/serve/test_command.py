@@ -170,10 +170,13 @@ def test_vllm_in_the_place_of_the_embedded_engine_says_the_same(model):
                 assert theirs == pytest.approx(ours, abs=1e-4)
         finally:
             program.send_signal(signal.SIGINT)
-            program.wait(60)
+            try:
+                assert program.wait(60) == 0
+            finally:
+                program.kill()
 
 
-def await_start(program, client, most_s=240):
+def await_start(program, client, most_s=600):
     begun = time.monotonic()
     while time.monotonic() - begun < most_s and program.poll() is None:
         try:

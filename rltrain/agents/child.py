@@ -123,9 +123,10 @@ class _Stage:
             trajectory.waits = True
             self._tell(number, {"ask": asked.messages, "counts": asked.counts, "rewards": asked.rewards})
 
-        session: Session | None = None
+        opening = asyncio.ensure_future(self.toolbox.open(start.row, start.seed))
         try:
-            session = await within(self.toolbox.open(start.row, start.seed), self.terms.timeout_s)
+            # Not cut short, as an instance that a thread makes would be nobody's, and never closed.
+            session = await within(asyncio.shield(opening), self.terms.timeout_s)
             session.names = [name for name in session.names if name in start.tools]
             chat = trajectory.chat = Chat(start.prompt, past, self.terms, session, ask, self._endpoint.address)
             outcome = await lead(chat, session, start, self.terms)
@@ -145,12 +146,12 @@ class _Stage:
         # Told before it is closed, which may take its time; one that nobody waits for any more tells nothing.
         if self._all.pop(number, None):
             self._tell(number, end)
-        if session:
-            self._closing.add(closing := asyncio.ensure_future(self._shut(session)))
-            closing.add_done_callback(self._closing.discard)
+        self._closing.add(closing := asyncio.ensure_future(self._shut(opening)))
+        closing.add_done_callback(self._closing.discard)
 
-    async def _shut(self, session: Session) -> None:
-        with suppress(Late):
+    async def _shut(self, opening: asyncio.Task[Session]) -> None:
+        with suppress(Exception):  # why it could not be opened is told already
+            session = await within(opening, self.terms.timeout_s)
             await within(session.close(), self.terms.timeout_s)
 
     def _tell(self, number: int, line: dict[str, Any]) -> None:

@@ -118,6 +118,27 @@ class Count:
         self.turns += 1
         return f"{self.turns} of {self.most}", 0.5, self.turns == self.most
 '''
+SLOW = '''
+import pathlib, time
+
+class Slow:
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+        self.note("begun")
+        while not (self.folder / "go").exists():
+            time.sleep(0.01)
+
+    def note(self, name):
+        with open(self.folder / name, "a") as file:
+            file.write(".")
+
+    def close(self):
+        self.note("closed")
+
+    def look(self) -> str:
+        """Look."""
+        return "nothing"
+'''
 AGENT = """
 import random, asyncio
 
@@ -327,6 +348,27 @@ def test_an_instance_lives_as_long_as_its_trajectory(make, tmp_path):
         time.sleep(0.05)
     assert closed == "x"
     shop.close(other)
+
+
+def test_an_instance_that_is_made_for_nobody_any_more_is_closed(make, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    hosts = make(environment="slow.py:Slow", kwargs={"folder": str(tmp_path)}, timeout_s=20.0)
+
+    def of(name, number):
+        """Wait until so many instances have come so far."""
+        file, end = tmp_path / name, time.monotonic() + 60
+        while not (file.exists() and len(file.read_text()) == number) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert file.read_text() == number * "."
+
+    first = hosts.begin(start(tools=("look",)), turn())
+    of("begun", 1)
+    hosts.close(first)
+    second = hosts.begin(start(tools=("look",)), turn())
+    of("begun", 2)  # and what was sent before is heard
+    hosts.close(second)
+    (tmp_path / "go").touch()
+    of("closed", 2)
 
 
 def test_an_environment_answers_every_turn_until_it_is_done(make, tmp_path):

@@ -131,13 +131,8 @@ class _Stage:
             chat = trajectory.chat = Chat(start.prompt, past, self.terms, session, ask, self._endpoint.address)
             outcome = await lead(chat, session, start, self.terms)
             asked = chat.last_words()
-            end = {
-                "end": outcome,
-                "extra": _of_json(session.extra_fields),
-                "said": asked.messages,
-                "counts": asked.counts,
-                "rewards": asked.rewards,
-            }
+            end: dict[str, Any] = {"end": outcome, "extra": _of_json(session.extra_fields)}
+            end |= {"said": asked.messages, "counts": asked.counts, "rewards": asked.rewards}
         except BaseException as error:  # noqa: BLE001 - user code: sys.exit must not end the process
             end = {"failed": _words_of(error, self.terms)}
         if trajectory.chat:

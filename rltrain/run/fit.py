@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import AgentError, ConfigError, JudgeError, RewardError
+from rltrain.base.errors import AgentError, ConfigError, DiskError, JudgeError, RewardError, StorageError, WorkerLost
 from rltrain.base.stop import StepLeft, Stop, listen
 from rltrain.config.schema import Config
 from rltrain.controller.lifeline import working
@@ -229,7 +229,13 @@ class Trainer(Watcher):
         except (RewardError, JudgeError, AgentError, StepLeft) as error:
             if isinstance(error, StepLeft):
                 ppo.actor.give_up()
-            saver.rescue(step, before)
+            try:
+                saver.rescue(step, before)
+            except (DiskError, StorageError, WorkerLost) as unsaved:
+                if isinstance(error, StepLeft):
+                    raise
+                # What it came from is what ends the run: a supervisor decides by it, and a person mends it first.
+                log.warning("step %d could not be saved: %s", step, unsaved)
             raise
 
     def _make(self, ppo: PPOTrainer, step: int) -> Metrics:

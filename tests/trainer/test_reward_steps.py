@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rltrain.base.columns.names import COLUMNS, SCORER
-from rltrain.base.errors import AgentError, ConfigError, JudgeError, RewardError
-from rltrain.base.stop import Stop
+from rltrain.base.errors import AgentError, ConfigError, DiskError, JudgeError, RewardError, StorageError, WorkerLost
+from rltrain.base.stop import StepLeft, Stop
 from rltrain.config.load import load_config
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.controller.samples import Samples
@@ -158,6 +159,21 @@ def test_one_failed_score_costs_gdpo_one_answer_only(make):
     metrics = trainer.step(1).metrics
     assert math.isfinite(metrics["actor/pg_loss"])
     assert metrics["reward/error_rate"] == 1 / 16
+
+
+@pytest.mark.parametrize("unsaved", [DiskError, StorageError, WorkerLost])
+def test_a_save_that_fails_behind_rewards_that_fail_hides_nothing(unsaved, caplog):
+    def rescue(*_):
+        raise unsaved("there is no room")
+
+    ppo, saver = SimpleNamespace(progress=Progress(3), actor=Mock()), SimpleNamespace(rescue=rescue)
+    trainer = object.__new__(Trainer)
+    with pytest.raises(RewardError, match="nobody answers"), trainer._rescued(ppo, saver, 4):
+        raise RewardError("nobody answers")
+    assert "step 4 could not be saved: there is no room" in caplog.text
+    # The step that was left is not half saved by another way: its prompts are drawn already.
+    with pytest.raises(unsaved), trainer._rescued(ppo, saver, 4):
+        raise StepLeft
 
 
 @pytest.mark.parametrize("failure", [RewardError, JudgeError, AgentError])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -35,13 +36,15 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
         Ragged(torch.ones(6, dtype=torch.float64), _LENGTHS),
     )
     try:
-        baselines = scores if traits.greedy_baseline else None
+        baselines, groups = scores if traits.greedy_baseline else None, torch.tensor([0, 0, 1, 1])
         if traits.per_token:
             inputs = TokenInputs(tokens, tokens if traits.values else None, baselines)
+            if traits.sum_pi_squared:
+                log_probs, squares = tokens.like(-tokens.values), tokens.like(tokens.values / 2)
+                inputs = replace(inputs, groups=groups, log_probs=log_probs, sum_pi_squared=squares)
             advantages, wanted = function(inputs, cfg).advantages.values, 6
         else:
             terms = dict.fromkeys(cfg.gdpo_reward_keys, scores)
-            groups = torch.tensor([0, 0, 1, 1])
             advantages, wanted = function(OutcomeInputs(scores, groups, _LENGTHS, terms, baselines), cfg), 4
     except Exception:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
         yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"

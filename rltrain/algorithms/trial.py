@@ -31,10 +31,8 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
     key = f"algorithm.adv_estimator={cfg.adv_estimator}"
     function, traits = find_estimator(cfg.adv_estimator), cfg.estimator
     # float64, as the driver and the workers hand them over. The second group scores alike: its standard deviation is 0.
-    scores, tokens = (
-        torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64),
-        Ragged(torch.ones(6, dtype=torch.float64), _LENGTHS),
-    )
+    scores = torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
+    tokens = Ragged(torch.ones(6, dtype=torch.float64), _LENGTHS)
     try:
         baselines, groups = scores if traits.greedy_baseline else None, torch.tensor([0, 0, 1, 1])
         if traits.per_token:
@@ -49,11 +47,8 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
     except Exception:  # noqa: BLE001 - user code; whatever it raises is reported with its traceback
         yield f"{key} fails on a small batch:\n{traceback.format_exc(limit=-2)}"
         return
-    if (
-        not isinstance(advantages, torch.Tensor)
-        or advantages.shape != (wanted,)
-        or not bool(advantages.isfinite().all())
-    ):
+    fits = isinstance(advantages, torch.Tensor) and advantages.shape == (wanted,)
+    if not fits or not bool(advantages.isfinite().all()):
         yield (
             f"{key} must return {wanted} finite numbers for a batch of 4 answers with 6 tokens; it returned "
             f"{advantages!r}."

@@ -388,7 +388,8 @@ class PPOTrainer:
         self.actor.lengths.restore(progress.lengths)
         self._alarms.restore(progress.metrics)
         self._metrics = progress.metrics
-        file = folder / ANSWERS if folder else None
+        # As in `progress`: of several turns what waits begins anew, whatever a run without tools has left of it.
+        file = folder / ANSWERS if folder and not several_turns(self.cfg.actor_rollout_ref.rollout) else None
         answers = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
         self.experience.restore(progress, answers)
         self.advantages.restore(progress)

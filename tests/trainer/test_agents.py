@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rltrain.base.columns import names as c
+from rltrain.trainer.progress import ANSWERS
 from tests.tiny_tools import END_ID, save_calling_model, tool_run
 from tests.trainer.steps import actor_weights
 
@@ -205,6 +206,20 @@ def test_what_waits_for_a_later_step_behind_its_first_turn_begins_anew(process_g
         lengths, turns = (answered.samples[name] for name in (c.RESPONSE_LENGTH, c.NUM_TURNS))
         assert (lengths > 0).all()
         assert (turns > 0).all()
+
+
+def test_tools_that_a_resume_brings_begin_anew_what_waits_without_them(process_group, tiny_trainer, settings, tmp_path):
+    carry = {R + "tail": "carry_over", R + "oversample_ratio": 1.5, R + "max_num_seqs": 4}
+    carry |= {"algorithm__rollout_correction__rollout_is": "token"}
+    keys = settings("multi_turn__environment", ENVIRONMENT, "Count") | carry
+    alone = tiny_trainer(**{key: value for key, value in keys.items() if "multi_turn" not in key})
+    alone.step(1)
+    progress = alone.progress
+    assert progress.answers
+    alone.actor.save_answers(progress.answers, str(tmp_path / ANSWERS))
+    resumed = tiny_trainer(**keys)
+    resumed.restore(progress, tmp_path)
+    assert (resumed.step(2).samples[c.NUM_TURNS] > 0).all()
 
 
 SLOW = """

@@ -66,13 +66,8 @@ class Shards(Entries):
             ranks, dim = _cut(self.path, name, first)
             parts = [_local(self.path, name, self._ranks[rank][name]) for rank in ranks]
         else:
-            dim, parts = (
-                0,
-                [
-                    weights[name]
-                    for weights in (self._ranks[:1] if name in self._whole or not first.dim() else self._ranks)
-                ],
-            )
+            having = self._ranks[:1] if name in self._whole or not first.dim() else self._ranks
+            dim, parts = 0, [weights[name] for weights in having]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         if whole.shape != self.empty[name].shape:
             raise CheckpointError(

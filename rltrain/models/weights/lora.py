@@ -359,10 +359,8 @@ def _stored_weights(lora: Lora) -> dict[str, Tensor]:
 
 
 def _read_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
-    stored_weights, shapes = (
-        _stored_weights(lora),
-        {name: parameter.shape for name, parameter in model.named_parameters()},
-    )
+    stored_weights = _stored_weights(lora)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     weights = {}
     for name, _ in lora_layers(model):
         for kind in ("A", "B"):

@@ -199,10 +199,8 @@ class VLLMRollout:
                         images = self._images_of(job.begun[number], [*names, *own])
                     given = job.given[number].tolist() if job.given else []
                     stream = RandomStream(int(job.seeds[number]), len(given))
-                    tokens, params = (
-                        [*job.prompt.tolist(), *given],
-                        self._params_of(job, stream, sampling, deltas=deltas),
-                    )
+                    tokens = [*job.prompt.tolist(), *given]
+                    params = self._params_of(job, stream, sampling, deltas=deltas)
                     running[self._add(tokens, params, images)] = _Running(turn, given, stream)
             if not running:
                 if source.wait():

@@ -43,7 +43,7 @@ async def fetch(asking: httpx.AsyncClient, url: str, body: bytes | None = None) 
 
 def retry_after_s(header: str) -> float:
     """Seconds until the time that a server names, as a number of seconds or as a date; 0 for anything else."""
-    if header.isdigit():
+    if header.isdecimal():
         return float(header)
     with suppress(TypeError, ValueError):
         return (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds()

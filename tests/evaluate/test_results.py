@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.base.errors import ConfigError, DataError
-from rltrain.tools.evaluate.evaluation import summary
+from rltrain.tools.evaluate.evaluation import accuracies, summary
 from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.picture import draw
 from rltrain.tools.evaluate.report import show
@@ -57,6 +57,13 @@ def test_an_answer_that_could_not_be_scored_is_not_taken_for_wrong():
         "2 of 6 answers could not be scored and count for nothing; with 0 for each the mean were 0.5"
         in found["notes"][1]
     )
+
+
+def test_what_is_said_of_a_whole_set_leaves_out_what_could_not_be_scored():
+    failed = {"reward_failed": [0, 1, 0, 0, 0, 0], "agent_failed": ["", "", "", "", "gone", ""]}
+    known = accuracies(answers(acc=1.0, **failed))["acc"]
+    assert np.isnan(known).tolist() == [False, True, False, False, True, False]
+    assert accuracies(answers(**failed)) == {}
 
 
 def test_a_majority_needs_extracted_answers_and_a_pass_needs_right_or_wrong():

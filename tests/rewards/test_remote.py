@@ -123,7 +123,7 @@ def test_headers_go_along_and_the_connection_is_kept(serve, remote):
     assert all(wanted.items() <= headers.items() for headers in server.headers)
 
 
-@pytest.mark.parametrize(("after", "calls"), [("30", 1), ("nonsense", 2)])
+@pytest.mark.parametrize(("after", "calls"), [("30", 1), ("nonsense", 2), ("\u00b2", 2)])
 def test_a_server_that_names_a_time_is_asked_then(serve, remote, after, calls):
     server = serve(lambda call, number: (429, after.encode()) if number == 1 else echo(call, number))
     start = time.monotonic()

@@ -48,8 +48,7 @@ def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]
         _answer(trainer, kept, model, stop)
         file = kept.join(trainer.num_steps)
         answers = pd.read_parquet(file).sort_values(["row", "sample"], ignore_index=True)
-        columns = {name: answers[name].to_numpy() for name in ("acc",) if name in answers}
-        whole_sets = trainer.validation.summaries(columns)
+        whole_sets = trainer.validation.summaries(accuracies(answers))
     found = {
         "model": {"name": model.name, "path": model.named, "digest": asked["model"], "step": model.step},
         "data": {"files": request.data, "digest": asked["data"]},
@@ -158,6 +157,11 @@ def values_of(rows: pd.DataFrame, num_answers: int) -> tuple[Floats, str]:
     has_acc = "acc" in rows and pd.api.types.is_numeric_dtype(rows["acc"]) and rows["acc"].notna().any()
     measure = "acc" if has_acc else "reward"
     return np.where(_failed(by_prompt), np.nan, by_prompt[measure].astype(np.float64)), measure
+
+
+def accuracies(answers: pd.DataFrame) -> dict[str, np.ndarray]:
+    """``acc`` of all answers, where a scorer has told it; none of an answer that counts for nothing."""
+    return {"acc": np.where(_failed(answers), np.nan, answers["acc"])} if "acc" in answers else {}
 
 
 def _failed(by_prompt: Mapping[str, Any]) -> np.ndarray:

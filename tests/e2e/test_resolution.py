@@ -41,7 +41,7 @@ def test_a_search_chooses_bounds_scores_them_on_other_rows_and_goes_on_after_a_s
     assert "no difference is shown" in told
     assert {part["sources"]["rltrain/rectangles"]["prompts"] for part in result["tests"].values()} == {20}
     assert (out / "resolution.png").is_file()
-    # Of 1, 9, 10 and 4 prompts: without the last part, the setting is not finished.
+    # Of 1, 7, 8 and 8 prompts: without the last part, the setting is not finished.
     parts = sorted((out / "dev" / "min_none_max_1764" / "parts").glob("rows_*.parquet"))
     assert len(parts) == 4
     parts[-1].unlink()
@@ -49,7 +49,7 @@ def test_a_search_chooses_bounds_scores_them_on_other_rows_and_goes_on_after_a_s
         patch.setattr(search, "cannot_win", lambda *given: True)
         assert main(words) == 0
     stopped = found(out)
-    assert [(part["prompts"], part["stopped"]) for part in stopped["settings"]] == [(24, False), (20, True)]
+    assert [(part["prompts"], part["stopped"]) for part in stopped["settings"]] == [(24, False), (16, True)]
     assert (stopped["chosen"]["name"], stopped["difference"]) == ("min_none_max_none", None)
     assert main(words) == 0
     assert "min_none_max_none (default): was searched before" in capfd.readouterr().out

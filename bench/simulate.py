@@ -1,12 +1,10 @@
-"""Seconds of a step: foretold beside published, and beside runs on this machine.
+"""Seconds of a step: estimated and published.
 
-    python -m bench.simulate [--calibrate RUN --others RUN RUN ...]
+    python -m bench.simulate
 
 The published tables are verl's, of DeepSeek-R1-Distill-Qwen-7B on 64 devices (on which five assumptions were fitted)
 and of the 1.5B on 8 H100 (which is the test). Settings are those of examples/, models are config.json alone. A report
-on NPUs tells the seconds of a step alone. With runs the first one calibrates, and the steps of the others are foretold
-from their settings and the lengths of their answers. Writes bench/results/simulate.md; without runs the rows of runs
-that are there stay.
+on NPUs gives the seconds of a whole step only. Writes bench/results/simulate.md.
 """
 
 from __future__ import annotations
@@ -14,18 +12,18 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import Qwen3Config
 
-from bench.table import RESULTS, write
+from bench.table import write
 from rltrain.base.chips import find_chip
 from rltrain.config.load import load_config
+from rltrain.config.schema.arguments import read_arguments
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
 from rltrain.run.seconds.step import Foretold, foretell
-from rltrain.tools.simulate.calibration import calibrate, measured
 from rltrain.trainer.plan import make_plan
 from tests.config.test_recipes import TEXT
 
@@ -60,7 +58,7 @@ RECIPES = {
     ),
     "8B, 4 x 910B3 (test)": ("", "Qwen3-8B", "mean:600,max:1024,prompt:100", "", {"step": 273.0}),
 }  # fmt: skip
-TITLES = ("what", "phase", "published or measured, s", "foretold, s", "difference")
+TITLES = ("what", "phase", "published, s", "estimated, s", "difference")
 # Where a sign of what the fit rests on would show: other assumptions, and what they do to both tables.
 OTHERS = ("", "spread:0.5", "spread:0.9", "alike:0", "alike:0.8", "bandwidth_share=0.65", "bandwidth_share=0.95")
 
@@ -88,7 +86,7 @@ def published(folder: Path, change: str = "") -> Iterator[tuple[str, Foretold, d
         assert chip
         settings = [assumed, *([change] if "=" in change else [])]
         drawn = read_lengths(lengths + (f",{change}" if ":" in change else ""))
-        assumptions = Assumptions().with_words(",".join(filter(None, settings)))
+        assumptions = read_arguments(Assumptions, [part for part in settings if part])
         yield name, foretell(cfg, make_plan(cfg), drawn, chip, assumptions, round(chip.memory_bytes)), table
 
 
@@ -113,44 +111,22 @@ def tables() -> tuple[list[str], str]:
     return rows, "\n".join([head, *lines])
 
 
-def runs(base: Path, others: Sequence[Path]) -> list[str]:
-    """Rows of runs: the first one calibrates."""
-    calibration, rows = calibrate(base), list[str]()
-    for other in others:
-        cfg = load_config([], [str(other / "config.yaml")]).config
-        found = foretell(cfg, make_plan(cfg), read_lengths(str(other)), calibration.chip, calibration.assumed)
-        real = measured(other)[0]
-        shown = [name for name in found.seconds if name in real and found.seconds[name] > 0.02 * found.step_s]
-        rows += [row(f"run {other.name}", phase, real[phase], found.seconds[phase]) for phase in shown]
-    return rows
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--calibrate", type=Path)
-    parser.add_argument("--others", type=Path, nargs="+", default=[])
-    arguments = parser.parse_args(argv)
+    parser.parse_args(argv)
     rows, sensitivity = tables()
-    file = RESULTS / "simulate.md"
-    if arguments.calibrate:
-        own = runs(arguments.calibrate, arguments.others)
-    else:
-        own = [line for line in file.read_text().splitlines() if line.startswith("| run ")] if file.exists() else []
-    assumed = ", ".join(f"{name}={value:g}" for name, value in Assumptions().told())
+    assumed = ", ".join(f"{name}={value:g}" for name, value in vars(Assumptions()).items())
     write(
         "simulate.md",
-        "python -m bench.simulate" + (" --calibrate base --others …" if own else ""),
-        "Seconds of a step, foretold by `rltrain.run.seconds` beside published tables and runs on this machine. "
+        "python -m bench.simulate",
+        "Seconds of a step, estimated by `rltrain.run.seconds`, and published tables. "
         "**Fitted** on the 7B table: `step_ms`, `forward_share`, `update_share`, `sync_gb_per_s`, `adv_us`; its reward "
         "is given. **The 1.5B table is the test**: nothing was fitted on it, though `bandwidth_share` and how "
         "activations are counted were chosen with both tables in sight. Its step has 24 s that no published phase "
         "tells of (ref, reward, resharding); ours has ref, no reward. Devices of the 7B table are not named and are "
-        "taken for H100. The report on NPUs has no phases, and its answers are taken to have 600 tokens. Runs: "
-        "the first calibrates, the others were not looked at before (how their parts weigh was fitted to five earlier "
-        "runs of this kind); lengths are those of their own answers; the machine had other work (a load of 10 on two "
-        "cores), so a phase of one run and the next differ by 10 %.",
+        "taken for H100. The report on NPUs has no phases, and its answers are taken to have 600 tokens.",
         TITLES,
-        [*rows, *own],
+        rows,
         f"Assumed: {assumed}. Lengths: lognormal, spread 0.7, alike 0.5, prompts of 148 tokens, cut at 27,648.\n\n"
         f"How much rests on what was assumed, of generation with all else as fitted:\n\n{sensitivity}",
     )

@@ -25,6 +25,14 @@ _HYDRA = {
     ("--cfg", "-c"): "--print-config prints the configuration",
     ("--multirun", "-m"): "start one run for each setting, in a loop of your shell",
 }
+# Flags of earlier versions -> the way to do it now.
+_REMOVED = {
+    "--from": "--from was removed: give --config RUN/config.yaml --lengths RUN",
+    "--sweep": "--sweep was removed: type one command for each combination",
+    "--best": "--best was removed together with --sweep",
+}
+# Flags of --dry-run that ask for the seconds of a step on other devices.
+_ESTIMATE = ("device", "nodes", "lengths", "assume")
 
 
 def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, Stop], int] | None = None) -> int:
@@ -105,23 +113,37 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
         _write(short_facts() + "\n")
         return 0
+    if arguments.dry_run and not arguments.print_config:
+        return dry_run(arguments)
     # Imported here, so that --help and --version need not wait for it.
     from rltrain.api import look_over, run
     from rltrain.config.load import load_config, to_yaml
 
+    given = [f"--{name}" for name in _ESTIMATE if getattr(arguments, name) is not None]
+    arguments.problems += [f"{flag} is a flag of --dry-run. Add --dry-run, or leave it out." for flag in given]
     loaded = load_config(arguments.overrides, arguments.config, arguments.problems)
     if arguments.print_config:
         _write(to_yaml(loaded.config))
         return 0
-    notes = look_over(loaded)
-    if arguments.dry_run:
-        from rltrain.run.dry_run import dry_run
-
-        text, refused = dry_run(loaded, notes)
-        _write(text)
-        return ConfigError.exit_code if refused else 0
-    run(loaded, notes, stop)
+    run(loaded, look_over(loaded), stop)
     return 0
+
+
+def dry_run(arguments: argparse.Namespace) -> int:
+    """Print the dry run, or with a flag such as --device the estimate for those devices, and return the exit code."""
+    if any(getattr(arguments, name) is not None for name in _ESTIMATE):
+        from rltrain.run.estimate import estimate
+
+        text, refused = estimate(arguments)
+    else:
+        from rltrain.api import look_over
+        from rltrain.config.load import load_config
+        from rltrain.run.dry_run import dry_run as describe
+
+        loaded = load_config(arguments.overrides, arguments.config, arguments.problems)
+        text, refused = describe(loaded, look_over(loaded))
+    _write(text)
+    return ConfigError.exit_code if refused else 0
 
 
 def _write(text: str) -> None:
@@ -141,6 +163,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
     for flag in ("--version", "--print-config", "--dry-run"):
         parser.add_argument(flag, action="store_true")
+    for name in _ESTIMATE:
+        parser.add_argument(f"--{name}")
     parser.add_argument("--multirun", "-m", action="store_const", const="")
     parser.add_argument("--cfg", "-c", nargs="?", const="")
     for flags in _NAMING:
@@ -155,8 +179,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if getattr(arguments, flags[0].lstrip("-").replace("-", "_")) is not None
     ]
     arguments.problems += [
-        f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run, --config FILE; settings are "
-        "key=value."
+        f"{_REMOVED.get(word) or f'unknown flag {word}'}. Flags: --help, --version, --print-config, --dry-run, "
+        "--config FILE; settings are key=value."
         for word in words
         if word.startswith("-")
     ]

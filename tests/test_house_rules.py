@@ -21,7 +21,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import what stands below it. Order of rooms, top to bottom.
 # Folders, and files beside them, from the roof to the ground: an import goes down.
 LAYERS = [
-    {"tools/simulate"},
     {"tools"},
     {"tools/resolution"},
     {"tools/evaluate", "tools/serve"},

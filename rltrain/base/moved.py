@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 
 _PACKAGES = {
     "compare": "tools.compare", "port": "tools.port", "resolution": "tools.resolution", "serve": "tools.serve",
-    "simulate": "tools.simulate", "plugins": "base.plugins",
+    "plugins": "base.plugins",
 }  # fmt: skip
 _HOMES = {
     "base": "chips device env errors imports logs plugin seeds stacks stop storage versions",
@@ -23,7 +23,7 @@ _HOMES = {
     "run": "dry_run",
     "run.report": "env_report view",
     "controller.launch": "supervise",
-    "tools": "average checkpoint cli collect doctor replay sweep sync watch",
+    "tools": "average checkpoint cli collect doctor replay simulate sweep sync watch",
 }
 MOVED = {
     **{f"rltrain.{name}": f"rltrain.{home}.{name}" for home, names in _HOMES.items() for name in names.split()},

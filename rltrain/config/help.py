@@ -21,9 +21,9 @@ win: defaults < --config files < key=value.
 
   --help             this page. --help rollout: the keys of a section;
                      --help lr: one key, wherever it is; --help all: everything
-  --dry-run          print what a run would do, what has no effect and what
-                     is wrong, and stop; exit code 2 where a run would refuse
-                     or lack memory
+  --dry-run          print the plan, keys without effect and errors, and stop;
+                     exit code 2 if a run would refuse or lack memory. With
+                     --device H100 --nodes 8: seconds of a step there
   --print-config     print the resolved configuration and stop
   --config FILE      read settings from a YAML file (repeatable), with its
                      defaults: list; --config-path DIR --config-name NAME too

@@ -34,6 +34,7 @@ from rltrain.run.changes import tell_changes
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
+from rltrain.run.estimate import about_seconds
 from rltrain.run.preflight.judge import look_at_judge, look_at_messages
 from rltrain.run.preflight.memory_room import device_bytes, look_at_memory
 from rltrain.run.preflight.models import Findings, look_at_images
@@ -41,7 +42,6 @@ from rltrain.run.preflight.settings import preflight
 from rltrain.run.report.plan import describe
 from rltrain.run.report.tracking import tracker_notes
 from rltrain.run.scorers import check_columns
-from rltrain.run.seconds.about import about_seconds
 from rltrain.run.splits import Data, encode_split, load_data, splits_of
 from rltrain.trainer.plan import ImageSizes, Plan, make_plan
 

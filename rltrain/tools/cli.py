@@ -23,10 +23,7 @@ COMMANDS = {
     "report": ("rltrain.run.report.table", "the phase table of a run"),
     "watch": ("rltrain.tools.watch", "a run that goes on elsewhere, by its folder"),
     "compare": ("rltrain.tools.compare.__main__", "runs beside each other: curves, differences, settings, weights"),
-    "simulate": (
-        "rltrain.tools.simulate.__main__",
-        "what a step would take on another device: key=value … --device H100",
-    ),
+    "simulate": ("rltrain.tools.simulate", "seconds of a step on another device: key=value … --device H100"),
     "sweep": ("rltrain.tools.sweep", "a run for every combination of settings, one after the other: key=a,b ..."),
     "view": ("rltrain.run.report.view", "the answers of a run"),
     "average": ("rltrain.tools.average", "one model whose weights are the mean of those of others"),

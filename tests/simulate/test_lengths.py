@@ -26,12 +26,6 @@ def test_answers_to_a_prompt_are_as_alike_as_is_said():
     assert between(0) == pytest.approx(1 / 8, abs=0.05)
 
 
-def test_listed_lengths_are_each_drawn_as_often(tmp_path):
-    (tmp_path / "lengths.txt").write_text("1\n2\n\n3\n4\n")
-    answers = read_lengths(str(tmp_path / "lengths.txt")).draw(4, 2)[1]
-    assert sorted(answers.ravel().tolist()) == [1, 1, 2, 2, 3, 3, 4, 4]
-
-
 def test_kept_answers_stay_with_their_prompt(tmp_path):
     (tmp_path / "samples").mkdir()
     rows = {"step": [1, 1, 1, 1], "row": [0, 0, 5, 5], "prompt_length": [7, 7, 9, 9], "response_length": [1, 2, 30, 40]}
@@ -49,13 +43,13 @@ def test_a_run_cuts_what_is_longer():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("mean:abc,max:5", "mean:abc is no number"),
-        ("mean:5", "lacks max:"),
-        ("mean:5,max:9,median:4", "there is no median:"),
-        ("mean:9,max:5", "below max:"),
+        ("mean:abc,max:5", "'abc' is not a number"),
+        ("mean:5", "max= is not given: the largest number of tokens"),
+        ("mean:5,max:9,median:4", "unknown key median"),
+        ("mean:9,max:5", "mean: must be below max:"),
         ("mean:-3,max:5", "at least 1"),
         ("mean:nan,max:5", "at least 1"),
-        ("10426", "is no distribution, file or folder"),
+        ("10426", "is neither a distribution nor a folder"),
     ],
 )
 def test_lengths_of_no_form_are_refused_with_the_form(text, told):
@@ -63,12 +57,6 @@ def test_lengths_of_no_form_are_refused_with_the_form(text, told):
         read_lengths(text)
 
 
-def test_files_without_lengths_are_refused(tmp_path):
-    (tmp_path / "lengths.txt").write_text("12\nlong\n")
-    with pytest.raises(DataError, match="line 2: 'long' is no number of tokens"):
-        read_lengths(str(tmp_path / "lengths.txt"))
-    (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(DataError, match="has no number"):
-        read_lengths(str(tmp_path / "empty.txt"))
+def test_a_folder_without_samples_is_refused(tmp_path):
     with pytest.raises(DataError, match="has kept no answers"):
         read_lengths(str(tmp_path))

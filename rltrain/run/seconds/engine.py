@@ -10,10 +10,9 @@ beside decoding: those stand in front of it here.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
@@ -121,19 +120,19 @@ def generate(
         for number in range(num_replicas)
     ]  # fmt: skip
     ended_s = np.full(answers.shape, np.nan)
-    events = [(replica.go_on(), number) for number, replica in enumerate(replicas)]
+    events = [(replica.schedule(), number) for number, replica in enumerate(replicas)]
     heapq.heapify(events)
     # The first that has an event goes on: so jobs of the common rest are taken in the order of time.
     while events and np.isfinite(events[0][0]):
         now, number = heapq.heappop(events)
         replica = replicas[number]
-        for place, sample in replica.arrive():
+        for place, sample in replica.advance():
             ended_s[place, sample] = now
         if replica.queue.stopped():
             for other in replicas:
-                other.now = now if other.rows else other.now
+                other.now = now if len(other.rows) else other.now
             break
-        heapq.heappush(events, (replica.go_on(), number))
+        heapq.heappush(events, (replica.schedule(), number))
     return Generation(
         ended_s,
         np.array([replica.now for replica in replicas]),
@@ -143,126 +142,79 @@ def generate(
     )
 
 
-@dataclass
-class _Row:
-    """An answer that is being written."""
-
-    job: Job
-    sample: int
-    length: int
-    written: int = 0
-    """Before it began to run, or ran again."""
-    since: int = 0
-    """The decode step in which it did."""
+# Columns of the rows of a replica.
+_PROMPT, _SAMPLE, _WRITTEN, _LEFT = range(4)
 
 
-@dataclass
 class _Replica:
-    queue: JobQueue
-    speed: EngineSpeed
-    prompts: Ints
-    answers: Ints
-    now: float = 0.0
-    decode_steps: int = 0
-    most_waiting: int = 0
-    num_put_back: int = 0
-    rows: dict[int, _Row] = field(default_factory=dict)
-    """Those that run, by a number that grows: the newest one is the last."""
-    _waiting: deque[_Row] = field(default_factory=deque)
-    _ends: list[tuple[int, int]] = field(default_factory=list)
-    """A heap of (decode step, number of a row); rows that were put back are still there."""
-    _written: int = 0
-    """Tokens that the running rows have written."""
-    _given: int = 0
-    """Tokens of their prompts, each once a row."""
-    _stretch: tuple[int, float] = (0, 0.0)
-    """Decode steps until the next event, and their seconds."""
-    _running: Counter[int] = field(default_factory=Counter)
-    _left: dict[int, int] = field(default_factory=dict)
-    """Both by job: rows that run, and answers that have not ended."""
-    _shared: int = 0
-    """Tokens of the prompts in the cache, each once a job."""
-    _numbers: Iterator[int] = field(default_factory=count)
+    def __init__(self, queue: JobQueue, speed: EngineSpeed, prompts: Ints, answers: Ints) -> None:
+        self.queue, self.speed, self.prompts, self.answers = queue, speed, prompts, answers
+        self.now = 0.0
+        self.decode_steps = self.most_waiting = self.num_put_back = 0
+        self.rows = np.zeros((0, 4), dtype=np.int64)
+        """Running responses, the newest last: prompt, sample, tokens written, tokens left."""
+        self._waiting: deque[Ints] = deque()
+        self._jobs: dict[tuple[int, int], Job] = {}
+        """(prompt, sample) -> its job."""
+        self._unfinished: Counter[int] = Counter()
+        """id of a job -> its responses that have not ended."""
+        self._stretch: tuple[int, float] = (0, 0.0)
+        """Decode steps until the next event, and their seconds."""
 
-    def go_on(self) -> float:
-        """Take what there is room for. Returns the time of the next event (infinite: there is none)."""
+    def schedule(self) -> float:
+        """Take jobs while there is room and return the time of the next event (infinite: there is none)."""
         self._take()
-        if not self.rows:
+        if not len(self.rows):
             return float("inf")
-        while (steps := min(self._next_end() - self.decode_steps, self._steps_with_room())) < 1:
-            self._put_back()
-        # Contexts grow by a token a row and step, so the middle of the stretch is its mean.
-        context = self._given + self._written + len(self.rows) * (steps - 1) / 2
+        while (steps := min(int(self.rows[:, _LEFT].min()), self._steps_with_room())) < 1:
+            # The newest response leaves a full cache, as in vLLM, and waits in front of the others.
+            self._waiting.appendleft(self.rows[-1])
+            self.rows = self.rows[:-1]
+            self.num_put_back += 1
+            self.most_waiting = max(self.most_waiting, len(self._waiting))
+        # Contexts grow by a token per row and step, so the middle of the stretch is its mean.
+        given, written = self.prompts[self.rows[:, _PROMPT]].sum(), self.rows[:, _WRITTEN].sum()
+        context = float(given + written + len(self.rows) * (steps - 1) / 2)
         self._stretch = steps, steps * self.speed.decode_s(len(self.rows), context)
         return self.now + self._stretch[1]
 
-    def arrive(self) -> Iterator[tuple[int, int]]:
-        """Make the stretch. Returns the answers that end with it."""
+    def advance(self) -> list[tuple[int, int]]:
+        """Go to the next event and return the (prompt, sample) of the responses that end there."""
         steps, seconds = self._stretch
         self.now += seconds
         self.decode_steps += steps
-        self._written += steps * len(self.rows)
-        while self.rows and self._next_end() == self.decode_steps:
-            number = heapq.heappop(self._ends)[1]
-            row = self.rows[number]
-            self._leave(number, row.length)
-            self._left[id(row.job)] -= 1
-            if not self._left[id(row.job)]:
-                self.queue.ended(row.job)
-            yield row.job.place, row.sample
+        self.rows[:, _WRITTEN] += steps
+        self.rows[:, _LEFT] -= steps
+        ended = [(prompt, sample) for prompt, sample, _, left in self.rows.tolist() if not left]
+        self.rows = self.rows[self.rows[:, _LEFT] > 0]
+        for place in ended:
+            job = self._jobs.pop(place)
+            self._unfinished[id(job)] -= 1
+            if not self._unfinished[id(job)]:
+                self.queue.ended(job)
+        return ended
 
     def _take(self) -> None:
         for job in self.queue.take(self.speed.max_rows - len(self.rows) - len(self._waiting)):
-            self._left[id(job)] = len(job.samples)
-            lengths = self.answers[job.place, job.samples].tolist()
-            self._waiting += [_Row(job, *each) for each in zip(job.samples.tolist(), lengths, strict=True)]
-        while self._waiting and self._has_room(self._waiting[0]):
-            self._enter(self._waiting.popleft())
+            self._unfinished[id(job)] = len(job.samples)
+            for sample in job.samples.tolist():
+                self._jobs[job.place, sample] = job
+                self._waiting.append(np.array([job.place, sample, 0, self.answers[job.place, sample]]))
+        while self._waiting:
+            prompt, _, written, _ = self._waiting[0].tolist()
+            # A prompt is computed once for all its responses that run; tokens written before are computed again.
+            new = 0 if prompt in self.rows[:, _PROMPT] else int(self.prompts[prompt])
+            cache = self.speed.cache_tokens
+            if cache is not None and len(self.rows) and self._used() + written + 1 + new > (1 - _WATERMARK) * cache:
+                break
+            self.now += self.speed.prefill_s(written + new)
+            self.rows = np.vstack([self.rows, self._waiting.popleft()])
         self.most_waiting = max(self.most_waiting, len(self._waiting))
 
-    def _enter(self, row: _Row) -> None:
-        number, prompt, job = next(self._numbers), int(self.prompts[row.job.place]), id(row.job)
-        # A prompt is computed once for all its answers that are there; what was written before is computed again.
-        new = 0 if self._running[job] else prompt
-        self.now += self.speed.prefill_s(row.written + new)
-        self._shared += new
-        self._running[job] += 1
-        self._given += prompt
-        self._written += row.written
-        row.since = self.decode_steps
-        self.rows[number] = row
-        heapq.heappush(self._ends, (row.since + row.length - row.written, number))
-
-    def _leave(self, number: int, written: int) -> None:
-        row = self.rows.pop(number)
-        job, prompt = id(row.job), int(self.prompts[row.job.place])
-        self._running[job] -= 1
-        self._shared -= 0 if self._running[job] else prompt
-        self._given -= prompt
-        self._written -= written
-
-    def _put_back(self) -> None:
-        """The newest answer leaves a full cache, as in vLLM, and waits in front of the others."""
-        number, row = next(reversed(self.rows.items()))
-        row.written += self.decode_steps - row.since
-        self._leave(number, row.written)
-        self._waiting.appendleft(row)
-        self.num_put_back += 1
-        self.most_waiting = max(self.most_waiting, len(self._waiting))
-
-    def _next_end(self) -> int:
-        """The decode step in which the next row ends."""
-        while self._ends[0][1] not in self.rows:
-            heapq.heappop(self._ends)
-        return self._ends[0][0]
-
-    def _has_room(self, row: _Row) -> bool:
-        if self.speed.cache_tokens is None or not self.rows:
-            return True
-        new = row.written + 1 + (0 if self._running[id(row.job)] else int(self.prompts[row.job.place]))
-        return self._written + self._shared + new <= (1 - _WATERMARK) * self.speed.cache_tokens
+    def _used(self) -> int:
+        """Tokens in the cache, a prompt once for all its responses."""
+        return int(self.rows[:, _WRITTEN].sum() + self.prompts[np.unique(self.rows[:, _PROMPT])].sum())
 
     def _steps_with_room(self) -> int:
-        if self.speed.cache_tokens is None:
-            return self._next_end()
-        return (self.speed.cache_tokens - self._written - self._shared) // len(self.rows)
+        cache = self.speed.cache_tokens
+        return sys.maxsize if cache is None else (cache - self._used()) // len(self.rows)

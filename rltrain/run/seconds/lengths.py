@@ -1,4 +1,4 @@
-"""How long prompts and answers are: a distribution that is named, a file, or what a run has kept."""
+"""Lengths of prompts and responses: from a named distribution, or from the saved samples of a run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.base.errors import ConfigError, DataError, short
-from rltrain.base.storage import lines_of
+from rltrain.config.schema.arguments import read_arguments, required
+from rltrain.config.schema.fields import key
 
 Ints = NDArray[np.int64]
 # Of the logarithm of a length: its standard deviation, and the share of its variance that answers to a prompt have in
 # common. Both are typical of mathematics, and assumed.
 SPREAD, ALIKE = 0.7, 0.5
-_NAMES = ("mean", "max", "spread", "alike", "prompt")
-_FORM = "mean:10426,max:27648 (with spread:, alike:, prompt: where they are known)"
-_WAY_OUT = f"Give {_FORM}, a file with a number of tokens in each line, or the folder of a run."
+_WAY_OUT = "Give mean:10426,max:27648 (and spread:, alike:, prompt: if they are known), or the folder of a run."
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,12 @@ class Lengths:
 
 
 def read_lengths(text: str) -> Lengths:
-    """The lengths that a word names. Raises ConfigError for one of no form, DataError for a file of no numbers."""
+    """Return the lengths that ``text`` names. Raises ConfigError, and DataError for a run without samples."""
     if re.fullmatch(r"[a-z]+:[^,/]*(,[a-z]+:[^,/]*)*", text):
         return _named(text)
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return _kept(path)
-    if not path.is_file():
-        raise ConfigError(f"--lengths {short(text)} is no distribution, file or folder. {_WAY_OUT}")
-    return _listed(path)
+    if not (path := Path(text).expanduser()).is_dir():
+        raise ConfigError(f"--lengths {short(text)} is neither a distribution nor a folder. {_WAY_OUT}")
+    return _kept(path)
 
 
 def lognormal(mean: float, most: float, spread: float = SPREAD, alike: float = ALIKE, prompt: int = 128) -> Lengths:
@@ -90,50 +86,21 @@ def _middle(mean: float, most: float, spread: float) -> float:
     return float(low)
 
 
+@dataclass(frozen=True)
+class _Named:
+    mean: float = required("the mean number of tokens of a response", least=1)
+    max: float = required("the largest number of tokens of a response", least=1)
+    spread: float = key(SPREAD, over=0, most=3)
+    alike: float = key(ALIKE, least=0, most=1)
+    prompt: int = key(128, least=1)
+
+
 def _named(text: str) -> Lengths:
-    values: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = part.partition(":")
-        try:
-            value = float(number)
-        except ValueError:
-            raise ConfigError(f"--lengths {short(text)}: {name}:{short(number)} is no number. {_WAY_OUT}") from None
-        if name not in _NAMES:
-            raise ConfigError(f"--lengths {short(text)}: there is no {name}:. Known are {', '.join(_NAMES)}.")
-        values[name] = value
-    lacking = [name for name in ("mean", "max") if name not in values]
-    if lacking:
-        raise ConfigError(f"--lengths {short(text)} lacks {lacking[0]}:. {_WAY_OUT}")
-    mean, most, prompt = values["mean"], values["max"], values.get("prompt", 128)
-    spread, alike = values.get("spread", SPREAD), values.get("alike", ALIKE)
-    if not (1 <= mean < most < np.inf and 0 < spread <= 3 and 0 <= alike <= 1 and 1 <= prompt < np.inf):
-        raise ConfigError(
-            f"--lengths {short(text)}: mean: is at least 1 and below max:, spread: above 0 and at most 3, alike: from "
-            "0 to 1, prompt: at least 1."
-        )
-    return lognormal(mean, most, spread, alike, round(prompt))
-
-
-def _listed(file: Path) -> Lengths:
-    """A file with a number in each line."""
-    lengths = []
-    for number, line in enumerate(lines_of(file), 1):
-        if not (text := line.strip()):
-            continue
-        if not text.isdecimal() or not int(text):
-            raise DataError(f"--lengths {file}, line {number}: {short(text, 40)!r} is no number of tokens. {_WAY_OUT}")
-        lengths.append(int(text))
-    if not lengths:
-        raise DataError(f"--lengths {file} has no number. {_WAY_OUT}")
-    pool = np.array(lengths)
-
-    def draw(prompts: int, answers: int) -> tuple[Ints, Ints]:
-        # Every length as often as any other; neighbours in the file need not be answers to one prompt.
-        order = np.random.default_rng(0).permutation(len(pool))
-        return np.full(prompts, 128), np.resize(pool[order], (prompts, answers))
-
-    told = f"the {len(pool):,} lengths of {file}, {pool.mean():,.1f} tokens on average, in any order"
-    return Lengths(f"{told}; prompts of 128 tokens", draw)
+    parts = text.replace(":", "=").split(",")
+    named = read_arguments(_Named, parts, where="--lengths")
+    if named.mean >= named.max:
+        raise ConfigError(f"--lengths {short(text)}: mean: must be below max:.")
+    return lognormal(named.mean, named.max, named.spread, named.alike, named.prompt)
 
 
 def _kept(run: Path) -> Lengths:

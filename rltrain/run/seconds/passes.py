@@ -41,34 +41,16 @@ class PassSpeed:
     """All: however little is computed."""
 
 
-@dataclass(frozen=True)
-class PassSeconds:
-    """A pass, and what its seconds are made of."""
-
-    seconds: float
-    compute_s: float
-    """Were all ranks equally busy."""
-    waiting_s: float
-    """For ranks with more in a micro-batch, and for weights."""
-    fixed_s: float
-    micro_batches: int
-    """Of a rank."""
-
-    def __str__(self) -> str:
-        parts = f"compute {self.compute_s:,.2f}, waiting {self.waiting_s:,.2f}, fixed {self.fixed_s:,.2f}"
-        return f"{self.micro_batches:,} micro-batch{'es' * (self.micro_batches != 1)}: {parts} s"
-
-
 def time_pass(
     name: str, mini_batches: Sequence[Ints], work: Workload, plan: Plan, sizes: Mapping[str, float], speed: PassSpeed
-) -> PassSeconds:
-    """Seconds of the pass ``name`` over the samples of ``mini_batches``.
+) -> tuple[float, str]:
+    """Return the seconds of the pass ``name`` over the samples of ``mini_batches``, and their parts as text.
 
     sizes: of the models, as workers tell the trainer.
     """
     mini_batches = [ids for ids in mini_batches if len(ids)]
     if not mini_batches:
-        return PassSeconds(0, 0, 0, 0, 0)
+        return 0.0, ""
     ranks = plan.ranks[PASSES[name].role]
     nodes = [rank * plan.num_nodes // ranks for rank in range(ranks)]
     layout = lay_out(mini_batches, work, ranks, plan.budgets[name], nodes)
@@ -86,7 +68,9 @@ def time_pass(
     fixed += max(map(len, layout.ids)) * speed.sample_s * _ROUNDS[learning]
     together = float(np.maximum(slowest, speed.gather_s * _ROUNDS[learning]).sum())
     compute = (cost.cost * per_cost / speed.flops + cost.tokens * speed.token_s) / ranks
-    return PassSeconds(together + fixed, compute, together - compute, fixed, len(slowest))
+    # Computing, were all ranks equally busy; waiting for ranks with more in a micro-batch, and for weights.
+    parts = f"compute {compute:,.2f}, waiting {together - compute:,.2f}, fixed {fixed:,.2f} s"
+    return together + fixed, f"{len(slowest):,} micro-batch{'es' * (len(slowest) != 1)} of a rank: {parts}"
 
 
 def mini_batches_of(name: str, cfg: Config, plan: Plan, assumed: Assumptions) -> list[Ints]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -37,11 +36,9 @@ class Foretold:
     """By phase, in the order of a report; generate_sequences and reshard are parts of gen."""
     why: dict[str, str]
     """By phase, what its seconds are made of."""
-    generation: Generation
     tokens: int
     """Of prompts and answers."""
     response_tokens: int
-    samples: int
     num_devices: int
     left_out: tuple[str, ...]
     """What the run does and this does not count."""
@@ -60,19 +57,10 @@ def sizes_of(cfg: Config, plan: Plan) -> dict[str, float]:
     """What workers tell the trainer of their models (`workers.hybrid`), from configs alone. Raises ConfigError."""
     sizes: dict[str, float] = {}
     for role, (kind, spec) in specs_of(cfg, get_device(cfg.trainer.device), plan.passes).items():
-        numbers = _numbers(kind, spec)
+        numbers = model_numbers(empty_packed(kind, spec, spec.load_config()))
         sizes |= numbers if role == "actor" else {}
         sizes |= {f"{role}_{name}": number for name, number in numbers.items()}
     return sizes
-
-
-def _numbers(kind: type[Any], spec: ModelSpec) -> dict[str, float]:
-    if (known := repr((kind, spec))) not in _KNOWN:
-        _KNOWN[known] = model_numbers(empty_packed(kind, spec, spec.load_config()))
-    return _KNOWN[known]
-
-
-_KNOWN: dict[str, dict[str, float]] = {}
 
 
 def foretell(
@@ -110,23 +98,19 @@ def foretell(
     seconds |= {name: found for name, (found, _) in passes.items()}
     why |= {name: text for name, (_, text) in passes.items()}
     seconds |= {"reward": answers.size * assumed.reward_ms / 1e3, "adv": answers.size * assumed.adv_us / 1e6}
-    seconds = {name: value * assumed.ratios.get(name, 1.0) for name, value in seconds.items()}
     return Foretold(
-        _in_order(seconds, assumed),
+        _in_order(seconds),
         why,
-        generation,
         int(prompts.sum() * plan.answers_per_prompt + answers.sum()),
         int(answers.sum()),
-        answers.size,
         plan.num_devices,
         tuple(_left_out(cfg, plan)),
     )
 
 
-def _in_order(seconds: dict[str, float], assumed: Assumptions) -> dict[str, float]:
+def _in_order(seconds: dict[str, float]) -> dict[str, float]:
     names = ("generate_sequences", "reshard", *step_phases())
-    gen = (seconds["generate_sequences"] + seconds["reshard"]) * assumed.ratios.get("gen", 1.0)
-    found = seconds | {"gen": gen}
+    found = seconds | {"gen": seconds["generate_sequences"] + seconds["reshard"]}
     ordered = {name: found[name] for name in dict.fromkeys(names) if name in found}
     together = sum(value for name, value in ordered.items() if name not in ("generate_sequences", "reshard"))
     return ordered | {"step": together}
@@ -152,7 +136,8 @@ def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, de
         cache = max(0, int(room / per_token))
     step_s = assumed.step_ms / 1e3
     if devices > 1:
-        step_s += 2 * _layers(cfg) * assumed.all_reduce_us / 1e6
+        spec = specs_of(cfg, get_device(cfg.trainer.device))["actor"][1]
+        step_s += 2 * spec.load_config().get_text_config().num_hidden_layers * assumed.all_reduce_us / 1e6
     chosen = (1 - sizes["idle_share"]) * sizes["expert_parameters"]
     return EngineSpeed(
         weight_bytes=size.itemsize * (sizes["matmul_parameters"] - chosen),
@@ -169,11 +154,6 @@ def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, de
     )
 
 
-def _layers(cfg: Config) -> int:
-    spec = specs_of(cfg, get_device(cfg.trainer.device))["actor"][1]
-    return int(spec.load_config().get_text_config().num_hidden_layers)
-
-
 def _passes(
     cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, assumed: Assumptions, prompts: Ints, answers: Ints
 ) -> dict[str, tuple[float, str]]:
@@ -186,10 +166,9 @@ def _passes(
         if row.rate is None or not plan.passes.makes(name, plan.num_mini_batches):
             continue
         speed = pass_speed(name, cfg, plan, sizes, chip, assumed)
-        timed = time_pass(name, mini_batches_of(name, cfg, plan, assumed), work, plan, sizes, speed)
+        seconds, text = time_pass(name, mini_batches_of(name, cfg, plan, assumed), work, plan, sizes, speed)
         moved = _moved_bytes(name, cfg, plan, sizes) / (assumed.host_gb_per_s * 1e9)
-        text = f"{timed}" + (f", host memory {moved:,.2f} s" if moved else "")
-        found[name] = timed.seconds + moved, text
+        found[name] = seconds + moved, text + (f", host memory {moved:,.2f} s" if moved else "")
     return found
 
 
@@ -252,31 +231,22 @@ def _moved_bytes(name: str, cfg: Config, plan: Plan, sizes: Sizes) -> float:
     return moved / shards
 
 
-def _left_out(cfg: Config, plan: Plan) -> list[str]:
-    """What this run does and nobody foretells."""
-    rollout, parts = cfg.actor_rollout_ref.rollout, []
-    if several_turns(rollout):
-        parts.append("turns: tools are not waited for, and each answer is one text")
-    if plan.max_generation_rounds > 1:
-        parts.append("dynamic sampling: one round of generation is counted")
-    if "reward_model" in plan.passes.roles or "judge" in plan.passes.roles:
-        parts.append("the reward model or judge: its seconds are none of these (--assume reward_ms=…)")
-    if rollout.stops_early:
-        parts.append(f"rollout.tail={rollout.tail}: a first step, in which no answer is from a step before")
-    if plan.ranks_with_all_weights:
-        parts.append("trainer.overlap: passes begin behind the last answer here")
-    if plan.passes.exact_kl_in_loss or plan.passes.exact_teacher:
-        parts.append("the other model's forward within the update")
-    if plan.passes.images:
-        parts.append("images: the vision tower computes nothing here")
-    if not cfg.actor_rollout_ref.model.merges:
-        parts.append("model.lora.merge=False: all weights go to the engine at every sync here, and not adapters alone")
-    if cfg.actor_rollout_ref.actor.fsdp_config.expert_parallel_size > 1:
-        parts.append(
-            "expert parallelism: experts are gathered here as other weights are, and no token goes to another rank"
-        )
-    if rollout.tail == "exact":
-        parts.append("rollout.tail=exact: no guesses")
-    if ENGINES[rollout.name].embedded and not get_device(cfg.trainer.device).is_cpu:
-        parts.append("the embedded engine, which has no graphs: step_ms is that of another engine")
-    return parts
+def _left_out(cfg: Config, plan: Plan) -> Iterator[str]:
+    """Yield the parts of this run that the estimate does not count."""
+    rollout, passes, model = cfg.actor_rollout_ref.rollout, plan.passes, cfg.actor_rollout_ref.model
+    judged = bool({"reward_model", "judge"} & set(passes.roles))
+    experts = cfg.actor_rollout_ref.actor.fsdp_config.expert_parallel_size > 1
+    on_device = ENGINES[rollout.name].embedded and not get_device(cfg.trainer.device).is_cpu
+    notes = {
+        "tools and environments, as if each response had one turn": several_turns(rollout),
+        "dynamic sampling after its first round of generation": plan.max_generation_rounds > 1,
+        "the seconds of the reward model or judge (--assume reward_ms=…)": judged,
+        f"rollout.tail={rollout.tail}: responses of earlier steps, as in a first step": rollout.stops_early,
+        "the forward of the other model within the update": passes.exact_kl_in_loss or passes.exact_teacher,
+        "images: the vision tower": passes.images,
+        "model.lora.merge=False: every weight sync is estimated with all weights": not model.merges,
+        "expert parallelism: experts are gathered here like other weights, and no token is sent": experts,
+        "rollout.tail=exact: drafted tokens": rollout.tail == "exact",
+        "launches of the embedded engine, which has no graphs (--assume step_ms=…)": on_device,
+    }
+    return (note for note, holds in notes.items() if holds)

@@ -1,0 +1,127 @@
+"""Seconds of a step on devices that need not exist: ``--dry-run --device H100 --nodes 8``.
+
+Reads config.json of the model and nothing of the data; weights, data and reward are the business of a plain dry run,
+which prints one line of this for the accelerators of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rltrain.base.chips import CHIPS, Chip, find_chip
+from rltrain.base.device import Device, get_device
+from rltrain.base.errors import ConfigError, RltrainError, short
+from rltrain.base.logs import count
+from rltrain.config.check import check
+from rltrain.config.load import load_config
+from rltrain.config.schema import Config
+from rltrain.config.schema.arguments import read_arguments
+from rltrain.run.preflight.memory_room import look_at_memory
+from rltrain.run.seconds.assumptions import Assumptions
+from rltrain.run.seconds.lengths import Lengths, lognormal, read_lengths
+from rltrain.run.seconds.step import Foretold, foretell
+from rltrain.trainer.plan import Plan, make_plan
+
+# Mean length of the answers as a share of data.max_response_length, where --lengths does not give it.
+_MEAN = 0.5
+
+
+def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
+    """Return the estimate for the flags of ``arguments``, and whether the run would be out of memory.
+
+    arguments: flags and overrides as `main_ppo` has parsed them. Raises ConfigError, DataError.
+    """
+    words = list(arguments.overrides)
+    if arguments.nodes is not None:
+        words.append(f"trainer.nnodes={arguments.nodes}")
+    chip = named_chip(arguments.device) if arguments.device else None
+    if chip:  # first, so that a trainer.device of the user wins
+        words.insert(0, f"trainer.device={chip.kind}")
+    # The data decides nothing but the lengths.
+    loaded = load_config(["data.train_files=none", *words], arguments.config, arguments.problems)
+    check(loaded)
+    cfg = loaded.config
+    chip = chip or chip_here(get_device(cfg.trainer.device))
+    if chip is None:
+        raise ConfigError("--device is not given, and this machine has no accelerator whose peaks are known. Give "
+                          "--device H100 or another.")  # fmt: skip
+    plan = make_plan(cfg)
+    if not plan.passes.trains:
+        raise ConfigError("trainer.val_only=True: an evaluation has no step. Leave it out.")
+    cfg.trainer.device_memory_gb = cfg.trainer.device_memory_gb or chip.memory_bytes / 2**30 or None
+    size = cfg.trainer.device_memory_gb
+    lengths = read_lengths(arguments.lengths) if arguments.lengths else _usual_lengths(cfg)
+    changes = list(filter(None, (arguments.assume or "").split(",")))
+    assumed = read_arguments(Assumptions, changes, where="--assume")
+    found = foretell(cfg, plan, lengths, chip, assumed, round(size * 2**30) if size else None)
+    memory, too_large = look_at_memory(cfg, plan)
+    lines = [_describe(found, plan, chip, lengths, assumed), *memory]
+    lines += [f"a run would run out of memory: {too_large}"] if too_large else []
+    return "\n".join(lines) + "\n", bool(too_large)
+
+
+def about_seconds(cfg: Config, plan: Plan, device_bytes: int | None) -> list[str]:
+    """Return a line on the seconds of a step for a dry run; none if the chip is unknown, on a CPU, or without a step.
+
+    device_bytes: memory of a device (None: unknown).
+    """
+    chip = chip_here(get_device(cfg.trainer.device))
+    if chip is None or not plan.passes.trains or cfg.data.max_response_length * _MEAN < 1:
+        return []
+    try:
+        found = foretell(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
+    except RltrainError:  # the model or the room of the engine, which the dry run reports as a problem
+        return []
+    return [
+        f"about {found.step_s:,.0f} s a step, of which {found.seconds['gen']:,.0f} s are generation, with answers of "
+        "half of data.max_response_length on average: estimated, not measured on this device (rltrain simulate prints "
+        "the phases)"
+    ]
+
+
+def named_chip(name: str) -> Chip:
+    """Return the chip called ``name``, such as "H100" or "910B3". Raises ConfigError."""
+    chip = find_chip(name) or find_chip(f"Ascend{name}")
+    if chip is None:
+        known = ", ".join(sorted(chip.name.removeprefix("Ascend") for chip in CHIPS.values()))
+        raise ConfigError(f"--device {short(name)}: the peaks of this chip are not known. Known are {known}.")
+    return chip
+
+
+def chip_here(device: Device) -> Chip | None:
+    """Return the chip of this machine's devices; None on a CPU and if they or their peaks are unknown."""
+    try:
+        return device.chip() if device.count and not device.is_cpu else None
+    except (AssertionError, RuntimeError):  # devices that are visible, but not usable with this torch or driver
+        return None
+
+
+def _usual_lengths(cfg: Config) -> Lengths:
+    most = cfg.data.max_response_length
+    return lognormal(max(1, most * _MEAN), most, prompt=max(1, cfg.data.max_prompt_length // 4))
+
+
+def _describe(found: Foretold, plan: Plan, chip: Chip, lengths: Lengths, assumed: Assumptions) -> str:
+    nodes = f", {count(plan.num_nodes, 'node')}" if plan.num_nodes > 1 else ""
+    lines = [
+        f"a step takes about {_seconds(found.step_s)} s on {plan.num_devices} x {chip.name}{nodes} (estimated, not "
+        "measured on this device)"
+    ]
+    width = max(map(len, found.seconds)) + 2
+    for name, value in found.seconds.items():
+        label = f"  {name}" if name in ("generate_sequences", "reshard") else name
+        share = f"{value / found.step_s:4.0%}"
+        lines.append(f"  {label:<{width}} {_seconds(value):>8} s {share}  {found.why.get(name, '')}".rstrip())
+    rate = found.response_tokens / (found.seconds["generate_sequences"] * found.num_devices)
+    lines += [
+        f"throughput  {found.throughput:,.1f} tokens/s/device over the whole step; {rate:,.1f} response tokens in "
+        "generate_sequences",
+        f"lengths     {lengths.told}",
+        "assumed     (--assume NAME=VALUE,… sets another; docs/simulate.md says which are fitted)",
+        "  " + " ".join(f"{name}={value:g}" for name, value in vars(assumed).items()),
+    ]
+    return "\n  ".join(["\n".join(lines), *(["not counted", *found.left_out] if found.left_out else [])])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

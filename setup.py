@@ -55,7 +55,7 @@ setup(
         "scripts/kubernetes/*.yaml",
         "scripts/constraints-*.txt",
     ),
-    entry_points={"console_scripts": ["rltrain = rltrain.tools.cli:main"]},
+    entry_points={"console_scripts": ["rltrain = rltrain.__main__:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch>=2.10,<2.16",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rltrain.base import moved  # noqa: F401 - so that old names of modules are found
+from rltrain.base import commands  # noqa: F401 - so that python -m rltrain.COMMAND is found
 
 if TYPE_CHECKING:
     from rltrain.agents.functions import tool

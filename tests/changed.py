@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from rltrain.base.moved import home
+from rltrain.base.commands import home
 
 ROOT = Path(__file__).parent.parent
 WHOLE_RUNS = ("tests/e2e", "tests/faults", "tests/hosts")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.tools import cli
+from rltrain import __main__ as cli
+from rltrain.base.commands import COMMANDS
 from tests.tiny import small_run
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +68,7 @@ def test_the_wheel_says_what_it_is(installed):
     metadata = (info / "METADATA").read_text()
     for line in ("License-Expression: Apache-2.0", "Author: rltrain developers", "Classifier: Typing :: Typed"):
         assert line in metadata
-    assert "rltrain = rltrain.tools.cli:main" in (info / "entry_points.txt").read_text()
+    assert "rltrain = rltrain.__main__:main" in (info / "entry_points.txt").read_text()
     assert (installed / "rltrain" / "py.typed").is_file()
     assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
     description = metadata.partition("\n\n")[2]
@@ -78,7 +79,7 @@ def test_the_wheel_says_what_it_is(installed):
 @pytest.mark.long
 def test_an_installed_wheel_plans_a_run_away_from_the_checkout(installed, tiny_model, arithmetic_files, tmp_path):
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run")
-    done = python("-m", "rltrain.tools.cli", "train", *run, "--dry-run", cwd=tmp_path, PYTHONPATH=str(installed))
+    done = python("-m", "rltrain", "train", *run, "--dry-run", cwd=tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1 x 1 = 1 (cpu)" in done.stdout
     code = "from rltrain.base.env import shipped; print(shipped('docs/rewards.md'), shipped('scripts/ray_start.sh'))"
@@ -99,9 +100,9 @@ def test_messages_name_pages_that_are_there(monkeypatch):
 def test_the_console_command_opens_every_program(capsys):
     assert cli.main([]) == 0
     usage = capsys.readouterr().out
-    for name in (*cli.COMMANDS, "data"):
+    for name in (*COMMANDS, "data"):
         assert f"\n  {name} " in usage
-    for module, _ in cli.COMMANDS.values():
+    for module, _ in COMMANDS.values():
         assert callable(importlib.import_module(module).main)
     assert cli.main(["train", "--help", "lr"]) == 0
     assert "critic.optim.lr" in capsys.readouterr().out

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from rltrain.__main__ import main as rltrain
 from rltrain.config.check import check
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.schema.keys import all_keys
-from rltrain.tools.cli import main as rltrain
 from rltrain.tools.port.__main__ import main
 from rltrain.tools.port.launches import launches
 from rltrain.tools.port.shell import Call, restored

@@ -1,0 +1,61 @@
+"""``rltrain COMMAND ...``, the same as ``python -m rltrain COMMAND ...`` and ``python -m rltrain.COMMAND ...``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+import sys
+
+from rltrain import data_preprocess
+from rltrain.base.commands import COMMANDS, REMOVED
+from rltrain.base.errors import lenient_output
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    lenient_output()
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0
+    if words[0] == "--version":
+        words = ["train", "--version"]
+    # Two words first, so that `rewards try` is not taken for a command `rewards`.
+    two = " ".join(words[:2])
+    command, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
+    if command in REMOVED:
+        sys.stderr.write(f"error: {REMOVED[command]}\n")
+        return 2
+    if command == "data" and rest and rest[0] in _converters():
+        module = f"{data_preprocess.__name__}.{rest.pop(0)}"
+    elif command == "data":
+        sys.stderr.write(f"error: rltrain data needs the name of a converter: {', '.join(_converters())}.\n")
+        return 2
+    elif command in COMMANDS:
+        module = COMMANDS[command][0]
+    else:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f" Did you mean rltrain {near[0]}?" if near else ""
+        hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
+        typed = two if any(name.startswith(f"{command} ") for name in COMMANDS) else command
+        sys.stderr.write(f"error: there is no command '{typed}'.{hint} See rltrain --help.\n")
+        return 2
+    # argparse takes the name in its usage from here.
+    sys.argv = [f"rltrain {command}", *rest]
+    return importlib.import_module(module).main(rest)
+
+
+def _converters() -> list[str]:
+    helpers = {"benchmark", "common", "sources", "lint"}
+    return [module.name for module in pkgutil.iter_modules(data_preprocess.__path__) if module.name not in helpers]
+
+
+def _usage() -> str:
+    lines = [f"  {name:<12} {text}\n" for name, (_, text) in COMMANDS.items()]
+    lines.append(f"  {'data':<12} make a data file (rltrain data gsm8k --help)\n")
+    return "usage: rltrain COMMAND ...\n\n" + "".join(lines) + "\nEach is also a module: python -m rltrain.view ...\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

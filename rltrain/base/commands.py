@@ -1,0 +1,89 @@
+"""The commands of ``rltrain NAME`` and their modules, which ``python -m rltrain.NAME`` finds as well."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+COMMANDS = {
+    "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
+    "supervise": ("rltrain.controller.launch.supervise", "run a command again when that may help: -- COMMAND ..."),
+    "doctor": ("rltrain.tools.doctor", "would this cluster train? (the keys of training)"),
+    "port": ("rltrain.tools.port.__main__", "a launch script or saved configuration of verl's, as a script of ours"),
+    "evaluate": ("rltrain.tools.evaluate.__main__", "what a model is worth on data, with intervals: model=… data=…"),
+    "resolution": (
+        "rltrain.tools.resolution.__main__",
+        "the bounds of pixels at which a model answers best: model=… dev=… test=…",
+    ),
+    "report": ("rltrain.run.report.table", "the phase table of a run"),
+    "watch": ("rltrain.tools.watch", "a run that goes on elsewhere, by its folder"),
+    "compare": ("rltrain.tools.compare.__main__", "runs beside each other: curves, differences, settings, weights"),
+    "simulate": ("rltrain.tools.simulate", "seconds of a step on another device: key=value … --device H100"),
+    "sweep": ("rltrain.tools.sweep", "a run for every combination of settings, one after the other: key=a,b ..."),
+    "view": ("rltrain.run.report.view", "the answers of a run"),
+    "average": ("rltrain.tools.average", "one model whose weights are the mean of those of others"),
+    "checkpoint": ("rltrain.tools.checkpoint", "export, thin or verify the checkpoints of a run"),
+    "serve": ("rltrain.tools.serve.__main__", "an OpenAI-compatible server of a model, for evaluations"),
+    "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
+    "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),
+    "agents try": ("rltrain.tools.try_agent", "try tools, an environment or an agent on a row, turn by turn"),
+    "replay": ("rltrain.tools.replay", "an incident with a loss that is not finite, once more on one device"),
+    "collect": ("rltrain.tools.collect", "what a bug report needs of a run, in one file"),
+    "env": ("rltrain.run.report.env_report", "versions, machine and devices, for a bug report"),
+}
+# Commands of earlier versions -> the sentence that answers them.
+REMOVED: dict[str, str] = {
+    "sync": "rltrain sync was removed: use wandb sync.",
+}
+_OTHER_NAMES = {"env_report": "env"}
+
+
+def home(name: str) -> str | None:
+    """Return the module of the command that is called ``rltrain.NAME``; None if there is none."""
+    command = name.removeprefix("rltrain.").replace(".", " ")
+    return COMMANDS.get(_OTHER_NAMES.get(command, command), (None, ""))[0]
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives the module of a command, so that a class in it is one class under both names."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name in ("rltrain.evaluate", "rltrain.train"):  # functions: see rltrain.__init__
+            raise ImportError(f"{spec.name} is a function; the module of the command is {home(spec.name)}.")
+        if sentence := REMOVED.get(spec.name.removeprefix("rltrain.")):
+            raise ImportError(sentence)
+        module = importlib.import_module(str(home(spec.name)))
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # It has run already, and keeps its own name.
+        module.__spec__ = self._own_spec
+
+    def get_code(self, fullname: str) -> CodeType:
+        if sentence := REMOVED.get(fullname.removeprefix("rltrain.")):
+            text = f"import sys; sys.stderr.write({f'error: {sentence}'!r} + '\\n'); sys.exit(2)"
+            return compile(text, fullname, "exec")
+        name = str(home(fullname))
+        return importlib.util.find_spec(name).loader.get_code(name)  # type: ignore[union-attr]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("rltrain."):
+            return None
+        name = home(fullname) or ("rltrain" if fullname.removeprefix("rltrain.") in REMOVED else "")
+        found = importlib.util.find_spec(name) if name else None
+        # runpy takes __file__ and sys.argv[0] from the origin.
+        return ModuleSpec(fullname, _Loader(), origin=found.origin) if found else None
+
+
+# Last: a real module comes first.
+sys.meta_path.append(_Finder())

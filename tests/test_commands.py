@@ -1,0 +1,86 @@
+"""``rltrain NAME``, ``python -m rltrain NAME`` and ``python -m rltrain.NAME`` run every command of the table."""
+
+import contextlib
+import importlib
+import io
+import multiprocessing
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rltrain
+from rltrain.__main__ import main
+from rltrain.base import commands
+from tests.ranks import preload
+
+ROOT = Path(__file__).parent.parent
+MODULES = [f"rltrain.{name.replace(' ', '.')}" for name in commands.COMMANDS]
+
+
+def run_module(name, arguments, results):
+    """Put the exit code and the errors of ``python -m name ARGUMENTS`` into ``results``."""
+    sys.argv = [name, *arguments]
+    sys.modules.pop(commands.home(name) or name, None)  # runpy warns about a module that is already imported
+    errors = io.StringIO()
+    code = 0
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            code = repr(error)
+    results.put((code, errors.getvalue()))
+
+
+def forked(name, *arguments):
+    """Run a module in a forked process: interpreters and their imports would take most of a minute."""
+    preload()
+    context = multiprocessing.get_context("forkserver")
+    results = context.SimpleQueue()
+    process = context.Process(target=run_module, args=(name, arguments, results))
+    process.start()
+    result = results.get()
+    process.join()
+    return result
+
+
+@pytest.mark.parametrize("words", [["rltrain", "view"], ["rltrain.view"]])
+def test_python_runs_a_command_by_name(words):
+    process = subprocess.run([sys.executable, "-m", *words, "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("usage:")
+
+
+@pytest.mark.parametrize("name", [*MODULES, "rltrain.env_report", "rltrain.controller.launch", "rltrain.main_ppo"])
+def test_every_command_is_a_module(name):
+    code, errors = forked(name, "--help")
+    assert code in (0, 2), errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_imported_command_is_its_module(name):
+    module = commands.home(name)
+    if name in ("rltrain.evaluate", "rltrain.train"):
+        with pytest.raises(ImportError, match=f"{name} is a function; the module of the command is {module}"):
+            importlib.import_module(name)
+        assert callable(getattr(rltrain, name.rpartition(".")[2]))
+    else:
+        assert importlib.import_module(name) is importlib.import_module(module)
+        assert sys.modules[name].__spec__.name == module
+
+
+def test_an_unknown_module_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match=r"rltrain\.nothing"):
+        importlib.import_module("rltrain.nothing")
+
+
+@pytest.mark.parametrize("name", commands.REMOVED)
+def test_a_removed_command_is_answered_with_its_replacement(name, capsys):
+    assert main([name, "RUN"]) == 2
+    assert capsys.readouterr().err == f"error: {commands.REMOVED[name]}\n"
+    assert forked(f"rltrain.{name}", "RUN") == (2, f"error: {commands.REMOVED[name]}\n")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,8 @@ from rltrain.base.errors import ConfigError
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
-from rltrain.config.schema.keys import is_known
-from rltrain.config.verl import easyr1
 from rltrain.config.verl.defaults import chosen_settings
-from rltrain.config.verl.hydra import compose, flow, parsed
+from rltrain.config.verl.hydra import compose, flow
 
 OmegaConf.register_resolver("devices_here", devices_here, replace=True)
 OmegaConf.register_resolver("nodes_here", nodes_here, replace=True)
@@ -52,9 +49,6 @@ def load_config(
         reader.direct.clear()
         try:
             settings = chosen_settings(compose(Path(file))) if isinstance(file, str) else file
-            if easyr1.is_easyr1(settings):
-                overrides = _take_over(reader, settings, overrides)
-                continue
             for key, value in settings.items():
                 reader.set(key, value)
         except ConfigError as error:
@@ -78,26 +72,6 @@ def load_config(
     if reader.problems:
         raise ConfigError("\n".join([*dict.fromkeys(reader.problems), *_further(loaded, reader.wrong)]))
     return loaded
-
-
-def _take_over(reader: Reader, settings: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Take over a file of EasyR1's, with the words that follow in its language; returns the words in ours."""
-    words, ours = dict[str, Any](), list[str]()
-    for word in overrides:
-        key, _, text = word.lstrip("+").partition("=")
-        with suppress(YAMLError, OmegaConfBaseException):  # told with our own
-            words[key] = parsed(text)
-        if key not in words or not easyr1.is_key(key):
-            ours.append(word)
-    reading = easyr1.read({**settings, **words})
-    reader.problems += reading.refused
-    reader.notes += [*reading.notes, *([line] if (line := reading.defaulted()) else [])]
-    for key, value in reading.settings.items():
-        if (was := reading.was.get(key)) and is_known(key):
-            reader.set_as(key, was, value)
-        else:
-            reader.set(key, value)
-    return ours
 
 
 def _further(loaded: LoadedConfig, wrong: Set[str]) -> list[str]:

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rltrain.config.schema.keys import all_keys, followed, is_known
-from rltrain.config.verl.easyr1 import is_easyr1
 from rltrain.config.verl.keys import leaves_of, rename
 
 # Nobody types so many keys that are not keys here, so a program of verl's wrote the tree.
@@ -110,7 +109,7 @@ def chosen_settings(tree: Mapping[str, Any], asked: Collection[str] = ()) -> dic
     if tree and all(isinstance(entry, Mapping) and "value" in entry for entry in tree.values()):
         tree = {key: entry["value"] for key, entry in tree.items()}  # the form in which W&B saves it
     leaves = {key: value for key, value in leaves_of(tree) if value not in ("???", {})}
-    if is_easyr1(leaves) or sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
+    if sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
         return leaves
     return {key: value for key, value in leaves.items() if key in asked or not _a_default(key, value, leaves)}
 

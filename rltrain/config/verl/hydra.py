@@ -54,10 +54,11 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
     roots: folders to look in beside that of the file. Raises ConfigError with every file that is missing.
     """
     _refuse_recipe(f"--config {file}", file.stem)
-    if trainer := trainer_of(read_yaml(file)[1]):
+    if (trainer := trainer_of(read_yaml(file)[1])) is not None:
+        name, page = trainer
         raise ConfigError(
-            f"--config {file}: this is a configuration of {trainer}'s, which is not read here: docs/from-others.md. "
-            "Write its settings with the keys of --help; a key by its name there is answered with the one here."
+            f"--config {file}: this is a configuration of {name}, which rltrain does not read. Write its settings with "
+            f"the keys of rltrain, which {page} and --help list."
         )
     composer = _Composer([file.parent, *roots])
     composer.merge(file, "", "")

@@ -62,15 +62,24 @@ _NAMES = {
     _ROLLOUT + "gpu_memory_utilization": "vllm_gpu_memory_utilization gpu_memory_utilisation",
 }
 _BY_LEAF = {name: key for key, names in _NAMES.items() for name in names.split()}
-# Trainer -> names at the top of its files, of which its configurations have two at least. The first that fits counts.
+_OTHERS_PAGE = "docs/from-others.md"
+# Trainer -> the page that lists its keys, and top-level names of its files. A file with two of the names (one if the
+# row has one) belongs to that trainer. The first match counts.
 _SIGNS = {
-    "MindSpeed RL": "megatron_training rl_config generate_config actor_config",
-    "AReaL": "gconfig train_dataset valid_dataset allocation_mode cluster saver",
-    "LLaMA-Factory": "stage finetuning_type template cutoff_len dataset_dir pref_loss",
-    "ms-swift": "rlhf_type tuner_type train_type external_plugins infer_backend",
-    "OpenRLHF": "pretrain n_samples_per_prompt micro_train_batch_size init_kl_coef actor_num_nodes prompt_data",
-    "TRL": "num_generations max_completion_length per_device_train_batch_size reward_funcs vllm_mode "
-    "model_name_or_path dataset_name gradient_accumulation_steps use_vllm",
+    "EasyR1": ("docs/from-easyr1.md", "worker"),
+    "MindSpeed RL": ("docs/from-mindspeed-rl.md", "megatron_training rl_config generate_config actor_config"),
+    "AReaL": (_OTHERS_PAGE, "gconfig train_dataset valid_dataset allocation_mode cluster saver"),
+    "LLaMA-Factory": (_OTHERS_PAGE, "stage finetuning_type template cutoff_len dataset_dir pref_loss"),
+    "ms-swift": (_OTHERS_PAGE, "rlhf_type tuner_type train_type external_plugins infer_backend"),
+    "OpenRLHF": (
+        "docs/from-openrlhf.md",
+        "pretrain n_samples_per_prompt micro_train_batch_size init_kl_coef actor_num_nodes prompt_data",
+    ),
+    "TRL": (
+        "docs/from-trl.md",
+        "num_generations max_completion_length per_device_train_batch_size reward_funcs vllm_mode "
+        "model_name_or_path dataset_name gradient_accumulation_steps use_vllm",
+    ),
 }
 
 
@@ -91,8 +100,11 @@ def names_elsewhere(key: str) -> list[str]:
     return _NAMES.get(key, "").split()
 
 
-def trainer_of(names: Collection[str]) -> str | None:
-    """The trainer whose files have these names at their top; None for verl's, ours, and those that nobody knows."""
+def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
+    """Return the trainer whose files have these top-level names, and the page about its keys; None for verl's files,
+    ours and unknown ones."""
     plain = {name.replace("-", "_") for name in names}
-    fits = (trainer for trainer, signs in _SIGNS.items() if len(plain.intersection(signs.split())) >= 2)
-    return next(fits, None)
+    for trainer, (page, signs) in _SIGNS.items():
+        if len(plain.intersection(signs.split())) >= min(2, len(signs.split())):
+            return trainer, page
+    return None

@@ -164,9 +164,12 @@ _RECIPE = (
     "this is a key of {}, a trainer of verl's recipes with a loss or data of its own, which is not in this version: "
     "leave it out for plain PPO or GRPO"
 )
+_EASYR1 = "this is a key of EasyR1, whose configurations rltrain does not read: see docs/from-easyr1.md"
 _NOBODY_S = "no version of verl has this key: leave it out"
-# Keys of verl's recipes and forks, looked at last: what they turn on is not here, and a note would hide that.
+# Keys of recipes and forks of verl, looked at last: what they turn on is not here, and a note would hide that.
 OTHERS = {
+    "worker.*": _EASYR1,
+    "config": "a configuration file is given as --config FILE. If it is EasyR1's, see docs/from-easyr1.md",
     _R + "agent.*": _NOBODY_S,
     _R + "multi_turn.*": _NOBODY_S,
     "trainer.ref_update_freq": _RECIPE.format("SPIN (online DPO)")

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     source: Path = arguments.source
     if source.suffix in (".yaml", ".yml"):
         settings = {key: typed(value) for key, value in chosen_settings(compose(source), ASKED).items()}
-        return _write(source.name, [Launch.of(source.name, settings)], [], {}, arguments.output)
+        return _write(source.name, [Launch(source.name, tuple(settings.items()))], [], {}, arguments.output)
     recording = record(source, arguments.arguments)
     folders = [Path.cwd(), source.absolute().parent, *source.absolute().parents]
     return _port(source.name, recording, folders, arguments.output)
@@ -66,7 +66,7 @@ def _port(name: str, recording: Recording, folders: list[Path], output: Path | N
 
 
 def _write(name: str, runs: list[Launch], notes: list[str], placeholders: dict[str, str], output: Path | None) -> int:
-    ported = [(launch, translate(launch.settings, other=launch.other)) for launch in runs]
+    ported = [(launch, translate(launch.settings)) for launch in runs]
     for launch, result in ported:
         result.lost += launch.lost
     text = script(name, ported, placeholders, notes)
@@ -78,7 +78,7 @@ def _write(name: str, runs: list[Launch], notes: list[str], placeholders: dict[s
     left = [line for _, result in ported for line in (*result.lost, *result.to_do)]
     for launch, result in ported:
         sys.stderr.write(
-            f"{flat(launch.entry)}: {_written(launch)}, {len(result.settings)} here; "
+            f"{flat(launch.entry)}: {count(len(launch.settings), 'setting')} of verl's, {len(result.settings)} here; "
             f"{len(result.without_effect)} change nothing here, {len(result.lost)} not carried over\n"
         )
     for line in notes + left:
@@ -86,12 +86,6 @@ def _write(name: str, runs: list[Launch], notes: list[str], placeholders: dict[s
     if output is not None:
         sys.stderr.write(f"next: bash {shlex.quote(str(output))} --dry-run\n")
     return 2 if left else 0
-
-
-def _written(launch: Launch) -> str:
-    other = launch.other
-    number = len(other.theirs if other else launch.settings)
-    return f"{count(number, 'setting')} of {'EasyR1' if other else 'verl'}'s"
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.base.errors import ConfigError
-from rltrain.config.verl import easyr1
 from rltrain.config.verl.defaults import chosen_settings
-from rltrain.config.verl.hydra import compose, named
-from rltrain.tools.port.rules import parsed_or_text
+from rltrain.config.verl.hydra import named
 from rltrain.tools.port.shell import Call, inside_out
 from rltrain.tools.port.translate import ASKED, typed
 
@@ -21,12 +19,10 @@ _OTHERS = {
     r"main_generation|main_eval": "to test a checkpoint: rltrain evaluate model=… data=…",
     r"data_preprocess[./]": "data files are made by rltrain data NAME (rltrain data --help)",
     r"model_merger": "a checkpoint's hf_model folder needs no merging here",
+    r"trainer[./]main(?=\.py$|$)": "this is EasyR1's trainer: docs/from-easyr1.md translates its keys",
 }
 # The entry points whose trainer is the one here.
-_EASYR1 = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main(\.py)?")
-_SAME = re.compile(
-    r"(.*/)?(verl/|verl\.)trainer[./]main(_ppo(_sync)?)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py"
-)
+_SAME = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main_ppo(_sync)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py")
 _PYTHON = re.compile(r"python|torchrun|accelerate|uv$")
 _KEY = re.compile(r"^\+{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 
@@ -43,18 +39,6 @@ class Launch:
     """What could not be read."""
     exported: tuple[tuple[str, str], ...] = ()
     """Variables that the script gave it."""
-    other: easyr1.Reading | None = None
-    """Another trainer than verl whose keys they were, already read as ours."""
-
-    @classmethod
-    def of(cls, entry: str, settings: Mapping[str, str], lost: Sequence[str] = (), call: Call | None = None) -> Launch:
-        """A launch with the keys of verl or of a trainer that is known here."""
-        exported = tuple(call.exported.items()) if call else ()
-        if not (_EASYR1.fullmatch(entry) or easyr1.is_easyr1(settings)):
-            return cls(entry, tuple(settings.items()), tuple(lost), exported)
-        reading = easyr1.read({key: parsed_or_text(text) for key, text in settings.items()})
-        own_settings = tuple((key, typed(value)) for key, value in reading.settings.items())
-        return cls(entry, own_settings, (*lost, *reading.refused), exported, reading)
 
 
 def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launch], list[str]]:
@@ -109,23 +93,9 @@ def _launch(entry: str, words: Sequence[str], call: Call, folders: Sequence[Path
         read, problem = _named(flags["--config-path"], flags["--config-name"], folders)
         settings = [*read, *settings]
         lost += [problem] if problem else []
-    if (file := dict(settings).get("config")) and _EASYR1.fullmatch(entry):
-        read_file, problem = _file(file, folders)
-        settings = [*read_file, *(pair for pair in settings if pair[0] != "config")]
-        lost += [problem] if problem else []
     if not _SAME.fullmatch(entry):
         lost.append(f"{entry} is another trainer than verl's main_ppo: what it adds to it is not carried over")
-    if _EASYR1.fullmatch(entry):
-        return Launch.of(entry, dict(settings), lost, call)
     return Launch(entry, tuple(settings), tuple(lost), tuple(call.exported.items()))
-
-
-def _file(name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:
-    """What EasyR1's config=FILE stands for."""
-    path = next((at for folder in folders if (at := folder / inside_out(name)).is_file()), None)
-    if not path:
-        return [], f"config={name}: there is no such file here, and it says most of the run. Port where it is"
-    return [(key, typed(value)) for key, value in chosen_settings(compose(path)).items()], ""
 
 
 def _named(path: str, name: str, folders: Sequence[Path]) -> tuple[list[tuple[str, str]], str]:

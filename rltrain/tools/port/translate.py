@@ -23,7 +23,6 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.schema.keys import all_keys, followed, get, is_known
-from rltrain.config.verl.easyr1 import Reading
 from rltrain.config.verl.keys import places_of, rename, rows_of, verdict
 from rltrain.config.verl.refused import REFUSED
 from rltrain.config.verl.spellings import CLASSES, is_old
@@ -66,16 +65,12 @@ class Ported:
             self.comments[key].append(why)
 
 
-def translate(written: Sequence[tuple[str, str]], unknown: str = "__", other: Reading | None = None) -> Ported:
+def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported:
     """verl's settings, in the order they were written, as ours.
 
-    unknown: what a value holds that stands for a variable; such a value may be no number yet. other: whence they come,
-    where another trainer's were read as these.
+    unknown: what a value holds that stands for a variable; such a value may be no number yet.
     """
     ported = Ported()
-    if other:
-        ported.comments = {key: [why] for key, why in other.why.items()}
-        ported.without_effect = list(other.notes)
     last = {key.lstrip("+"): text for key, text in written}
     _own_classes(ported, last)
     older = _older_spellings(ported, last)
@@ -84,9 +79,8 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__", other: Re
             _translate_key(ported, key, text, last)
     _min_lr(ported, last)
     _totals(ported, last)
-    if not other:  # which writes its defaults, and reads what it writes
-        _not_read(ported)
-        _defaults_of_verl(ported, last)
+    _not_read(ported)
+    _defaults_of_verl(ported, last)
     _checkpoints(ported, last)
     _drop_our_defaults(ported)
     _check(ported, unknown)

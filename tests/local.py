@@ -62,24 +62,14 @@ class LocalHandle:
     def __init__(self, group: LocalGroup, found: Any) -> None:
         self.group, self.found = group, found
 
-    def arrivals(self, deadline_s=None, stream=None):
+    def collect(self, deadline_s=None, stream=None):
         if stream:
             stream.arrived(0, *self.group.run(stream.poll))
             stream.tick()
-        yield self, 0
-
-    def collect(self):
-        return self.results
+        return [self.found]
 
     def ready(self):
         return True
-
-    @property
-    def results(self):
-        return [self.found]
-
-    def of(self, rank):
-        return self.found
 
 
 class LocalPool:

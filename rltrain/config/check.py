@@ -23,7 +23,6 @@ from rltrain.config.distillation_rules import distillation_problems
 from rltrain.config.engine_rules import engine_problems, replay_problems, tail_problems
 from rltrain.config.folders import folder_problems
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.overlap import overlap_problems
 from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.profile_rules import profile_problems
 from rltrain.config.reward_rules import asked_of_scorers, reward_problems, reward_terms
@@ -84,7 +83,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
             reward_terms,
             asked_of_scorers,
         ]
-        rules += [tail_problems, replay_problems, overlap_problems, distillation_problems, profile_problems]
+        rules += [tail_problems, replay_problems, distillation_problems, profile_problems]
     # The keys that the user wrote are named; where several follow one of them, it is told once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 

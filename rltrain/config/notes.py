@@ -25,7 +25,7 @@ from rltrain.config.schema.declarations import (
 )
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import all_keys, free_form_parent, get
-from rltrain.config.step_passes import make_step_passes, needs_all_old_log_probs
+from rltrain.config.step_passes import needs_all_old_log_probs
 
 _A = "actor_rollout_ref."
 _OFF_AT_ZERO = ("_coef", "critic_warmup")
@@ -45,7 +45,6 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
         _own_attention,
         _whole_pass,
         _whole_checkpoints,
-        _nothing_early,
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
@@ -180,18 +179,6 @@ def _own_attention(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     if loaded.config.algorithm.rollout_correction.bypass_mode or needs_all_old_log_probs(loaded.config):
         yield f"{_A}actor.recompute_old_log_prob", "this mode needs the whole pass, or none"
-
-
-def _nothing_early(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    config, passes = loaded.config, make_step_passes(loaded.config)
-    whole = config.data.train_batch_size <= config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if not passes.ref and passes.old_log_probs in ("none", "all but the first mini-batch" if whole else ""):
-        yield "trainer.overlap", "a step of this run has no log-prob pass beside the update's own"
-    elif (
-        config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        == config.trainer.nnodes * config.trainer.n_gpus_per_node
-    ):
-        yield "trainer.overlap", "all devices are one engine, which has its answers at once"
 
 
 def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

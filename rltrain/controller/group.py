@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -73,9 +73,10 @@ class Handle(Generic[_Result]):
         self._references = references
         self._first_rank = first_rank
         self._since = since
+        # The results so far, by rank; the references of the others, each with its rank.
         self._results: dict[int, Any] = {}
-        self._waiting: dict[Any, tuple[Handle[Any], int]] = {
-            rank_references[-1]: (self, first_rank + place) for place, rank_references in enumerate(references)
+        self._waiting: dict[Any, int] = {
+            rank_references[-1]: first_rank + place for place, rank_references in enumerate(references)
         }
 
     def collect(self, deadline_s: float | None = None, stream: Stream[Any] | None = None) -> list[_Result]:
@@ -84,44 +85,6 @@ class Handle(Generic[_Result]):
         An error of any rank ends all workers and is raised as one RltrainError. So does a call that has not ended
         within ``deadline_s`` (None: within what `Deadlines` allows a call of this kind), from now, or else ``since``.
         """
-        for _ in self.arrivals(deadline_s, stream):
-            pass
-        return self.results
-
-    def ready(self) -> bool:
-        """Whether `collect` would not wait, or would tell of an error. Raises WorkerLost where it is late."""
-        finished, late = _look(self._waiting)
-        if any(get(reference)[1] for reference in finished):
-            return True
-        seconds = time.monotonic() - (self._since or math.inf)
-        if late and seconds > self._group.deadlines.limit_s(self._phase):
-            raise self._group.hung(self._phase, sorted({self._waiting[reference][1] for reference in late}), seconds)
-        return not late
-
-    @property
-    def done(self) -> bool:
-        """Whether the results of all ranks are here."""
-        return len(self._results) == len(self._references)
-
-    @property
-    def results(self) -> list[_Result]:
-        """What has come so far, in the order of the ranks."""
-        return [self.of(rank) for rank in sorted(self._results)]
-
-    def of(self, rank: int) -> _Result:
-        """What ``rank`` has returned."""
-        *objects, _ = self._references[rank - self._first_rank]
-        result: Any = (*objects, self._results[rank]) if objects else self._results[rank]
-        return cast(_Result, result)
-
-    def add(self, other: Handle[Any]) -> None:
-        """Have a loop over `arrivals` wait for the results of ``other`` too."""
-        self._waiting |= other._waiting
-
-    def arrivals(
-        self, deadline_s: float | None = None, stream: Stream[Any] | None = None
-    ) -> Iterator[tuple[Handle[Any], int]]:
-        """As `collect`, but yields (handle, rank) as soon as the result of a rank is there."""
         group, deadlines, waiting = self._group, self._group.deadlines, self._waiting
         limit_s = (
             deadlines.limit_s(self._phase) if deadline_s is None else min(deadline_s, deadlines.fixed_s or math.inf)
@@ -133,15 +96,12 @@ class Handle(Generic[_Result]):
             lifeline.raise_if_lost()
             seconds = time.monotonic() - started
             # Once all results are there, the ranks whose stream is still open are the late ones.
-            late = sorted({rank for _, rank in waiting.values()} or polls.ranks)
-            # Where only calls are left that were added, it is these that are late.
-            phases = {handle._phase for handle, _ in waiting.values()}
-            phase = phases.pop() if len(phases) == 1 else self._phase
+            late = sorted(waiting.values() or polls.ranks)
             # A result that is there is not late, however late it is asked for.
             if seconds > limit_s and not _look(waiting)[0]:
-                raise group.hung(phase, late, seconds)
+                raise group.hung(self._phase, late, seconds)
             if seconds > limit_s / 2 and not warned:
-                place = group.place(late, phase)
+                place = group.place(late, self._phase)
                 log.warning("%s: not done after %.0f s; the run ends after %.0f s", place, seconds, limit_s)
                 warned = True
             # One reference is enough to go on, so a chunk or an error is seen at once. The timeout lets `check` and the
@@ -149,21 +109,32 @@ class Handle(Generic[_Result]):
             ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
             for reference in ready:
                 result, error = get(reference)
-                handle, rank = waiting.pop(reference, (None, -1))
                 if error:
-                    rank = polls.open[reference][0] if handle is None else rank
-                    others = {pending: rank for pending, (_, rank) in waiting.items()}
-                    raise group.failed((handle or self)._phase, errors_of(others) | {rank: error})
-                if handle is None:
+                    rank = waiting.pop(reference) if reference in waiting else polls.open[reference][0]
+                    raise group.failed(self._phase, errors_of(waiting) | {rank: error})
+                if reference in waiting:
+                    self._results[waiting.pop(reference)] = result
+                    group.bytes_through_driver += driver_bytes(result)
+                else:
                     polls.receive(reference, result)
-                    continue
-                handle._waiting.pop(reference, None)
-                handle._results[rank] = result
-                group.bytes_through_driver += driver_bytes(result)
-                yield handle, rank
             polls.tick()
-        if waits:  # and not where a loop over another handle has waited already
+        if waits:  # and not where the results were collected before
             deadlines.took(self._phase, time.monotonic() - started)
+        returned = [
+            (*objects, self._results[rank]) if objects else self._results[rank]
+            for rank, (*objects, _) in enumerate(self._references, self._first_rank)
+        ]
+        return cast(list[_Result], returned)
+
+    def ready(self) -> bool:
+        """Whether `collect` would not wait, or would tell of an error. Raises WorkerLost where it is late."""
+        finished, late = _look(self._waiting)
+        if any(get(reference)[1] for reference in finished):
+            return True
+        seconds = time.monotonic() - (self._since or math.inf)
+        if late and seconds > self._group.deadlines.limit_s(self._phase):
+            raise self._group.hung(self._phase, sorted({self._waiting[reference] for reference in late}), seconds)
+        return not late
 
 
 def _look(waiting: dict[Any, Any]) -> tuple[list[Any], list[Any]]:

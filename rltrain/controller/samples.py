@@ -146,13 +146,6 @@ class Samples:
             node_of_sample[part.ids] = part.node
         return node_of_sample
 
-    def without(self, column: str) -> Array:
-        """Whether a sample lacks ``column`` [n]."""
-        lacks = np.ones(len(self), dtype=bool)
-        for part in self.parts_with(column):
-            lacks[part.ids] = False
-        return lacks
-
     @classmethod
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
         """The chosen samples (by id, in order) of several `Samples` as one, with ids from 0.

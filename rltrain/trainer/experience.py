@@ -25,7 +25,7 @@ from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import Rewards, accuracy, known_number
-from rltrain.trainer.roles import Policy, RankListener
+from rltrain.trainer.roles import Policy
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.validation import rollout_seed, sampling_of
@@ -73,12 +73,9 @@ class Experience:
         """The epoch (from 0) of the newest prompts."""
         return self.sampler.epoch(max(self.batches_drawn - 1, 0))
 
-    def collect(self, timer: StepTimer, rank_listener: RankListener | None = None) -> tuple[Samples, Metrics]:
-        """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major.
-
-        rank_listener: see `Policy.generate`.
-        """
-        rounds = [self._round(timer, rank_listener)]
+    def collect(self, timer: StepTimer) -> tuple[Samples, Metrics]:
+        """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major."""
+        rounds = [self._round(timer)]
         samples = rounds[0].samples
         metrics: Metrics = {}
         if self._cfg.algorithm.filter_groups.enable:
@@ -103,7 +100,7 @@ class Experience:
         shape = rollout_metrics([one_round.generated for one_round in rounds], replicas, at_once)
         return samples, join_rounds([one_round.metrics for one_round in rounds]) | shape | metrics
 
-    def _round(self, timer: StepTimer, rank_listener: RankListener | None = None) -> _Round:
+    def _round(self, timer: StepTimer) -> _Round:
         started = self.line.next_prompts(self._draw)
         n = self._plan.answers_per_prompt
         sampling = sampling_of(self._cfg, self._rollout, greedy=not self._rollout.do_sample)
@@ -116,7 +113,7 @@ class Experience:
         terms = self.line.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
         with timer("gen"):
-            generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started), rank_listener)
+            generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started))
         refuse_failures(generated, self._policy.failure)
         samples = generated
         if self.line.stops_early:

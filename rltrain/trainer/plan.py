@@ -13,7 +13,6 @@ from rltrain.base.env import cpu_quota
 from rltrain.base.errors import ConfigError
 from rltrain.config.budgets import PassBudget, budgets, ranks_per_sequence
 from rltrain.config.check import uneven
-from rltrain.config.overlap import ranks_with_all_weights
 from rltrain.config.passes import PASSES, ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import OptimConfig
@@ -67,8 +66,6 @@ class Plan:
     sequence_parallel_size: int
     ranks: dict[Role, int]
     """Of each role the data-parallel ranks: groups of devices that share its sequences."""
-    ranks_with_all_weights: int
-    """So many neighbouring ranks can compute by themselves (0 without `trainer.overlap`)."""
     prompts_per_step: int
     answers_per_prompt: int
     samples_per_step: int
@@ -130,7 +127,6 @@ def make_plan(
         devices_per_copy=devices_per_copy(actor.fsdp_config.fsdp_size, devices),
         sequence_parallel_size=actor.ulysses_sequence_parallel_size,
         ranks=ranks,
-        ranks_with_all_weights=ranks_with_all_weights(config) if config.trainer.overlap else 0,
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,

@@ -36,7 +36,6 @@ from rltrain.trainer.generation_metrics import join_rounds
 from rltrain.trainer.left_out import left_out, present
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
-from rltrain.trainer.overlap import Overlap, OverlappedPass
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
@@ -108,8 +107,7 @@ class PPOTrainer:
         plan, passes, timer = self.plan, self.plan.passes, StepTimer(self._on_phase)
         bytes_before = self._bytes()
         with timer("step"):
-            overlap = self._overlap(step)
-            samples, metrics = self.experience.collect(timer, overlap)  # y ~ pi_old(. | x), n answers each, and r(x, y)
+            samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
             # Before any update: a run that stops here still has the weights of the step before.
             self._alarms.damaged(metrics)
@@ -118,9 +116,6 @@ class PPOTrainer:
             samples.update(left_out(samples, compares=compares, mask_truncated=masks, by_token=by_token))
             if passes.rewarded:
                 record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
-            if overlap:
-                record.measured = join(overlap.measured)
-                record.metrics["perf/overlap_share"] = overlap.share
             if passes.greedy_baseline:
                 record.metrics = join_rounds([record.metrics, self.experience.add_greedy_baseline(samples, timer)])
             if passes.old_log_probs != "none":
@@ -128,9 +123,8 @@ class PPOTrainer:
                     self._old_log_probs(samples, record)
             if passes.ref:
                 with timer("ref"):  # log pi_ref(y | x)
-                    left = np.flatnonzero(samples.without(self.actor.ref_column))
-                    record.layouts["ref"] = layout = self._lay_out(samples, "ref", left)
-                    self.actor.ref_log_probs(samples, layout).collect()
+                    record.layouts["ref"] = layout = self._lay_out(samples, "ref")
+                    self.actor.ref_log_probs(samples, layout)
             if passes.teacher:
                 with timer("teacher"):  # log q(y | x)
                     record.layouts["teacher"] = layout = self._lay_out(samples, "teacher")
@@ -159,39 +153,20 @@ class PPOTrainer:
         self._metrics = self._report(samples, timer, record)
         return Answered(step, self._metrics, samples, plan.answers_per_prompt, timer.spans)
 
-    def _overlap(self, step: int) -> Overlap | None:
-        """The passes that devices may make before the last answer has ended (`trainer.overlap`)."""
-        plan, passes = self.plan, self.plan.passes
-        if not plan.ranks_with_all_weights:
-            return None
-        begins = {"old_log_prob": self.actor.log_probs} if passes.old_log_probs != "none" else {}
-        begins |= {"ref": self.actor.ref_log_probs} if passes.ref else {}
-        covered = {"old_log_prob": self._covered(step), "ref": np.ones(plan.samples_per_step, dtype=bool)}
-        own = {name: (covered[name], plan.budgets[name], plan.ranks[PASSES[name].role]) for name in begins}
-        overlapped = [OverlappedPass(begin, *own[name]) for name, begin in begins.items()]
-        return Overlap(overlapped, plan.ranks_with_all_weights, plan.num_devices, self._workload)
-
-    def _covered(self, step: int) -> NDArray[np.bool_]:
-        """The samples [n] that the old_log_prob pass is for."""
-        covered = np.ones(self.plan.samples_per_step, dtype=bool)
-        if self.plan.passes.waits_for_update(step):
-            # The mini-batches are a function of the step, so those of the update will be the same ones.
-            covered[self._actor_mini_batches(step)[0]] = False
-        return covered
-
     def _old_log_probs(self, samples: Samples, record: StepRecord) -> None:
         """Old log-probs of all samples.
 
         The first mini-batch is left out if the update's forward pass yields its old log-probs.
         """
-        covered = self._covered(record.step)
+        covered = np.ones(len(samples), dtype=bool)
+        if self.plan.passes.waits_for_update(record.step):
+            # The mini-batches are a function of the step, so those of the update will be the same ones.
+            covered[self._actor_mini_batches(record.step)[0]] = False
         samples.update({c.HAS_OLD_LOG_PROBS: covered})
         record.metrics["perf/old_log_prob_share"] = float(covered.mean())
         if covered.any():
-            # What devices without answers to generate have computed already is left out.
-            left = np.flatnonzero(covered & samples.without(c.OLD_LOG_PROBS))
-            record.layouts["old_log_prob"] = layout = self._lay_out(samples, "old_log_prob", left)
-            record.measured = join([record.measured, self.actor.log_probs(samples, layout).collect()])
+            record.layouts["old_log_prob"] = layout = self._lay_out(samples, "old_log_prob", np.flatnonzero(covered))
+            record.measured = self.actor.log_probs(samples, layout)
             if self._alarms.stops_on_gap:  # then the pass is a full one: a gap ends the run before it learns
                 self._alarms.gap(m.policy_metrics(record.measured))
 

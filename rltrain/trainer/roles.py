@@ -19,7 +19,7 @@ from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.controller.calls import Call, Stream, bind
-from rltrain.controller.group import Handle, WorkerGroup
+from rltrain.controller.group import WorkerGroup
 from rltrain.controller.samples import Request, Samples, StoredRows, whole
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.generation_metrics import OF_SYNC, generation_metrics
@@ -48,39 +48,6 @@ class Listener(Protocol):
         """Called every now and then while generation runs."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A pass of some ranks over ``samples``, under way."""
-
-    handle: Handle[tuple[Any, PassNumbers]]
-    samples: Samples
-    layout: Layout
-    made: Sequence[str]
-    """The columns that it makes."""
-    ranks: Sequence[int]
-    nodes: Sequence[int]
-    """Both: of each data-parallel rank the first worker, and where it is."""
-
-    def collect(self) -> dict[str, Moments]:
-        """Wait for it. The samples get its numbers and columns; returns its moments."""
-        self.handle.collect()
-        # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
-        # could ask for rows.
-        parts = zip(self.layout.ids, self.nodes, map(self.handle.of, self.ranks), strict=True)
-        having = [part for part in parts if len(part[0])]
-        self.samples.attach([whole(ref, tuple(self.made), ids, node) for ids, node, (ref, _) in having])
-        for ids, _, (_, numbers) in having:
-            self.samples.put(ids, numbers.per_sample)
-        return join(numbers.moments for _, _, (_, numbers) in having)
-
-
-class RankListener(Protocol):
-    """Is told when ranks have nothing left to generate, and may add more work of theirs to the handle."""
-
-    def rank_returned(self, samples: Samples, generation: Handle[Any], handle: Handle[Any], rank: int) -> None:
-        """``rank`` has returned its part of ``generation``, or of a ``handle`` that was added."""
-
-
 class _Remote:
     """Calls methods of a role on all ranks, with samples by reference.
 
@@ -105,19 +72,24 @@ class _Remote:
         columns: Sequence[str],
         made: Sequence[str],
         numbers: Sequence[str] = (),
-        ranks: range | None = None,
-    ) -> Pass:
-        """Begin ``method``. arguments: per data-parallel rank. ranks: the workers of ``layout`` (None: all)."""
+    ) -> dict[str, Moments]:
+        """Run ``method``; returns its moments. arguments: per data-parallel rank. The samples get its numbers and the
+        columns ``made``."""
         calls = [
             bind(method, samples.request(ids, columns, numbers).as_batch, argument)
             for ids, argument in zip(layout.ids, arguments, strict=True)
         ]
-        ranks = range(self._group.world) if ranks is None else ranks
         # Neighbours that share sequences return the same numbers, so the first of each data-parallel rank speaks for
         # it.
-        first = ranks[:: len(ranks) // len(calls)]
-        nodes = [self._group.nodes[rank] for rank in first]
-        return Pass(self._group.submit(calls, ranks), samples, layout, made, first, nodes)
+        results = self._group.submit(calls).collect()[:: self._group.world // len(calls)]
+        # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
+        # could ask for rows.
+        parts = zip(layout.ids, self.nodes(len(calls)), results, strict=True)
+        having = [part for part in parts if len(part[0])]
+        samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in having])
+        for ids, _, (_, found) in having:
+            samples.put(ids, found.per_sample)
+        return join(found.moments for _, _, (_, found) in having)
 
     def _update(self, calls: Sequence[Call[UpdateNumbers]]) -> list[UpdateNumbers]:
         """Run the optimizer steps. Returns numbers per data-parallel rank, with the memory peaks of all its workers."""
@@ -146,12 +118,11 @@ class Policy(_Remote, SavedRole):
         task: GenerateTask,
         listener: Listener | None = None,
         begun: Request | None = None,
-        rank_listener: RankListener | None = None,
     ) -> tuple[Samples, Metrics]:
         """Have the engine replicas answer the prompts. Returns samples, their payload by reference, and metrics.
 
         listener: is told of answers while others are still generated (with ``task.stream``). begun: the payload of
-        answers that have some tokens already. rank_listener: is told of ranks that are done.
+        answers that have some tokens already.
         """
         n = task.num_samples
         self._calls += 1
@@ -170,12 +141,9 @@ class Policy(_Remote, SavedRole):
         # A sample that no replica has served keeps these zeros: it is neither served nor complete, and has no tokens.
         nothing = np.zeros(len(samples), dtype=np.int64)
         samples.update({c.GROUP: places, c.ROW: task.rows[places], c.SERVED: nothing.astype(bool), c.ENGINE: nothing})
-        handle = self._group.submit([call])
-        for handle_arrived, rank in handle.arrivals(stream=stream):
-            if handle_arrived is handle:
-                self._take_answers(samples, rank, handle.of(rank), pictures=task.is_learnt_from)
-            if rank_listener:
-                rank_listener.rank_returned(samples, handle, handle_arrived, rank)
+        results = self._group.submit([call]).collect(stream=stream)
+        for rank, result in enumerate(results):
+            self._take_answers(samples, rank, result, pictures=task.is_learnt_from)
         # Replicas are counted as far as they have served.
         served = samples[c.SERVED]
         samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
@@ -184,8 +152,8 @@ class Policy(_Remote, SavedRole):
         # Answers that were complete before this step are not served in it, and would count as given up.
         is_asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
         self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
-        metrics = self._of_sync | generation_metrics([finished for *_, finished in handle.results])
-        self.failure = next((finished.failure for *_, finished in handle.results if finished.failure), "")
+        metrics = self._of_sync | generation_metrics([finished for *_, finished in results])
+        self.failure = next((finished.failure for *_, finished in results if finished.failure), "")
         # Where a validation comes first, it is that which brings the new weights, and the step tells of it.
         self._of_sync = {} if task.is_learnt_from else {name: metrics[name] for name in OF_SYNC if name in metrics}
         return samples, metrics
@@ -228,25 +196,20 @@ class Policy(_Remote, SavedRole):
         """Have a generation that is under way end; its answers are not wanted."""
         self._group.interject(roles.Rollout.give_up)
 
-    def log_probs(self, samples: Samples, layout: Layout, ranks: range | None = None) -> Pass:
-        """Attach ``old_log_probs`` and the rollout correction. Moments: entropy, mismatch and correction."""
+    def log_probs(self, samples: Samples, layout: Layout) -> dict[str, Moments]:
+        """Attach ``old_log_probs`` and the rollout correction; returns moments of entropy, mismatch and correction."""
         made, columns = made_by_log_probs(self._passes), self._generated
         # Tokens of earlier policies must not count as a gap between engine and trainer.
         numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
-        return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, columns, made, numbers, ranks)
+        return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, columns, made, numbers)
 
-    @property
-    def ref_column(self) -> str:
-        """What every sample has after `ref_log_probs`."""
-        return c.REF_LOG_PROBS if self._passes.ref_log_probs else c.REF_KL
-
-    def ref_log_probs(self, samples: Samples, layout: Layout, ranks: range | None = None) -> Pass:
+    def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
         """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
         old = [old_log_probs(self._passes)] if self._passes.kl_in_reward else []
         columns = [*c.PROMPT_AND_ANSWER, *old]
         made = [c.REF_LOG_PROBS] if self._passes.ref_log_probs else []
         made += [c.REF_KL] if self._passes.kl_in_reward else []
-        return self._pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made, ranks=ranks)
+        self._pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made)
 
     def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> dict[str, Moments]:
         """Attach ``advantages`` and ``returns``; returns their moments over all ranks."""
@@ -259,12 +222,12 @@ class Policy(_Remote, SavedRole):
             numbers += [c.GROUP]
         coefs = [kl_coef] * len(layout.ids)
         made = [c.ADVANTAGES, c.RETURNS]
-        return self._pass(roles.Advantages.advantages, coefs, samples, layout, columns, made, numbers).collect()
+        return self._pass(roles.Advantages.advantages, coefs, samples, layout, columns, made, numbers)
 
     def spread_over_turns(self, samples: Samples, layout: Layout, turns: list[TurnAdvantages]) -> dict[str, Moments]:
         """Attach ``advantages``; returns their moments over all ranks. turns: of each data-parallel rank's samples."""
         columns, method = [c.LOSS_MASK] if self._passes.rejects_early else [], roles.Advantages.spread_over_turns
-        return self._pass(method, turns, samples, layout, columns, [c.ADVANTAGES], [c.POLICY_TOKENS]).collect()
+        return self._pass(method, turns, samples, layout, columns, [c.ADVANTAGES], [c.POLICY_TOKENS])
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[UpdateNumbers]:
         """Run the optimizer steps; returns the numbers of each data-parallel rank."""
@@ -305,7 +268,7 @@ class Critic(_Remote, SavedRole):
     def values(self, samples: Samples, layout: Layout) -> None:
         """Attach ``values``."""
         sizes = layout.all_sizes()
-        self._pass(roles.Critic.values, sizes, samples, layout, c.PROMPT_AND_ANSWER, [c.VALUES]).collect()
+        self._pass(roles.Critic.values, sizes, samples, layout, c.PROMPT_AND_ANSWER, [c.VALUES])
 
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
@@ -326,7 +289,7 @@ class Frozen(_Remote):
     def log_probs(self, name: str, column: str, samples: Samples, layout: Layout) -> dict[str, Moments]:
         """Attach ``column``, the log-probs of the pass ``name``; returns their moments under that name."""
         tasks = [(name, column, sizes) for sizes in layout.all_sizes()]
-        return self._pass(roles.Frozen.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column]).collect()
+        return self._pass(roles.Frozen.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column])
 
 
 class Reference(_Remote, SavedRole):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3ForCausalLM
 
-from bench import gpu, overlap, phases, pictures, scale, step, vision, workload
+from bench import gpu, phases, pictures, scale, step, vision, workload
 from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
 from rltrain.data.chat import ChatEncoder
@@ -90,19 +90,6 @@ def test_a_row_compares_by_tokens_a_second():
     one, other = step.rows_of("long_tail", {"TRL": [peers], step.OURS: [ours]})
     assert one.endswith(f"| {160 / 2 / (110 / 3):.2f} |")
     assert other.endswith("| 1.00 |")
-
-
-def test_overlap_is_compared_within_a_round():
-    def steps(*seconds):
-        return [dict.fromkeys((f"timing_s/{phase}" for phase in overlap.PHASES), each) for each in seconds]
-
-    # A slow round is slow for both, so it must not decide.
-    pairs = [(steps(2.0, 4.0), steps(3.0, 3.0)), (steps(8.0), steps(6.0)), (steps(1.0), steps(0.5))]
-    rounds = [{name: on if name == overlap.ON else off for name in overlap.SETTINGS} for off, on in pairs]
-    *_, off, on, ratio = overlap.rows(rounds)
-    assert off.startswith(f"| {overlap.OFF} | 3.00 | 3.00 | 3.00 | 9.00 | 3.00 | 3.00 |")
-    assert on.endswith("| 0.0% | 0.0% |")
-    assert ratio.endswith(f"in pairs | {' | '.join(['0.75 (0.50 to 1.00)'] * 6)} | - | - |")
 
 
 def test_only_the_published_shape_is_compared_with_its_step():

@@ -275,18 +275,6 @@ def test_keys_that_do_nothing_in_the_chosen_mode_say_so():
             "Use actor_rollout_ref.ref.ulysses_sequence_parallel_size=2, as the actor",
         ),
         ([f"{A}actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 8 devices"),
-        (["trainer.overlap=True"], "fsdp_size=-1 a layer is gathered from all 8 of them. Set"),
-        (
-            ["trainer.overlap=True", f"{A}actor.fsdp_config.fsdp_size=1", f"{A}actor.ulysses_sequence_parallel_size=8"],
-            f"but with {A}actor.ulysses_sequence_parallel_size=8 a sequence is spread over all 8 of them. "
-            f"Set {A}actor.ulysses_sequence_parallel_size=1, as",
-        ),
-        (
-            ["trainer.overlap=True", f"{A}actor.fsdp_config.fsdp_size=2", f"{A}rollout.tail=oversample"],
-            f"trainer.overlap=True: {A}rollout.tail=oversample chooses answers after they have ended. Keep one of them",
-        ),
-        (["trainer.overlap=True", "algorithm.filter_groups.enable=True"], "filter_groups.enable=True chooses answers"),
-        (["trainer.overlap=True", "algorithm.adv_estimator=remax"], "adv_estimator=remax generates once more"),
         ([f"{A}actor.ppo_mini_batch_size=0"], "ppo_mini_batch_size=0: it must be at least 1"),
         (["data.train_batch_size=-4"], "train_batch_size=-4: it must be at least 1"),
         (
@@ -424,7 +412,6 @@ TRAINING_ALONE = [
     ["critic.model.fsdp_config.fsdp_size=3", "critic.ulysses_sequence_parallel_size=3"],
     ["trainer.total_training_steps=0"],
     ["trainer.total_epochs=0"],
-    ["trainer.n_gpus_per_node=2", "trainer.overlap=True", "algorithm.filter_groups.enable=True"],
     [f"{A}rollout.tail=carry_over"],
     [f"{A}rollout.n=1", "algorithm.adv_estimator=grpo_passk"],
     [f"{A}rollout.do_sample=False"],

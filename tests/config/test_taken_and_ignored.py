@@ -109,3 +109,14 @@ def test_an_engine_whose_head_cannot_be_in_float32_is_refused():
     assert "rollout.name=sglang computes its head in half precision" in refused(*GRPO, wide, f"{A}rollout.name=sglang")
     for name in ("hf", "vllm"):
         check(load_config([*BASE, *GRPO, wide, f"{A}rollout.name={name}"]))
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_removed_key_is_answered_and_loads_from_saved_configurations(tmp_path, value):
+    saved = tmp_path / "config.yaml"
+    saved.write_text(f"trainer: {{overlap: {str(value).lower()}, total_epochs: 3}}\n")
+    for loaded in (load_config([], [str(saved)]), load_config([f"trainer.overlap={value}", "trainer.total_epochs=3"])):
+        assert loaded.config.trainer.total_epochs == 3
+        notes = [note for note in loaded.warnings if "trainer.overlap" in note]
+        sentence = "trainer.overlap: no effect: it was removed (it saved 6 % on a small test): leave it out"
+        assert notes == [sentence] * value

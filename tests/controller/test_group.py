@@ -190,25 +190,6 @@ def test_two_calls_in_flight_are_collected_in_any_order(group):
     assert all(1.0 <= moment - started < 5.0 for moment in ended)
 
 
-def test_a_rank_that_is_done_gets_more_while_others_work(group, monkeypatch):
-    first, came = group.submit([bind(Toy.wait, 1.0), bind(Toy.wait, 0.0)]), []
-    for handle, rank in first.arrivals():
-        came.append((handle is first, rank))
-        if came == [(True, 1)]:
-            more = group.submit([bind(Toy.who)], range(1, 2))
-            first.add(more)
-    assert came == [(True, 1), (False, 1), (True, 0)]
-    assert more.collect() == ["w1"]
-    assert group.deadlines.limit_s("Toy.who") == 5 * 60, "nobody has waited for it"
-    first.add(group.submit([bind(Toy.stream, fail=False)], range(1, 2)))
-    monkeypatch.setattr(group, "hung", lambda phase, late, seconds: WorkerLost(f"rank {late} in {phase}"))
-    with pytest.raises(WorkerLost, match=r"rank \[1\] in Toy\.stream"):
-        first.collect(deadline_s=0.1)
-    first.add(group.submit([bind(Toy.fail_with_ours)], range(1)))
-    with pytest.raises(NonFiniteError, match="nothing finite here"):
-        first.collect()
-
-
 def test_a_deadline_of_ones_own_ends_a_call_that_exceeds_it(group):
     handle = group.submit([bind(Toy.wait, 30.0)])
     started = time.monotonic()

@@ -14,7 +14,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(make):
                    twist=lambda row, score: score if row % 2 else 1.0)  # fmt: skip
     kept = []
     collect = trainer.experience.collect
-    trainer.experience.collect = lambda timer, early: kept.append(collect(timer)) or kept[-1]
+    trainer.experience.collect = lambda timer: kept.append(collect(timer)) or kept[-1]
     metrics = trainer.step(1).metrics
     samples = kept[0][0]
     assert metrics["filter_groups/rounds"] >= 2
@@ -40,7 +40,7 @@ def test_single_answers_are_no_flat_groups_and_teach_their_score(make, estimator
                    algorithm__adv_estimator=estimator, twist=lambda row, score: 1.0)  # fmt: skip
     kept = []
     collect = trainer.experience.collect
-    trainer.experience.collect = lambda timer, early: kept.append(collect(timer)) or kept[-1]
+    trainer.experience.collect = lambda timer: kept.append(collect(timer)) or kept[-1]
     metrics = trainer.step(1).metrics
     assert (metrics["filter_groups/rounds"], metrics["filter_groups/prompts_filled_up"]) == (1, 0)
     assert metrics["perf/update_tokens_skipped"] == 0

@@ -62,7 +62,7 @@ class Watch:
         self._generate, policy.generate = policy.generate, self.generate
         self._collect, line.collect_complete = line.collect_complete, self.collect_complete
 
-    def generate(self, task, listener=None, begun=None, rank_listener=None):
+    def generate(self, task, listener=None, begun=None):
         samples, metrics = self._generate(task, listener, begun)
         n, steps = task.num_samples, np.broadcast_to(task.step, len(task.rows))
         ids = np.flatnonzero(samples["served"])

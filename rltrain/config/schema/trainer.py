@@ -53,8 +53,6 @@ class TrainerConfig:
     """Validate before the first step; without a test_freq after the last one too."""
     val_only: bool = False
     """Stop after that validation."""
-    overlap: bool = key(False, only_with={"n_gpus_per_node>1 or nnodes>1": "one device never waits for another"})
-    """Devices without answers to generate begin with log-probs; they need a copy of the weights (docs/rollout.md)."""
     test_freq: int | str = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"} | TRAINS)
     """Validate every so many steps, or after every epoch (epoch), and after the last step; -1: after the last, and with
     val_before_train=False never."""

@@ -71,6 +71,8 @@ NO_SERVER = "the reward model runs in the workers, by keys of its own, and not b
 
 # Keys that change nothing here -> why.
 NO_EFFECT = {
+    # Ours, until 0.2.0. It stays in saved configurations.
+    "trainer.overlap": "it was removed (it saved 6 % on a small test): leave it out",
     "algorithm.filter_groups.max_inflight_gen_batches": "rounds of generation follow each other",
     "algorithm.pf_ppo.reweight_method": "it counts only with algorithm.use_pf_ppo, which is not here",
     "algorithm.pf_ppo.weight_pow": "it counts only with algorithm.use_pf_ppo, which is not here",

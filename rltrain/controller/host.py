@@ -29,7 +29,7 @@ from rltrain.base.logs import open_worker_log
 from rltrain.base.stacks import stacks_here
 from rltrain.controller.calls import Call
 from rltrain.controller.parcels import cut_parcels
-from rltrain.controller.processes import Node, this_node
+from rltrain.controller.processes import node_memory
 from rltrain.controller.samples import Request, StoredRows, assemble
 
 log = logging.getLogger(__name__)
@@ -125,9 +125,9 @@ class _Host:
         dist.destroy_process_group()
 
     @ray.method(concurrency_group="control")
-    def measure(self) -> Node:
-        """What the processes of this node hold."""
-        return this_node()
+    def measure(self) -> dict[str, float]:
+        """Return the memory of this node's processes as metrics."""
+        return node_memory()
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:

@@ -1,125 +1,83 @@
-"""What the processes of a node hold: memory, threads and open files, as /proc tells it.
+"""Memory of the processes of a node, by kind of process, read from /proc.
 
-Memory is what is a process's own (anonymous pages): pages of the object store are shared by all who have read them, and
-would count many times.
+Only a process's own (anonymous) pages count: pages of the object store are shared by every process that has read them,
+and would count many times.
 """
 
 from __future__ import annotations
 
-import glob
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from rltrain.slots.limits import descendants
 
-# The start of a command line -> what the process is; what it starts itself is of the second kind.
+# Start of a command line -> the kind of the process, and the kind of the processes below it.
 _ACTORS = {"ray::_Host": ("worker", "engine"), "ray::RewardWorker": ("scorer", "scorer")}
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process of the run on a node."""
-
-    kind: str
-    """One of driver, worker, engine (what a worker has started), scorer and ray."""
-    num_bytes: int
-    """Bytes of memory of its own."""
-    num_threads: int
-    num_files: int
-
-
-@dataclass(frozen=True)
-class Node:
-    """The processes of Ray on a node."""
-
-    processes: Sequence[Process] = ()
-    store_bytes: int = 0
-    """Pages that its object store has used."""
-    shm_bytes: int = 0
-    """In /dev/shm, those among them."""
-
-
-def this_process(kind: str) -> Process | None:
-    """None where there is no /proc."""
-    return _process(os.getpid(), kind)
-
-
-def this_node() -> Node:
-    """Asked in a worker."""
+def node_memory() -> dict[str, float]:
+    """Return ``drift/*`` (GiB) of this node: the largest process of each kind, and the object store. Runs in a
+    worker."""
     raylet = os.getppid()
-    kinds = {raylet: "ray", **dict.fromkeys(_heads(raylet), "ray")}
+    kinds = dict.fromkeys([raylet, *_heads(raylet)], "ray")
     for pid in descendants(raylet):
-        role, below = next((kind for start, kind in _ACTORS.items() if _command(pid).startswith(start)), ("ray", ""))
-        kinds.setdefault(pid, role)
+        kind, below = next((kinds for start, kinds in _ACTORS.items() if _command(pid).startswith(start)), ("ray", ""))
+        kinds.setdefault(pid, kind)
         if below:
             kinds |= dict.fromkeys(descendants(pid), below)
-    processes = [_process(pid, kind) for pid, kind in kinds.items()]
-    numbers = _status(raylet)
-    shm = None
-    with suppress(OSError):
-        shm = os.statvfs("/dev/shm")
-    return Node(
-        [process for process in processes if process],
-        (numbers.get("RssShmem", 0) + numbers.get("RssFile", 0)) << 10,
-        (shm.f_blocks - shm.f_bfree) * shm.f_frsize if shm else 0,
-    )
+    shared_kib = sum(_status(raylet).get(name, 0) for name in ("RssShmem", "RssFile"))
+    memory = defaultdict(float, {"drift/object_store_gb": shared_kib / 2**20})
+    for pid, kind in kinds.items():
+        memory[f"drift/{kind}_gb"] = max(memory[f"drift/{kind}_gb"], own_memory_gb(pid))
+    return dict(memory)
 
 
-def ask_nodes(workers: Sequence[Any], nodes: Sequence[int]) -> Callable[[], list[Node]]:
-    """Ask every node for `this_node`. Returns what has come by the time of the call, without waiting.
+def ask_nodes(workers: Sequence[Any], nodes: Sequence[int]) -> Callable[[], list[dict[str, float]]]:
+    """Ask every node for `node_memory`. Returns a function that gives the replies so far, without waiting.
 
     nodes: the node of each worker, numbered.
     """
     references = [workers[nodes.index(node)].measure.remote() for node in dict.fromkeys(nodes)]
 
-    def come() -> list[Node]:
+    def replies() -> list[dict[str, float]]:
         ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
         nodes = []
         for reference in ready:
-            with suppress(ray.exceptions.RayError):  # the next call says that a worker is gone
+            with suppress(ray.exceptions.RayError):  # the next call raises the error of a worker that is gone
                 nodes.append(ray.get(reference))
         return nodes
 
-    return come
+    return replies
 
 
-def _process(pid: int, kind: str) -> Process | None:
-    """None once it has ended."""
-    numbers = _status(pid)
-    try:
-        num_files = len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return None
-    return Process(kind, numbers.get("RssAnon", 0) << 10, numbers.get("Threads", 0), num_files)
+def own_memory_gb(pid: int) -> float:
+    """Return the anonymous pages of a process in GiB; 0 once it has ended, and where there is no /proc."""
+    return _status(pid).get("RssAnon", 0) / 2**20
 
 
 def _status(pid: int) -> dict[str, int]:
-    return _numbers(f"/proc/{pid}/status")
+    """The numbers in /proc/PID/status; sizes are in KiB."""
+    words = [line.replace(":", " ").split() for line in _read(f"/proc/{pid}/status").splitlines()]
+    return {name: int(numbers[0]) for name, *numbers in words if numbers and numbers[0].isdecimal()}
 
 
-def _numbers(file: str) -> dict[str, int]:
-    """The lines ``name: number`` of a file under /proc; memory is in KiB."""
-    with suppress(OSError), open(file, encoding="utf-8", errors="replace") as opened:
-        parts = (line.replace(":", " ").split() for line in opened)
-        return {words[0]: int(words[1]) for words in parts if len(words) > 1 and words[1].isdigit()}
-    return {}
-
-
-def _command(pid: int) -> str:
-    with suppress(OSError), open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as opened:
-        return opened.read(200)
+def _read(file: str) -> str:
+    with suppress(OSError):
+        return Path(file).read_text("utf-8", "replace")
     return ""
 
 
 def _heads(raylet: int) -> Iterator[int]:
-    """Ray's head process where it is on this node. Whoever has started the raylet has started it too."""
-    parent = _status(raylet).get("PPid")
-    for listing in glob.glob(f"/proc/{parent}/task/*/children"):
-        with suppress(OSError), open(listing, encoding="utf-8") as opened:
-            children = map(int, opened.read().split())
-            yield from (pid for pid in children if "gcs_server" in _command(pid).partition("\0")[0])
+    """Ray's head process if it runs on this node: it has the same parent as the raylet."""
+    for listing in Path(f"/proc/{_status(raylet).get('PPid')}/task").glob("*/children"):
+        yield from (pid for pid in map(int, _read(str(listing)).split()) if "gcs_server" in _command(pid))
+
+
+def _command(pid: int) -> str:
+    return _read(f"/proc/{pid}/cmdline")

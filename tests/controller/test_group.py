@@ -190,6 +190,12 @@ def test_two_calls_in_flight_are_collected_in_any_order(group):
     assert all(1.0 <= moment - started < 5.0 for moment in ended)
 
 
+def test_a_node_reports_memory_by_kind_of_process(group):
+    (memory,) = ray.get([group.workers[0].measure.remote()])
+    assert memory.keys() >= {"drift/worker_gb", "drift/ray_gb", "drift/object_store_gb"}
+    assert all(0 < value < 64 for name, value in memory.items() if name != "drift/object_store_gb"), memory
+
+
 def test_a_deadline_of_ones_own_ends_a_call_that_exceeds_it(group):
     handle = group.submit([bind(Toy.wait, 30.0)])
     started = time.monotonic()

@@ -59,7 +59,7 @@ def test_a_step_longer_than_the_notice_is_left(start, tiny_model, arithmetic_fil
     assert again.returncode == 0, output
     assert [line["step"] for line in read_metrics(run)] == list(range(1, last + 2))
     found = next(line for line in read_metrics(run) if line["step"] == 1)
-    assert {f"drift/{name}" for name in ("driver_gb", "worker_gb", "scorer_gb", "ray_gb", "files")} <= found.keys()
+    assert {f"drift/{name}" for name in ("driver_gb", "worker_gb", "scorer_gb", "ray_gb")} <= found.keys()
 
 
 @pytest.mark.fault("A generation longer than trainer.stop_notice_s is given up, exit 75")

@@ -24,7 +24,7 @@ LAYERS = [
     {"__main__"},
     {"tools"},
     {"tools/resolution"},
-    {"tools/evaluate", "tools/serve"},
+    {"tools/evaluate"},
     {"main_ppo"},
     {"api"},
     {"run", "tools/compare", "tools/port"},

@@ -28,7 +28,7 @@ COMMANDS = {
     "view": ("rltrain.run.report.view", "the answers of a run"),
     "average": ("rltrain.tools.average", "one model whose weights are the mean of those of others"),
     "checkpoint": ("rltrain.tools.checkpoint", "export, thin or verify the checkpoints of a run"),
-    "serve": ("rltrain.tools.serve.__main__", "an OpenAI-compatible server of a model, for evaluations"),
+    "serve": ("rltrain.tools.serve", "start vLLM's OpenAI-compatible server of a model"),
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),
     "agents try": ("rltrain.tools.try_agent", "try tools, an environment or an agent on a row, turn by turn"),

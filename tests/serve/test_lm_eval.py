@@ -1,4 +1,4 @@
-"""lm-evaluation-harness against the server: its numbers are those of ``rltrain evaluate`` and of transformers."""
+"""lm-evaluation-harness against ``rltrain serve``: its results equal those of ``rltrain evaluate`` and transformers."""
 
 import json
 import os
@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rltrain.base.env import installed
 from tests.serve.served import serving
-from tests.serve.test_server import log_probs_of
-from tests.tiny import save_tiny_model
+from tests.serve.test_command import log_probs_of
+from tests.tiny import CHARACTERS, save_tiny_model, save_tiny_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: lm-eval)")
+pytestmark = pytest.mark.skipif(not installed("vllm"), reason="vllm is not installed")
 OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "-"}
 QUESTIONS = [f"{left}+{right}=?" for left in range(5) for right in range(4)]
 CHOICES = ["3", "5", "?"]
@@ -45,7 +47,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("evaluated"))
+    folder = save_tiny_model(tmp_path_factory.mktemp("evaluated"))
+    # Without spaces between characters, so that texts of the server equal those of transformers.
+    save_tiny_tokenizer(folder, characters=CHARACTERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(model):
+    with serving(model) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +102,9 @@ def harness(folder, out, task, kind, address, *more):
     return json.loads(file.read_text())["results"][task]
 
 
-def test_generated_answers_score_as_they_do_in_an_evaluation(model, rows, tmp_path):
+def test_generated_answers_score_as_they_do_in_an_evaluation(model, rows, address, tmp_path):
     folder, records = rows
-    with serving(model) as (address, _):
-        found = harness(folder, tmp_path / "a", "generated", "local-chat-completions", f"{address}/chat/completions")
+    found = harness(folder, tmp_path / "a", "generated", "local-chat-completions", f"{address}/chat/completions")
     words = [f"model={model}", f"data={folder / 'rows.parquet'}", f"out={tmp_path / 'b'}", "trainer.device=cpu"]
     lengths = ["data.max_prompt_length=16", "data.max_response_length=8", "trainer.n_gpus_per_node=1"]
     run("rltrain.evaluate", *words, *lengths, f"custom_reward_function.path={folder / 'reward.py'}")
@@ -102,7 +112,7 @@ def test_generated_answers_score_as_they_do_in_an_evaluation(model, rows, tmp_pa
     assert found["exact_match,none"] == own == sum(record["truth"] != "-" for record in records) / len(records)
 
 
-def test_the_likeliest_choice_is_that_of_transformers(model, rows, tmp_path):
+def test_the_likeliest_choice_is_that_of_transformers(model, rows, address, tmp_path):
     folder, records = rows
     plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
 
@@ -117,6 +127,5 @@ def test_the_likeliest_choice_is_that_of_transformers(model, rows, tmp_path):
     expected = sum(a == record["choice"] for a, record in zip(likeliest, records, strict=True)) / len(records)
     assert 0 < expected < 1
     tokenizing = [f"tokenizer={model}", "tokenizer_backend=huggingface"]
-    with serving(model) as (address, _):
-        found = harness(folder, tmp_path, "chosen", "local-completions", f"{address}/completions", *tokenizing)
+    found = harness(folder, tmp_path, "chosen", "local-completions", f"{address}/completions", *tokenizing)
     assert found["acc,none"] == pytest.approx(expected)

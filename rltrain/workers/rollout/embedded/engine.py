@@ -207,18 +207,12 @@ class HFRollout:
         noise = torch.from_numpy(random_numbers(turns.seeds[rows], (turns.given + turns.lengths)[rows])).to(
             hidden.device
         )
-        tokens, log_probs, ends = self._draw(hidden, rows, noise, sampling, seen)
+        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never, seen)
         if seen is not None:
             seen.scatter_(-1, tokens[:, None], True)
-        return tokens, turns.write(rows, tokens.cpu().numpy(), log_probs.cpu().numpy(), ends)
-
-    def _draw(
-        self, hidden: Tensor, rows: NDArray[np.int64], noise: Tensor, sampling: Sampling, seen: Tensor | None
-    ) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
-        """Of each row: a token, its log-prob, and whether its turn ends with it. rows: numbers of the turns. seen: see
-        `choose`."""
-        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never, seen)
-        return tokens, log_probs, self._is_end[tokens.cpu().numpy()] & (not sampling.ignore_eos)
+        drawn = tokens.cpu().numpy()
+        ends = self._is_end[drawn] & (not sampling.ignore_eos)
+        return tokens, turns.write(rows, drawn, log_probs.cpu().numpy(), ends)
 
     def _seen_of(self, jobs: Sequence[Job]) -> Tensor:
         """Whether each token stands in prompt or given tokens [answers, vocabulary]."""

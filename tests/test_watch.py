@@ -1,13 +1,11 @@
-"""A run is watched by its folder: what a terminal shows, what is written elsewhere, and the page that is served."""
+"""`rltrain watch`: the view on a terminal, and the lines of the log elsewhere."""
 
 import json
-import urllib.error
-import urllib.request
 
 import pytest
 from rich.console import Console
 
-from rltrain.tools.watch import PageServer, follow, is_over, main, view
+from rltrain.tools.watch import follow, is_over, main, view
 
 
 def write_lines(file, lines):
@@ -82,28 +80,7 @@ def test_a_run_is_over_when_the_steps_of_its_plan_are_made(run):
     assert not is_over(run)
 
 
-def test_the_page_is_served_to_this_machine_and_made_again_when_the_run_goes_on(run):
-    server = PageServer(run, "127.0.0.1", 0)
-    try:
-        with pytest.raises(urllib.error.HTTPError) as none:
-            urllib.request.urlopen(server.url)
-        assert (none.value.code, "does not exist" in none.value.read().decode()) == (503, True)
-        none.value.close()
-        for last in (2, 3):
-            with_steps(run, *range(1, last + 1))
-            with urllib.request.urlopen(server.url) as answer:
-                page = answer.read().decode()
-            assert f"<b>{last} of 4</b>" in page
-        assert '<meta http-equiv="refresh"' in page
-        with pytest.raises(urllib.error.HTTPError) as none:
-            urllib.request.urlopen(server.url + "../metrics.jsonl")
-        assert none.value.code == 404
-        none.value.close()
-    finally:
-        server.close()
-
-
-def test_bad_words_are_one_sentence(run, tmp_path, capsys):
-    for words, said in (([tmp_path / "none"], "is no folder"), ([run, "--serve", 99999], "Give another port")):
+def test_bad_arguments_are_one_sentence(run, tmp_path, capsys):
+    for words, said in (([tmp_path / "none"], "is no folder"), ([run, "--serve"], f"`rltrain report {run} --html`")):
         assert main([*map(str, words)]) == 2
         assert said in capsys.readouterr().err

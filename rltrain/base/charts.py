@@ -160,10 +160,8 @@ def heat_chart(
     return chart
 
 
-def page(
-    title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section], refresh_s: int = 0
-) -> str:
-    """The whole page as HTML. facts: names and values at its head. refresh_s: it asks for itself again so often."""
+def page(title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
+    """The whole page as HTML. facts: names and values at its head."""
     from bokeh.embed import components
     from bokeh.resources import Resources
     from jinja2 import Environment
@@ -178,8 +176,7 @@ def page(
     ]
     library = Resources(mode="inline", components=["bokeh"]).render_js() if charts else ""
     template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(title=title, subtitle=subtitle, facts=facts, parts=parts, script=script, library=library,
-                           refresh_s=refresh_s)  # fmt: skip
+    return template.render(title=title, subtitle=subtitle, facts=facts, parts=parts, script=script, library=library)
 
 
 def _small(values: Any) -> Any:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,15 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from rltrain.base.errors import DataError, RltrainError, command, plain
+from rltrain.base.errors import ConfigError, command, plain
 from rltrain.base.logs import console
 from rltrain.base.storage import json_lines, lines_of, read_json, run_folder
 from rltrain.run.report.console import seconds_left, shown, validation_lines
 from rltrain.run.report.details import DETAILS
-from rltrain.run.report.page import page_of, warnings_of
+from rltrain.run.report.page import warnings_of
 from rltrain.run.report.table import METRICS
 
 _EVERY_S = 2.0
-# Making the page takes a second or two, more than a browser should cost a machine.
-_REFRESH_S = 30
 _BAR_WIDTH = 40
 
 
@@ -97,52 +94,6 @@ def is_over(run: Path) -> bool:
     return 0 < total <= max(made, default=0)
 
 
-class PageServer:
-    """Serves the page of a run, made again where the run has gone on since."""
-
-    def __init__(self, run: Path, host: str, port: int) -> None:
-        self._run, self._made, self._page = run, -1.0, b""
-        self._lock = threading.Lock()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path.partition("?")[0] != "/":
-                    self.send_error(404)
-                    return
-                try:
-                    page = server._newest()
-                except RltrainError as error:
-                    self.send_error(503, "no page yet", plain(str(error)))
-                    return
-                self.send_response(200)
-                for name, value in {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(page)),
-                                    "Cache-Control": "no-store"}.items():  # fmt: skip
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(page)
-
-            def log_message(self, *_: Any) -> None:
-                """A terminal that shows the run has no room for requests."""
-
-        self._http = ThreadingHTTPServer((host, port), Handler)
-        self._http.daemon_threads = True
-        self.url = f"http://{host}:{self._http.server_port}/"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-
-    def _newest(self) -> bytes:
-        with self._lock:
-            changed = (self._run / METRICS).stat().st_mtime if (self._run / METRICS).exists() else 0.0
-            if changed != self._made:
-                self._page, self._made = page_of(self._run, _REFRESH_S).encode(), changed
-            return self._page
-
-    def close(self) -> None:
-        """End it."""
-        self._http.shutdown()
-        self._http.server_close()
-
-
 @command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
@@ -153,29 +104,17 @@ def main(argv: list[str] | None = None) -> int:
         "run's last step.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
-    parser.add_argument("--serve", nargs="?", type=int, const=0, metavar="PORT",
-                        help="also serve the run's page, which asks for itself again every "
-                        f"{_REFRESH_S} seconds (default: a free port)")  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1", help="where to serve (default: 127.0.0.1, this machine alone; "
-                        "whoever reaches another address reads prompts and answers)")  # fmt: skip
+    for removed in ("--serve", "--host"):
+        parser.add_argument(removed, nargs="?", const="", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.serve is not None or arguments.host is not None:
+        raise ConfigError(
+            f"--serve and --host were removed. `rltrain report {arguments.run} --html` writes the page of the run, "
+            "also while it runs."
+        )
     run = run_folder(arguments.run)
-    server = None
-    if arguments.serve is not None:
-        try:
-            server = PageServer(run, arguments.host, arguments.serve)
-        except (OSError, OverflowError) as error:
-            given = f"--host {arguments.host} --serve {arguments.serve}"
-            raise DataError(f"{given}: {error}. Give another port, or an address of this machine.") from error
-        sys.stdout.write(f"the page of the run: {server.url}\n")
-        sys.stdout.flush()
-    try:
+    with suppress(KeyboardInterrupt):
         _watch(run, is_terminal=console.is_terminal)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        if server:
-            server.close()
     return 0
 
 

@@ -350,7 +350,7 @@ def test_a_dry_run_says_whether_there_is_a_login(tmp_path, monkeypatch, mode, ke
     (tmp_path / "netrc").write_text(netrc)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     notes = [*tracker_notes(["console", "wandb"], tmp_path)]
-    assert [f"python -m rltrain.sync {tmp_path}" in note for note in notes] == [True] * lacks
+    assert [f"wandb sync {tmp_path}/wandb/offline-run-*" in note for note in notes] == [True] * lacks
     assert bool(wandb_login_lacks()) == lacks
 
 
@@ -456,7 +456,7 @@ def test_wandb_without_a_login_goes_to_the_run_folder_and_asks_nothing(real, tmp
     said, run_id = real("wandb", HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
     assert said.count("not logged in (run `wandb login`") == 1
     assert said.count("earlier steps of this run are not sent yet. Metrics go to") == 1  # of the resumed one
-    assert said.count(f"python -m rltrain.sync {tmp_path}") == 2
+    assert said.count(f"wandb sync {tmp_path}/wandb/offline-run-*") == 2
     assert [folder.name.rpartition("-")[2] for folder in unsent_wandb(tmp_path)] == [run_id, run_id]
 
 

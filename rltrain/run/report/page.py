@@ -54,8 +54,8 @@ def write_page(run: Path, file: Path | None = None) -> Path:
     return file
 
 
-def page_of(run: Path, refresh_s: int = 0) -> str:
-    """The page as HTML. refresh_s: a browser asks for it again so often (0: not). Raises as `write_page`."""
+def page_of(run: Path) -> str:
+    """Return the page as HTML. Raises as `write_page`."""
     lines = read_metrics(run_folder(run))
     # A step may have two lines: its own, and that of a validation.
     frame = pd.DataFrame(lines).groupby("step", as_index=False).last() if lines else pd.DataFrame({"step": []})
@@ -65,7 +65,7 @@ def page_of(run: Path, refresh_s: int = 0) -> str:
              _differences(settings), _environment(environment)]  # fmt: skip
     said = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines)]
     subtitle = ". ".join(filter(None, said))
-    return page(run.resolve().name, subtitle, _facts(frame, settings, plan, environment), parts, refresh_s)
+    return page(run.resolve().name, subtitle, _facts(frame, settings, plan, environment), parts)
 
 
 def _facts(

@@ -86,7 +86,7 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases; without a login or its server, files of its offline mode, which `rltrain.tools.sync` sends.
+    """Weights & Biases; without a login or its server, files of its offline mode for `wandb sync`.
 
     It drops what has a smaller step than it has seen, without a word to us: the steps that a resumed run makes again,
     and an entry that is sent late. So its own count goes on, and the step of training is the axis of all plots.
@@ -112,8 +112,8 @@ class WandB(Sink):
                 why = first_line(error).rstrip(".")
         if why:
             self._run = wandb.init(**named, mode="offline")
-            text = "tracker 'wandb': %s. Metrics go to %s; send them after the run with: python -m rltrain.sync %s"
-            log.warning(text, why, run.folder / "wandb", run.folder)
+            text = "tracker 'wandb': %s. Metrics go to %s; send them after the run with: wandb sync %s"
+            log.warning(text, why, run.folder / "wandb", run.folder / "wandb/offline-run-*")
         self.run_id = self._run.id
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)

@@ -293,8 +293,8 @@ def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
                 continue
             if lacks:
                 yield (
-                    f"trainer.logger=wandb: {lacks}. As it is, metrics go to {folder / 'wandb'}, and go on after "
-                    f"the run with: python -m rltrain.sync {folder}"
+                    f"trainer.logger=wandb: {lacks}. As it is, metrics go to {folder / 'wandb'}; send them "
+                    f"after the run with: wandb sync {folder / 'wandb/offline-run-*'}"
                 )
 
 

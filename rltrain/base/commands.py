@@ -38,7 +38,7 @@ COMMANDS = {
 }
 # Commands of earlier versions -> the sentence that answers them.
 REMOVED: dict[str, str] = {
-    "sync": "rltrain sync was removed: use wandb sync.",
+    "sync": "rltrain sync was removed: type wandb sync RUN/wandb/offline-run-* (docs/logging.md).",
 }
 _OTHER_NAMES = {"env_report": "env"}
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import distributions
-from typing import Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.base.env import first_set, installed
 from rltrain.base.errors import CheckpointError, ConfigError, command
+from rltrain.config.schema.arguments import read_arguments, required
 from rltrain.config.schema.conditions import as_text
-from rltrain.config.schema.fields import Rules, key
+from rltrain.config.schema.fields import key
 from rltrain.config.schema.keys import texts_of
 
 API_KEY = "RLTRAIN_API_KEY"
@@ -39,7 +35,7 @@ _PACKAGES = {
 class ServeSettings:
     """Settings of the server, each an argument of vLLM's."""
 
-    model: str = ""
+    model: str = required("a model folder, a run, RUN/global_step_N, or a name on the hub")
     """A model folder, RUN (its newest checkpoint), RUN/global_step_N, or a name on the hub."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all of this machine."""
@@ -67,9 +63,8 @@ class ServeSettings:
 
 def _parser() -> argparse.ArgumentParser:
     texts = texts_of(ServeSettings)
-    keys = "".join(
-        f"  {entry.name}={as_text(entry.default)}\n      {texts[entry.name]}\n" for entry in fields(ServeSettings)
-    )
+    defaults = {each.name: "" if each.default is MISSING else as_text(each.default) for each in fields(ServeSettings)}
+    keys = "".join(f"  {name}={default}\n      {texts[name]}\n" for name, default in defaults.items())
     parser = argparse.ArgumentParser(
         description="Start vLLM's OpenAI-compatible server of a model: chat and text completions, /v1/models, /health.",
         epilog=f"keys, with their defaults:\n{keys}\n{API_KEY}: if this variable is set, requests need this API key.\n"
@@ -117,33 +112,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def read_settings(words: Sequence[str]) -> ServeSettings:
     """Parse ``KEY=VALUE`` arguments. Raises ConfigError with all errors."""
-    tree, known = OmegaConf.structured(ServeSettings), {entry.name: entry for entry in fields(ServeSettings)}
-    errors, given = list[str](), dict[str, Any]()
-    for word in words:
-        name, equals, text = word.partition("=")
-        if name in _REMOVED:
-            errors.append(f"{word}: the key was removed: {_REMOVED[name]}.")
-        elif not equals or name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]}=?" if near else f"Keys: {', '.join(known)}."
-            errors.append(f"{word}: {f'unknown key {name}' if equals else 'not of the form KEY=VALUE'}. {hint}")
-        else:
-            try:
-                OmegaConf.update(tree, name, None if text.lower() in ("", "null", "none") else text)
-                value = given[name] = tree[name]
-            except OmegaConfBaseException:
-                errors.append(f"{word}: expected {str(known[name].type).replace('None', 'null')}.")
-                continue
-            rules = known[name].metadata.get("rules", Rules())
-            if rules.among and value not in rules.among:
-                errors.append(f"{word}: use one of {', '.join(rules.among)}.")
-            elif isinstance(value, int | float) and not rules.within(value):
-                errors.append(f"{word}: it must be {rules.bounds()}.")
-    if not given.get("model"):
-        errors.append("model= is missing: a model folder, a run, RUN/global_step_N, or a name on the hub.")
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return ServeSettings(**given)
+    removed = [word for word in words if word.partition("=")[0] in _REMOVED]
+    errors = [f"{word}: the key was removed: {_REMOVED[word.partition('=')[0]]}." for word in removed]
+    return read_arguments(ServeSettings, [word for word in words if word not in removed], problems=errors)
 
 
 def vllm_arguments(settings: ServeSettings, path: str, port: int) -> list[str]:

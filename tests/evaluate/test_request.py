@@ -149,13 +149,13 @@ def test_results_go_beside_the_model_and_below_out_where_there_are_several(tiny_
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["n=0"], "n=0: a prompt gets one answer at least"),
+        (["n=0"], "n=0: it must be at least 1"),
         (["trainer.val_only=True"], "an evaluation never trains"),
         (["trainer.default_local_dir=x"], "out=FOLDER says where results go"),
         (["out=a,b"], "results go into one folder"),
         (["model="], "model= is not given"),
-        (["modl=x"], "unknown word 'modl'. Did you mean model=?"),
-        (["temperatur=1"], "unknown word 'temperatur'. Did you mean temperature=?"),
+        (["modl=x"], "unknown key modl. Did you mean model=?"),
+        (["temperatur=1"], "unknown key temperatur. Did you mean temperature=?"),
     ],
 )
 def test_words_that_cannot_be_meant_are_refused(tiny_model, arithmetic_files, words, told):

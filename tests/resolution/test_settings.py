@@ -74,8 +74,8 @@ def test_named_bounds_are_combined_and_those_that_change_no_image_are_left_out(m
     ("more", "message"),
     [
         (["data=a.parquet"], "data=a.parquet: dev=FILES is searched on"),
-        (["max_pixels=10,many"], "max_pixels=10,many: 'many' is no number of pixels"),
-        (["min_pixels=0"], "min_pixels=0: '0' is no number of pixels"),
+        (["max_pixels=10,many"], "max_pixels=10,many: 'many' is not a whole number"),
+        (["min_pixels=0"], "min_pixels=0: it must be at least 1"),
         (["average=a,b", "out=c"], "average=a,b and model= contradict each other"),
         (["average=a"], "average=a: there is nothing to average"),
         (["average=a,b"], "average=a,b needs out=FOLDER"),

@@ -46,10 +46,11 @@ def read_arguments(
         if not equals or name not in known:
             near = difflib.get_close_matches(name, known, n=1) if equals and "." not in name else []
             hint = f"Did you mean {near[0]}=?" if near else f"Known are {', '.join(known)}."
+            reason = f"unknown key {short(name)}" if equals else "not of the form KEY=VALUE"
             if others is not None and not near:
                 others.append(argument)
             else:
-                wrong.append(f"{shown}: {f'unknown key {short(name)}' if equals else 'this is not KEY=VALUE'}. {hint}")
+                wrong.append(f"{shown}: {reason}. {hint}")
             continue
         try:
             values[name] = value = _value(text, kinds[name])
@@ -59,7 +60,7 @@ def read_arguments(
         rules = known[name].metadata.get("rules")
         if rules and rules.among and value not in rules.among:
             wrong.append(f"{shown}: use one of {', '.join(rules.among)}.")
-        elif rules and isinstance(value, int | float) and not rules.within(value):
+        elif rules and not all(rules.within(one) for one in _numbers(value)):
             wrong.append(f"{shown}: it must be {rules.bounds()}.")
     named = {argument.partition("=")[0] for argument in arguments}
     for name, each in known.items():
@@ -68,6 +69,11 @@ def read_arguments(
     if wrong:
         raise ConfigError("\n".join(wrong))
     return kind(**values)
+
+
+def _numbers(value: Any) -> list[float]:
+    values = value if isinstance(value, list) else [value]
+    return [one for one in values if isinstance(one, int | float)]
 
 
 def _value(text: str, kind: Any) -> Any:
@@ -93,7 +99,7 @@ def _value(text: str, kind: Any) -> Any:
 
 def listed(text: str) -> list[str]:
     """Split ``A,B`` and ``[A,B]``; an existing path may have commas."""
-    if Path(text).expanduser().exists():
+    if text and Path(text).expanduser().exists():
         return [text]
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     return [part.strip(" '\"") for part in inner.split(",") if part.strip(" '\"")]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rltrain.base.env import first_set
 from rltrain.base.errors import ConfigError
+from rltrain.config.schema.arguments import read_arguments
+from rltrain.config.schema.fields import key
 
 # What `ray start` takes by default: the dashboard, the client's server, the agent of each node; and the workers.
 _PORTS_OF_RAY = (8265, 10001, 52365)
@@ -39,12 +41,21 @@ class Launch:
     command: list[str]
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """Numbers among arguments and variables; None: not given."""
+
+    RANK: int | None = key(None, least=0)
+    NNODES: int | None = key(None, least=1)
+    devices: int | None = key(None, least=1)
+    WAIT_S: int = key(360, least=0)
+    RAY_PORT: int = key(6379, least=1, most=65535)
+
+
 def read(argv: list[str]) -> Launch:
-    """Arguments and variables of a node. Raises ConfigError."""
+    """Read the arguments and variables of a node. Raises ConfigError."""
     words, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     rank = first_set("NODE_RANK", "RANK", "SLURM_NODEID")
-    if rank and not rank.isdigit():
-        raise ConfigError(f"RANK={rank} (or NODE_RANK) has to be the number of this node: 0, 1, 2 …")
     role = words.pop(0) if words and not words[0].startswith("-") else ""
     role = role or {"": "", "0": "head"}.get(rank, "worker")
     if role not in ("head", "worker", "stop"):
@@ -54,61 +65,57 @@ def read(argv: list[str]) -> Launch:
     options = argparse.ArgumentParser(prog="ray_start.sh", usage=_USAGE, allow_abbrev=False, add_help=False)
     options.add_argument("--nodes", default=first_set("NNODES", "SLURM_NNODES"))
     options.add_argument("--devices", default=_value_of("trainer.n_gpus_per_node", run))
-    options_given, rest = options.parse_known_args(words)
-    nodes, in_command = (
-        _number("--nodes (or NNODES)", options_given.nodes),
-        _number("trainer.nnodes", _value_of("trainer.nnodes", run)),
-    )
-    if nodes and in_command and nodes != in_command:
-        raise ConfigError(f"NNODES={nodes}, but the command says trainer.nnodes={in_command}: leave one of them out.")
-    if run and role == "head" and not (nodes or in_command):
-        raise ConfigError(
-            "the command would not wait for other nodes: say how many there are, by NNODES=4 or --nodes=4."
-        )
+    given, rest = options.parse_known_args(words)
     address = named or ("" if role == "stop" else first_set("HEAD_ADDRESS", "MASTER_ADDR"))
     if address.count(":") > 1:
         raise ConfigError(f"{address} is an address of IPv6: give one of IPv4, or a name that has one.")
     host, _, port = address.partition(":")
-    port = port or first_set("RAY_PORT", "MASTER_PORT") or "6379"
+    texts = {"RANK": rank, "NNODES": given.nodes, "devices": given.devices, "WAIT_S": first_set("WAIT_S")}
+    texts |= {"RAY_PORT": port or first_set("RAY_PORT", "MASTER_PORT")}
+    numbers = read_arguments(_Numbers, [f"{name}={text}" for name, text in texts.items() if text])
+    in_command = int(_value_of("trainer.nnodes", run) or 0)
+    if numbers.NNODES and in_command and in_command != numbers.NNODES:
+        raise ConfigError(
+            f"NNODES={numbers.NNODES}, but the command says trainer.nnodes={in_command}: leave one of them out."
+        )
+    num_nodes = numbers.NNODES or in_command or None
+    if run and role == "head" and not num_nodes:
+        raise ConfigError(
+            "the command would not wait for other nodes: say how many there are, by NNODES=4 or --nodes=4."
+        )
+    if role == "head":
+        _check_port(numbers.RAY_PORT, rest)
     file = first_set("HEAD_FILE")
     # As the folder one works in is shared more often than not, nothing has to be said in the simplest case. With an
     # address nothing has to be shared, and what lies here may be another head's.
     default = (rank or role == "stop") and not (address and role != "stop") and os.access(".", os.W_OK)
     return Launch(
         role=role,
-        rank=0 if role == "head" else int(rank) if rank else None,
-        address=f"{host}:{port}" if host else "",
+        rank=0 if role == "head" else numbers.RANK,
+        address=f"{host}:{numbers.RAY_PORT}" if host else "",
         file=Path(file or ".ray_head").absolute() if file or default else None,
-        port=_port_of_head(port, rest) if role == "head" else str(_number("the head's port", port)),
+        port=str(numbers.RAY_PORT),
         job=first_set("LAUNCH_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
-        wait_s=_number("WAIT_S", first_set("WAIT_S") or "360", least=0) or 0,
-        num_nodes=nodes or in_command,
-        devices=_number("--devices", options_given.devices),
+        wait_s=numbers.WAIT_S,
+        num_nodes=num_nodes,
+        devices=numbers.devices,
         arguments=rest,
         command=run,
     )
 
 
-def _number(name: str, text: str, least: int = 1, most: int | None = None) -> int | None:
-    if text and (not text.isdigit() or int(text) < least or (most and int(text) > most)):
-        raise ConfigError(f"{name}={text} has to be a whole number, {least} {f'to {most}' if most else 'or more'}.")
-    return int(text) if text else None
-
-
-def _port_of_head(port: str, ray_words: list[str]) -> str:
-    """The port, unless Ray, started with these words, gives it to a part of its own: then it ends with a traceback."""
-    number = _number("the head's port", port, most=65535) or 0
+def _check_port(port: int, ray_words: list[str]) -> None:
+    """Raise ConfigError if Ray, started with these arguments, uses the port itself: it would end with a traceback."""
     moved = any(word.startswith(("--min-worker-port", "--max-worker-port", "--worker-port-list")) for word in ray_words)
-    if number in _PORTS_OF_RAY or (number in _PORTS_OF_WORKERS and not moved):
+    if port in _PORTS_OF_RAY or (port in _PORTS_OF_WORKERS and not moved):
         first, last = _PORTS_OF_WORKERS[0], _PORTS_OF_WORKERS[-1]
         raise ConfigError(
-            f"the head's port {number} (RAY_PORT, MASTER_PORT or HEAD_ADDRESS) is one that Ray uses itself: "
+            f"the head's port {port} (RAY_PORT, MASTER_PORT or HEAD_ADDRESS) is one that Ray uses itself: "
             f"{', '.join(map(str, _PORTS_OF_RAY))}, and {first} to {last} for its workers. Set RAY_PORT=6379."
         )
-    return str(number)
 
 
 def _value_of(key: str, words: list[str]) -> str:
-    """The last value of a key in a command; empty where it is not a number that stands there."""
+    """Return the last value of a key in a command; empty if it is not a number."""
     values = [word.partition("=")[2] for word in words if word.partition("=")[0] == key]
     return values[-1] if values and values[-1].isdigit() else ""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.loaded import LoadedConfig
+from rltrain.config.schema.arguments import listed, read_arguments, required
+from rltrain.config.schema.fields import key
 from rltrain.data.files import files_of
 from rltrain.tools.evaluate.models import Model, digest_of_files, flat, models_of
 
 _ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
-_SHORT = {name: f"{_ANSWERS}{name}" for name in (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop",
-)}  # fmt: skip
-_OWN = ("model", "data", "out")
 _OTHER_WORDS = {
     "trainer.val_only": "an evaluation never trains",
     "trainer.default_local_dir": "out=FOLDER says where results go",
@@ -40,6 +37,23 @@ _NOT_COMPARED = {
         "enforce_eager", "free_cache_engine",
     )),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of the command. Those with a default of "" are short names of keys below val_kwargs."""
+
+    model: list[str] = required("a Hugging Face folder, a checkpoint or a run")
+    data: list[str] = required("one or more data files")
+    out: str | None = None
+    n: int | None = key(None, least=1)
+    temperature: str = ""
+    top_p: str = ""
+    top_k: str = ""
+    min_p: str = ""
+    repetition_penalty: str = ""
+    max_tokens: str = ""
+    stop: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,37 +101,17 @@ class Request:
 
 def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[str]) -> Request:
     """Read the words of a command. Raises ConfigError with all that is wrong with them, and as `models_of` does."""
-    wrong, own, rest = list(problems), dict[str, list[str]](), list[str]()
-    for word in words:
-        key, equals, text = word.partition("=")
-        if equals and key in _OWN:
-            own[key] = listed(text)
-        elif key in _OTHER_WORDS:
-            wrong.append(f"{word}: {_OTHER_WORDS[key]}. Leave the key out.")
-        elif equals and "." not in key and key not in _SHORT and (near := get_close_matches(key, (*_OWN, *_SHORT), 1)):
-            wrong.append(f"unknown word {key!r}. Did you mean {near[0]}=?")
-        else:
-            rest.append(f"{_SHORT.get(key, key)}={text}" if equals else word)
-        if key == "n" and not (text.isdigit() and int(text) > 0):
-            wrong.append(f"n={text}: a prompt gets one answer at least. Give a whole number from 1 on.")
-            rest.pop()
-    for key, what in (("model", "a Hugging Face folder, a checkpoint or a run"), ("data", "one or more data files")):
-        if not any(own.get(key, ())):
-            wrong.append(f"{key}= is not given: {what}.")
-    if len(own.get("out", [""])) != 1:
-        wrong.append(f"out={','.join(own['out'])}: results go into one folder.")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    out = Path(own["out"][0]).expanduser().resolve() if any(own.get("out", ())) else None
-    return Request(models_of(own["model"]), own["data"], rest, list(files), out)
-
-
-def listed(text: str) -> list[str]:
-    """``A,B`` and ``[A,B]``; a path that is there may have commas."""
-    if Path(text).expanduser().exists():
-        return [text]
-    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return [part.strip(" '\"") for part in inner.split(",") if part.strip(" '\"")]
+    foreign = [word for word in words if word.partition("=")[0] in _OTHER_WORDS]
+    wrong = [*problems, *(f"{word}: {_OTHER_WORDS[word.partition('=')[0]]}. Leave the key out." for word in foreign)]
+    rest = list[str]()
+    wrong += [
+        f"{word}: results go into one folder." for word in words if word[:4] == "out=" and len(listed(word[4:])) > 1
+    ]
+    own = read_arguments(Arguments, [word for word in words if word not in foreign], others=rest, problems=wrong)
+    short = {name: value for name, value in vars(own).items() if name not in ("model", "data", "out") and value}
+    rest += [f"{_ANSWERS}{name}={value}" for name, value in short.items()]
+    out = Path(own.out).expanduser().resolve() if own.out else None
+    return Request(models_of(own.model), own.data, rest, list(files), out)
 
 
 def identity(model: Model, loaded: LoadedConfig) -> dict[str, Any]:

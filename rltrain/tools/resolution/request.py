@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rltrain.base.errors import ConfigError
+from rltrain.config.schema.arguments import listed, read_arguments, required
+from rltrain.config.schema.fields import key
 from rltrain.data.files import files_of
 from rltrain.run.checkpoints.mean import mean_at
 from rltrain.tools.evaluate.models import Model, models_of, places
-from rltrain.tools.evaluate.request import Request, listed, read_request
+from rltrain.tools.evaluate.request import Request, read_request
 
 NONE, MEAN = "none", "mean"
-_MEANINGS = {
-    "data": "dev=FILES is searched on, test=FILES is scored at the end",
-    "model": "the model to search for",
-}
-_BOUNDS = ("min_pixels", "max_pixels")
+_SPLITS = "dev=FILES is searched on, test=FILES is scored at the end"
 Bound = int | None
 
 
@@ -37,6 +35,17 @@ class Bounds:
     def words(self) -> list[str]:
         """As the trainer's command line has them."""
         return [f"data.min_pixels={self.least or 'null'}", f"data.max_pixels={self.most or 'null'}"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of the command that `rltrain evaluate` does not have."""
+
+    dev: str = required(_SPLITS)
+    test: str = required(_SPLITS)
+    average: str = ""
+    min_pixels: list[int | None] = key([], least=1)
+    max_pixels: list[int | None] = key([], least=1)
 
 
 @dataclass(frozen=True)
@@ -78,31 +87,21 @@ class SearchRequest:
 
 def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[str]) -> SearchRequest:
     """Read the words of a command. Raises ConfigError with what is wrong with them, and as `read_request` does."""
-    own, rest, wrong = dict[str, str](), list[str](), list(problems)
-    for word in words:
-        key, equals, text = word.partition("=")
-        if equals and key in ("dev", "test", "average", *_BOUNDS):
-            own[key] = text
-        elif key == "data":
-            wrong.append(f"{word}: {_MEANINGS['data']}. Leave data= out.")
-        else:
-            rest.append(word)
-    for split in ("dev", "test"):
-        if not own.get(split):
-            wrong.append(f"{split}= is not given: {_MEANINGS['data']}.")
-    least, most = (_bounds(name, own[name], wrong) if name in own else [] for name in _BOUNDS)
+    rest, wrong = list[str](), list(problems)
+    wrong += [f"{word}: {_SPLITS}. Leave data= out." for word in words if word.startswith("data=")]
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     averaged = list[str]()
-    has_model = any(word.startswith("model=") for word in rest)
-    if own.get("average"):
-        averaged = [place for name in listed(own["average"]) for place in places(name, "average")]
-        wrong += _problems_of_mean(own["average"], averaged, has_model, any(word.startswith("out=") for word in rest))
-        rest += [f"model={name}" for name in averaged[:1]]
-    elif not has_model:
-        wrong.append(f"model= is not given: {_MEANINGS['model']}.")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    base = read_request([*rest, f"data={own['dev']}"], files, [])
-    test = read_request([*rest, f"data={own['test']}"], files, []).data
+    if given.get("average"):
+        averaged = [place for name in listed(given["average"]) for place in places(name, "average")]
+        wrong += _problems_of_mean(given["average"], averaged, "model" in given, "out" in given)
+    elif "model" not in given:
+        wrong.append("model= is not given: the model to search for.")
+    words = [word for word in words if not word.startswith("data=")]
+    own = read_arguments(Arguments, words, others=rest, problems=wrong)
+    rest += [f"model={name}" for name in averaged[:1]]
+    least, most = list(dict.fromkeys(own.min_pixels)), list(dict.fromkeys(own.max_pixels))
+    base = read_request([*rest, f"data={own.dev}"], files, [])
+    test = read_request([*rest, f"data={own.test}"], files, []).data
     if len(base.models) > 1:
         raise ConfigError(
             f"model= names {len(base.models)} models: a search is for one. Start one for each, with an out= of its own."
@@ -127,16 +126,3 @@ def _problems_of_mean(text: str, models: Sequence[str], has_model: bool, has_out
 
 def _files(names: Sequence[str]) -> list[Path]:
     return [Path(file) for name in names for file in files_of(name)]
-
-
-def _bounds(name: str, text: str, wrong: list[str]) -> list[Bound]:
-    bounds = list[Bound]()
-    for word in text.strip("[]").split(","):
-        value = word.strip()
-        if value == NONE:
-            bounds.append(None)
-        elif value.isdigit() and int(value) > 0:
-            bounds.append(int(value))
-        else:
-            wrong.append(f"{name}={text}: {value!r} is no number of pixels. Give whole numbers from 1 on, or {NONE}.")
-    return list(dict.fromkeys(bounds))

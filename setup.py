@@ -45,7 +45,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["rltrain", "rltrain.*"]),
-    package_data={"rltrain": ["py.typed", "base/page.html"]},
+    package_data={"rltrain": ["py.typed", "base/page.html", "config/verl/keys.tsv"]},
     data_files=shipped(
         "docs/*.md",
         "examples/from_python.py",

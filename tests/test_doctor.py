@@ -161,7 +161,8 @@ def test_a_run_folder_that_cannot_be_is_left_to_the_check(tmp_path):
 def test_words_of_the_doctor_are_those_of_training(capsys):
     assert doctor.main(["trainer.nodes=2", "--fast"]) == 2
     told = capsys.readouterr().err
-    assert "unknown key 'trainer.nodes'. Did you mean trainer.nnodes?" in told
+    assert "unknown key 'trainer.nodes': " in told
+    assert "Did you mean trainer.nnodes?" in told
     assert "unknown flag --fast" in told
     assert doctor.main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: python -m rltrain.doctor ")

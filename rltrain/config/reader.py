@@ -24,20 +24,10 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_off
 from rltrain.config.schema.keys import Key, all_keys, free_form_parent, is_known, sections, similar_keys
 from rltrain.config.verl.hydra import OPENINGS, parsed
-from rltrain.config.verl.keys import leaves_of, rename, verdict
-from rltrain.config.verl.no_effect import NO_SERVER
+from rltrain.config.verl.keys import aliases, classes, leaves_of, refused_null, rename, verdict
 from rltrain.config.verl.others import own_name
-from rltrain.config.verl.refused import GENERATIVE, NO_NULL
-from rltrain.config.verl.spellings import (
-    ALIASES,
-    CLASSES,
-    IMPLIES,
-    OVERRIDES,
-    VALUES,
-    is_old,
-    sizes_not_written,
-    translate_old_keys,
-)
+from rltrain.config.verl.spellings import OVERRIDES, is_old, sizes_not_written, translate_old_keys
+from rltrain.config.verl.table import keys_of_verl, rows, sentence
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
 _SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
@@ -113,11 +103,11 @@ class Reader:
         self.nulls.pop(key, None)
         if schema_key:
             value = _plain(schema_key, value)
-            if new := VALUES.get(key, {}).get(as_text(value).lower()):
-                self.renamed[written] = f"{written}={as_text(value)} is {key}={new[0]} here" + (
-                    new[1] and f": {new[1]}"
-                )
-                value = new[0]
+            old = f"={as_text(value).lower()}"
+            if row := next((row for row in rows("value") if (row.key, row.when) == (key, old)), None):
+                why = f": {row.note}" if row.note else ""
+                self.renamed[written] = f"{written}={as_text(value)} is {key}={row.to} here{why}"
+                value = row.to
             if value is None and not _null_is_a_value(schema_key):
                 OmegaConf.update(self.tree, key, schema_key.default, merge=False)
                 self.explicit.discard(key)
@@ -151,7 +141,7 @@ class Reader:
             # The rules of today would be no news of these.
             self.wrong.add("algorithm.rollout_correction.rollout_")
         for key, (written, value) in list(self.foreign.items()):
-            names = next((implied_names for pattern, implied_names in IMPLIES.items() if fnmatchcase(key, pattern)), ())
+            names = next((row.to.split() for row in rows("turns on") if fnmatchcase(key, row.key)), ())
             if not names or value != 1:  # as True is
                 continue
             section = key.rpartition(".")[0]
@@ -187,7 +177,7 @@ class Reader:
 
     def hand_over(self) -> None:
         """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""
-        for (path, name), key in CLASSES.items():
+        for (path, name), key in classes().items():
             (written, place), (stated, value) = (self.foreign.pop(setting, (setting, None)) for setting in (path, name))
             if place and value:
                 self.renamed[written] = f"{written} and {stated} are {key}={place}:{value} here"
@@ -209,7 +199,9 @@ class Reader:
     def judge(self, config: Config | None) -> None:
         """Adds what is to be said of foreign keys to the notes and to the problems."""
         keys_by_reason: dict[tuple[str, bool], list[str]] = {}
-        self.problems += [f"{written}=null: {NO_NULL[key]}." for key, written in self.nulls.items() if key in NO_NULL]
+        self.problems += [
+            f"{written}=null: {why}." for key, written in self.nulls.items() if (why := refused_null(key))
+        ]
         for key, (written, value) in self.foreign.items():
             if ruling := verdict(key, value, self._value):
                 why = _contradicted(ruling.why, config) if ruling.applies else ""
@@ -218,8 +210,8 @@ class Reader:
                 elif ruling.applies:
                     keys_by_reason.setdefault((ruling.why, False), []).append(written)
             elif not (key in sections() and is_off(value)):
-                # Nothing is lost with a key of nobody's that is turned off; one that is near a key of ours is mistyped.
-                if is_off(value) and not similar_keys(key):
+                # Nothing is lost with an unknown key that is turned off; one that is near a key of ours is mistyped.
+                if is_off(value) and (_releases_with(key) or not similar_keys(key)):
                     keys_by_reason.setdefault(("not known here, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
@@ -256,7 +248,7 @@ class Reader:
         says_nothing = (
             schema_key
             and text.strip() in _NULLS
-            and schema_key.name not in NO_NULL
+            and not refused_null(schema_key.name)
             and not _null_is_a_value(schema_key)
         )
         if schema_key and says_nothing and schema_key.default and not str(schema_key.default).startswith("${"):
@@ -282,7 +274,7 @@ class Reader:
                 around.pop(last, None)
             self.explicit.discard(key)
         elif not (
-            schema_keys or foreign or verdict(key, None) or verdict(f"{key}.x", None) or any(map(below, ALIASES))
+            schema_keys or foreign or verdict(key, None) or verdict(f"{key}.x", None) or any(map(below, aliases()))
         ):
             self.problems.append(_unknown(f"~{written}", key))
         for name in schema_keys:
@@ -340,11 +332,11 @@ def _other_type(key: Key, value: Any) -> str:
 
 def _contradicted(why: str, config: Config | None) -> str:
     """Why a key that usually has no effect is refused beside the other settings, or nothing."""
-    if not (config and why == NO_SERVER and config.custom_reward_function.path):
+    if not (config and why == sentence("no_server") and config.custom_reward_function.path):
         return ""
     model = config.reward_model
     # With a rule_weight the two scores are added, so the user knows that the model is no server to ask.
-    return GENERATIVE if model.classifies and model.rule_weight is None else ""
+    return sentence("generative") if model.classifies and model.rule_weight is None else ""
 
 
 def _expected(schema_key: Key | None, key: str, value: Any) -> str:
@@ -360,16 +352,26 @@ def _expected(schema_key: Key | None, key: str, value: Any) -> str:
 
 
 def _unknown(written: str, key: str) -> str:
-    """What is said of a key that no table knows."""
+    """Return the error for a key that neither the schema nor a row answers."""
     if key in sections():
         return f"'{written}' is a section, not a value. Its keys: --help {key}."
+    if releases := _releases_with(key):
+        return f"{written}: verl {releases.replace(' ', ' and ')} has this key, and rltrain does not. Leave it out."
     elsewhere = own_name(key)
     near = [elsewhere] if elsewhere else similar_keys(key)
     around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
     hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."
-    # Whoever brings a script of verl's asks whether it is verl's key or that of the fork the script is from.
-    of_nobody = ", and no version of verl is known to have it" if around and not near else ""
-    return f"unknown key '{written}'{of_nobody}. {hint}"
+    # A user with a script of verl needs to know whether the key is verl's or that of a fork.
+    read = "" if elsewhere else f": none of verl {', '.join(sentence('releases').split())} has this key"
+    return f"unknown key '{written}'{read}. {hint}"
+
+
+def _releases_with(key: str) -> str:
+    """Return the releases of verl that have a key, or a free-form key around it; "" for none."""
+    if row := keys_of_verl().get(key):
+        return row.verl
+    around = (keys_of_verl().get(key[:end]) for end in _ends(key))
+    return next((row.verl for row in around if row and "{}" in row.default), "")
 
 
 def _ends(key: str) -> list[int]:

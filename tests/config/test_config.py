@@ -12,11 +12,9 @@ from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import check, missing_files
 from rltrain.config.load import load_config, masked_command, to_yaml
 from rltrain.config.notes import without_effect
-from rltrain.config.schema.conditions import parse
 from rltrain.config.schema.engines import ENGINES
-from rltrain.config.schema.keys import all_keys, free_form_parent, get, is_known
-from rltrain.config.verl.no_effect import NO_EFFECT
-from rltrain.config.verl.spellings import ALIASES
+from rltrain.config.schema.keys import all_keys, free_form_parent, get
+from rltrain.config.verl.table import rows
 from rltrain.trainer.plan import make_plan
 
 A = "actor_rollout_ref."
@@ -88,7 +86,7 @@ def test_yaml_flow_values(override, key, value):
 
 def test_a_wrong_key_is_answered_with_the_nearest():
     with pytest.raises(
-        ConfigError, match=r"unknown key 'algorithm.adv_estimater'. Did you mean algorithm.adv_estimator"
+        ConfigError, match=r"unknown key 'algorithm.adv_estimater': none of .*\. Did you mean algorithm.adv_estimator"
     ):
         load_config(["algorithm.adv_estimater=grpo"])
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.temperature"):
@@ -154,14 +152,6 @@ def test_free_form_dictionaries_take_any_key():
     ).config
     assert config.actor_rollout_ref.model.override_config == {"rope_theta": 5.0}
     assert config.custom_reward_function.reward_kwargs == {"mine": {"len": 16}}
-
-
-@pytest.mark.parametrize("old", ALIASES)
-def test_every_renamed_key_lands_on_a_key_that_exists(old):
-    new = ALIASES[old]
-    assert (
-        is_known(new) or (new.endswith(".") and any(key.startswith(new) for key in all_keys())) or is_known(new + "x")
-    )
 
 
 def test_both_spellings_work_and_the_new_name_is_said():
@@ -504,9 +494,8 @@ def test_a_total_over_all_ranks_may_be_null():
     assert load_config([f"{A}actor.ppo_micro_batch_size=8", f"{A}actor.ppo_micro_batch_size=null"]).explicit == set()
 
 
-@pytest.mark.parametrize("pattern", NO_EFFECT)
-def test_no_ignored_key_is_a_key_of_the_schema(pattern):
-    name = parse(pattern).key
+@pytest.mark.parametrize("name", [row.key for row in rows("no effect")])
+def test_no_ignored_key_is_a_key_of_the_schema(name):
     assert name not in all_keys()
     assert free_form_parent(name.rstrip("*")) is None
 

@@ -9,13 +9,9 @@ from rltrain.api import look_over
 from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config, masked_command
-from rltrain.config.schema.conditions import parse
 from rltrain.config.schema.keys import all_keys, free_form_parent, get, sections
-from rltrain.config.verl import others
-from rltrain.config.verl.keys import verdict
-from rltrain.config.verl.no_effect import NO_EFFECT
-from rltrain.config.verl.refused import NO_NULL, REFUSED, SECTIONS
-from rltrain.config.verl.spellings import ALIASES, CLASSES, IMPLIES, OLD_KEYS, VALUES
+from rltrain.config.verl.keys import aliases, classes, refused_null, verdict
+from rltrain.config.verl.table import rows
 from rltrain.main_ppo import main
 
 A, C = "actor_rollout_ref.", "algorithm.rollout_correction."
@@ -39,6 +35,8 @@ def problems(*overrides: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
+OF_NO_RELEASE = "none of verl 0.5.0, 0.6.1, 0.7.0, 0.8.0, 0.9.0, 0.9.1 has this key"
+
 # Null has a meaning of its own here, which the help text tells.
 OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s", "trainer.save_every_s"} | {
     "actor_rollout_ref.rollout.multi_turn.trajectory_timeout_s"
@@ -46,7 +44,7 @@ OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s", "trainer.s
 
 
 @pytest.mark.few(10)
-@pytest.mark.parametrize("key", [key for key in all_keys() if key not in OWN_NULL | set(NO_NULL)])
+@pytest.mark.parametrize("key", [key for key in all_keys() if key not in OWN_NULL and not refused_null(key)])
 def test_null_is_the_default_of_every_key(key):
     default, declared = get(load_config([]).config, key), all_keys()[key].default
     endings = [f"{declared}, the default"] if declared and not str(declared).startswith("${") else []
@@ -86,8 +84,8 @@ OFF = ("null", "False", "0", "[]", "{}", "disabled", "")
 
 @pytest.mark.parametrize("off", OFF)
 def test_what_is_turned_off_is_not_refused(off):
-    rows = [row for row in REFUSED if not re.search("[=<>]", row.replace("!=", ""))]
-    keys = {row.partition("!=")[0].replace("*@*", "a@b").replace("*", "x") for row in [*rows, *SECTIONS]}
+    refused = [row for row in rows("refused", "section") if row.condition.operator in ("", "!=")]
+    keys = {row.key.replace("*@*", "a@b").replace("*", "x") for row in refused}
     assert load_config([f"{key}={off}" for key in sorted(keys)]).warnings == ()
     # A key of nobody's gets a note, and one that is near a key of ours is a mistake all the same.
     assert "turned off" in load_config([f"{A}actor.no_such_thing={off}"]).warnings[0]
@@ -115,30 +113,30 @@ def concrete(pattern: str) -> str:
 
 
 def test_rows_lead_to_keys_that_exist():
-    targets = [*ALIASES.values(), *CLASSES.values(), *VALUES]
+    targets = [*aliases().values(), *classes().values(), *(row.key for row in rows("value", "elsewhere"))]
     for key in targets:
         assert key.rstrip(".") in {*all_keys(), *sections()} or free_form_parent(key), key
-    for old in (*ALIASES, *OLD_KEYS, *(part for pair in CLASSES for part in pair)):
+    for old in (*aliases(), *(row.key for row in rows("translated", "path", "name"))):
         assert old.rstrip(".") not in all_keys(), f"{old} is a key of ours"
-    for section, names in IMPLIES.items():
-        assert {f"{A}actor.{section.split('.')[1]}.{name}" for name in names} <= set(all_keys())
+    for row in rows("turns on"):
+        assert {f"{A}actor.{row.key.split('.')[1]}.{name}" for name in row.to.split()} <= set(all_keys())
 
 
 def test_sentences_of_rows_name_keys_that_exist():
     named = re.compile(r"(?:--help )?(?<![\w{}.])(?:[a-z]\w*\.)+\w+(?==|\b)")
-    key_names = [*all_keys(), *sections(), *ALIASES, *NO_EFFECT, *REFUSED]
-    for why in {*NO_EFFECT.values(), *REFUSED.values(), *(why for _, why in SECTIONS.values())}:
+    key_names = [*all_keys(), *sections(), *aliases(), *(row.key for row in rows("no effect", "refused"))]
+    for why in {row.note for row in rows("no effect", "refused", "section")}:
         for name in named.findall(re.sub(r"\w+\.jsonl?\b", "", why)):
             key = name.removeprefix("--help ")
             assert any(f".{key_name}".endswith(f".{key}") for key_name in key_names), (key, why)
 
 
 def test_only_arguments_and_options_of_other_tools_may_have_any_name():
-    assert {row for row in NO_EFFECT if "*" in row.removeprefix("*.")} == FREE
-    for row in NO_EFFECT:
-        section = concrete(parse(row).key).rpartition(".")[0]
+    assert {row.key for row in rows("no effect") if "*" in row.key.removeprefix("*.")} == FREE
+    for row in rows("no effect"):
+        section = concrete(row.key).rpartition(".")[0]
         if section and (ruling := verdict(f"{section}.nobody_s", 1)):
-            assert ruling.refused or ruling.row in FREE, (row, ruling)
+            assert ruling.refused or ruling.row.key in FREE, (row, ruling)
 
 
 @pytest.mark.parametrize(
@@ -149,12 +147,21 @@ def test_only_arguments_and_options_of_other_tools_may_have_any_name():
         "critic.checkpoint.nobody_s", f"{A}actor.fsdp_config.mixed_precision.nobody_s", f"{A}model.lora.nobody_s",
         f"{A}ref.fsdp_config.nobody_s", f"{A}ref.model.nobody_s", f"{A}rollout.trace.nobody_s",
         f"{A}actor.profiler.nobody_s", "global_profiler.nobody_s", "algorithm.pf_ppo.nobody_s",
-        "nobody_s.profiler.enable", "data.use_shm", "trainer.nccl_timeout", "nobody_s.fsdp_config.seed",
+        "nobody_s.profiler.enable", "trainer.nccl_timeout", "nobody_s.fsdp_config.seed",
         "algorithm.optim.lr_scheduler", "rewards.reward_kwargs.x",
     ],
 )  # fmt: skip
 def test_a_name_that_verl_does_not_know_is_refused_in_its_sections_too(key):
     assert problems(f"{key}=1")[0].startswith(f"unknown key '{key}'")
+
+
+def test_a_key_of_verl_without_an_answer_names_the_releases_that_have_it():
+    answer = "verl 0.9.0-0.9.1 has this key, and rltrain does not. Leave it out."
+    for key in (f"{A}actor.checkpoint.save_lora_only", "critic.checkpoint.save_lora_only"):
+        assert problems(f"{key}=True") == [f"{key}: {answer}"]
+        assert notes(f"{key}=False") == [f"{key}: no effect: not known here, and turned off"]
+    free_form = "critic.checkpoint.mbridge_config.any_name"
+    assert problems(f"{free_form}=1") == [f"{free_form}: {answer.replace('0.9.0', '0.8.0')}"]
 
 
 def test_arguments_of_the_processor_of_images_are_no_note():
@@ -164,16 +171,14 @@ def test_arguments_of_the_processor_of_images_are_no_note():
 
 
 def test_every_row_of_the_tables_is_reached():
-    for table in (REFUSED, SECTIONS, NO_EFFECT):
-        for row in table:
-            condition = parse(row)
-            numbers = {">": math.inf, "<": -math.inf}
-            wanted = condition.values[0] if condition.operator == "=" else numbers.get(condition.operator, "something")
-            key = concrete(condition.key)
-            if switch := table is SECTIONS and SECTIONS[row][0]:
-                key = key.removesuffix("x") + switch
-            ruling = verdict(key, wanted)
-            assert (ruling and ruling.row, ruling and ruling.applies) == (row, True)
+    for row in rows("refused", "section", "no effect"):
+        operator, values = row.condition.operator, row.condition.values
+        wanted = values[0] if operator == "=" else {">": math.inf, "<": -math.inf}.get(operator, "something")
+        key = concrete(row.key)
+        if row.action == "section" and row.to:
+            key = key.removesuffix("x") + row.to
+        ruling = verdict(key, wanted if wanted != "null" else None)
+        assert (ruling and ruling.row, ruling and ruling.applies) == (row, True)
 
 
 ANOTHER_EXPERIMENT = [
@@ -264,9 +269,7 @@ def test_a_section_that_is_left_out_has_its_defaults():
     assert (loaded.config.critic.model.fsdp_config.fsdp_size, loaded.explicit, loaded.warnings) == (-1, set(), ())
     kwargs = "custom_reward_function.reward_kwargs"
     assert value(kwargs, f"{kwargs}={{a:1,b:2}}", f"~{kwargs}.a") == {"b": 2}
-    assert problems("~algorithm.nobody") == [
-        "unknown key '~algorithm.nobody', and no version of verl is known to have it. See --help algorithm."
-    ]
+    assert problems("~algorithm.nobody") == [f"unknown key '~algorithm.nobody': {OF_NO_RELEASE}. See --help algorithm."]
 
 
 @pytest.mark.parametrize(
@@ -325,10 +328,8 @@ def test_a_guess_stays_within_its_section():
         ("critic.epochs", "critic"),
         (f"{A}actor.brand.new", f"{A}actor"),
     ):
-        assert problems(f"{key}=1") == [
-            f"unknown key '{key}', and no version of verl is known to have it. See --help {section}."
-        ]
-    assert problems("nobody.knows=1") == ["unknown key 'nobody.knows'. See --help."]
+        assert problems(f"{key}=1") == [f"unknown key '{key}': {OF_NO_RELEASE}. See --help {section}."]
+    assert problems("nobody.knows=1") == [f"unknown key 'nobody.knows': {OF_NO_RELEASE}. See --help."]
 
 
 @pytest.mark.parametrize(
@@ -347,13 +348,10 @@ def test_a_name_of_another_trainer_is_told_by_ours(typed, meant):
     assert problems(f"{typed}=1") == [f"unknown key '{typed}'. Did you mean {meant}?"]
 
 
-def test_the_names_of_other_trainers_lead_to_keys_that_exist():
-    assert not set(others._BY_LEAF.values()) - set(all_keys())
-
-
 def test_a_missing_or_mistyped_start_of_a_name_is_seen():
     assert problems("rollout.temperature=1") == [
-        f"unknown key 'rollout.temperature'. Did you mean {A}rollout.temperature, reward_model.rollout.temperature?"
+        f"unknown key 'rollout.temperature': {OF_NO_RELEASE}. Did you mean {A}rollout.temperature, "
+        "reward_model.rollout.temperature?"
     ]
     assert f"{A}rollout.temperature?" in problems("actor_rollout_rf.rollout.temperature=1")[0]
     assert f"{A}actor.optim.lr" in problems(f"{A}actor.lr=1")[0]

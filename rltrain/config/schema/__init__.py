@@ -2,7 +2,7 @@
 field.
 
 Names and meanings are verl's. A default that starts with ``${`` follows another key. Keys of verl's that change nothing
-here are no fields but rows of `verl.no_effect`.
+here are no fields but rows of ``verl/keys.tsv``.
 """
 
 from __future__ import annotations

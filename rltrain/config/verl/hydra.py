@@ -19,7 +19,7 @@ from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.verl.others import trainer_of
-from rltrain.config.verl.refused import RECIPES
+from rltrain.config.verl.table import rows
 
 Tree = dict[str, Any]
 
@@ -69,7 +69,7 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
 
 
 def _refuse_recipe(written: str, name: str) -> None:
-    if recipe := RECIPES.get(name):
+    if recipe := next((row.to for row in rows("file") if row.key == name), ""):
         raise ConfigError(
             f"{written}: {name}.yaml is the configuration of verl's recipe {recipe}, a trainer of its own that is not "
             "in this version. Give a configuration of PPO or GRPO, or one of your own by another name."

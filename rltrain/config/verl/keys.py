@@ -1,11 +1,9 @@
-"""What becomes of a key that somebody wrote: `rename` gives our spelling, and of one that the schema lacks even so
-`verdict` says whether it is refused, is without effect, or is known to nobody.
+"""The answer to a key that a user wrote: `rename` gives the spelling of the schema, and for a key that the schema lacks
+`verdict` gives the error or the note.
 
-The tables are `spellings`, `refused` and `no_effect`, sorted by section, what is special before what is general. They
-are no part of the schema, so that help, defaults and a printed configuration show only what has an effect. A row is a
-condition (`schema.conditions`) on keys of verl's, and the sentence that is said where it holds; of several rows the
-first that fits a key decides. What turns a thing off is neither refused nor noted unless a row names it after "=". A
-sentence may hold the names that `places_of` gives, such as {fsdp}.
+The answers are rows of `table`. They are not in the schema, so that help, defaults and a printed configuration show
+only keys with an effect. Of several rows the first that fits a key decides, and the row of a key comes before a
+pattern. A key that is turned off is neither refused nor noted, unless a row names its value after "=".
 """
 
 from __future__ import annotations
@@ -13,29 +11,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
-from rltrain.config.schema.conditions import Condition, is_off, parse
+from rltrain.config.schema.conditions import is_off
 from rltrain.config.schema.keys import all_keys
-from rltrain.config.verl.no_effect import NO_EFFECT, OWNERS
-from rltrain.config.verl.refused import OTHERS, REFUSED, SECTIONS
-from rltrain.config.verl.spellings import ALIASES, CLASSES
-
-_PARTS = [*ALIASES, *(part for pair in CLASSES for part in pair)]
+from rltrain.config.verl.table import Row, rows, sentence
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Says what becomes of a key that the schema lacks."""
+    """The answer to a key that the schema lacks."""
 
-    row: str
-    """The row of the tables that fits the key."""
+    row: Row
+    """The row of the table that fits the key."""
     why: str
     """Its sentence."""
     applies: bool
     """The sentence is to be said of the key's value."""
-    forbids: bool = False
-    """The row refuses, since a run would be another one than the user asked for; others are notes."""
+
+    @property
+    def forbids(self) -> bool:
+        """Whether the row is an error; others are notes."""
+        return self.row.action != "no effect"
 
     @property
     def refused(self) -> bool:
@@ -43,71 +41,87 @@ class Verdict:
         return self.forbids and self.applies
 
 
+@cache
+def aliases() -> dict[str, str]:
+    """Return the spellings of some version of verl with ours. A prefix ends in a dot."""
+    return {row.key.removesuffix("*"): row.to.removesuffix("*") for row in rows("renamed")}
+
+
+@cache
+def _parts() -> tuple[str, ...]:
+    return (*aliases(), *(row.key for row in rows("path", "name")))
+
+
 def rename(key: str) -> str:
-    """Our spelling of ``key`` (itself when it has no other)."""
-    for old, new in ALIASES.items():
-        if key == old:
-            return new
-        if old.endswith(".") and key.startswith(old):
-            return new + key[len(old) :]
-    return key
+    """Return our spelling of ``key`` (itself when it has no other)."""
+    if key in aliases():
+        return aliases()[key]
+    prefixes = ((old, new) for old, new in aliases().items() if old.endswith(".") and key.startswith(old))
+    return next((new + key[len(old) :] for old, new in prefixes), key)
 
 
 def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values, in any spelling; a free-form dictionary is one value."""
+    """Yield dotted keys and their values, in any spelling; a free-form dictionary is one value."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name == "_target_":  # Hydra's class names
             continue
         schema_key = all_keys().get(rename(key))
         # verl has some keys as sections, with keys of their own.
-        is_leaf = schema_key and (schema_key.free_form or not any(f"{part}.".startswith(f"{key}.") for part in _PARTS))
+        is_leaf = schema_key and (
+            schema_key.free_form or not any(f"{part}.".startswith(f"{key}.") for part in _parts())
+        )
         if isinstance(value, Mapping) and value and not is_leaf:
             yield from leaves_of(value, f"{key}.")
         else:
             yield key, value
 
 
-def rows_of(key: str, rows: Mapping[str, str]) -> Iterator[tuple[str, Condition, str]]:
-    """The rows that fit a key, whatever its value: each with its condition and its sentence."""
-    for row, why in rows.items():
-        if fnmatchcase(key, (condition := parse(row)).key):
-            yield row, condition, why
-
-
-def applies(condition: Condition, value: Any, lookup: Callable[[str], Any] = lambda key: None) -> bool:
-    """Whether a row's sentence is to be said of a value. lookup: the value of a key of ours."""
-    return condition.holds(value, lookup) and (condition.operator == "=" or not is_off(value))
+def rows_of(key: str) -> Iterator[Row]:
+    """Yield the rows that fit a key, whatever its value."""
+    for row in rows("refused", "section", "no effect", "other"):
+        name = f"{key}." if row.action == "section" else key
+        if row.key == key or ("*" in row.key and fnmatchcase(name, row.key) and _is_owned(key, row)):
+            yield row
 
 
 def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None) -> Verdict | None:
-    """What the tables say of a key that the schema lacks; None for keys that they do not know.
+    """Return the answer to a key that the schema lacks; None for keys that no row answers.
 
     lookup: the value of a key of ours, for rows that compare with one.
     """
-    for row, condition, why in rows_of(key, REFUSED):
-        holds = applies(condition, value, lookup)
-        if holds or condition.operator in ("", "!="):  # of other values another row may speak
-            return Verdict(row, why.format(**places_of(key)), holds, forbids=True)
-    for pattern, (switch, why) in SECTIONS.items():
-        if fnmatchcase(f"{key}.", pattern):
-            holds = not is_off(value) and (not switch or key.endswith(f".{switch}"))
-            return Verdict(pattern, why.format(**places_of(key)), holds, forbids=True)
-    for row, condition, why in rows_of(key, NO_EFFECT):
-        if _is_owned(key, condition.key):
-            return Verdict(row, why.format(**places_of(key)), applies(condition, value))
-    # What is turned off of these is nobody's, and may be a mistyped key of ours.
-    rows = () if is_off(value) else rows_of(key, OTHERS)
-    return next((Verdict(row, why, True, forbids=True) for row, _, why in rows), None)
+    for row in rows_of(key):
+        is_switch = row.action != "section" or not row.to or key.endswith(f".{row.to}")
+        operator = row.condition.operator
+        holds = is_switch and row.condition.holds(value, lookup) and (operator == "=" or not is_off(value))
+        # Another row may answer other values of the key, and what is off of a recipe's may be a mistyped key of ours.
+        is_last = row.action in ("section", "no effect") or (row.action == "refused" and operator in ("", "!="))
+        if holds or is_last:
+            return Verdict(row, row.note.format(**places_of(key), to=row.to), holds)
+    return None
 
 
-def _is_owned(key: str, pattern: str) -> bool:
-    """Whether a "*" at the start of a row stands for a section of verl's that has such keys."""
-    return not pattern.startswith("*.") or key.rpartition(pattern[1:].partition("*")[0])[0] in OWNERS
+def _is_owned(key: str, row: Row) -> bool:
+    """Return whether a "*" at the start of a note's row stands for a section of verl's that has such keys."""
+    if row.action != "no effect" or not row.key.startswith("*."):
+        return True
+    return key.rpartition(row.key[1:].partition("*")[0])[0] in sentence("owners").split()
+
+
+def refused_null(key: str) -> str:
+    """Return why null is an error for a key of ours, "" where it means the default."""
+    ruling = verdict(key, None)
+    return ruling.why if ruling and ruling.refused else ""
+
+
+@cache
+def classes() -> dict[tuple[str, str], str]:
+    """Return the keys of path and name of a class, with our key that holds PATH:NAME."""
+    return {(path.key, name.key): path.to for path in rows("path") for name in rows("name") if name.to == path.to}
 
 
 def places_of(key: str) -> dict[str, str]:
-    """Where the settings of the key's model stand here: its passes (role), sharding (fsdp), model and optimizer."""
+    """Return the places of the settings of the key's model: its passes (role), sharding (fsdp), model and optimizer."""
     if key.startswith("critic."):
         return {"role": "critic", "fsdp": "critic.model.fsdp_config", "model": "critic.model", "optim": "critic.optim"}
     role = "actor_rollout_ref.ref" if key.startswith("actor_rollout_ref.ref.") else "actor_rollout_ref.actor"

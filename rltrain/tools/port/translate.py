@@ -23,9 +23,8 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.schema.keys import all_keys, followed, get, is_known
-from rltrain.config.verl.keys import places_of, rename, rows_of, verdict
-from rltrain.config.verl.refused import REFUSED
-from rltrain.config.verl.spellings import CLASSES, is_old
+from rltrain.config.verl.keys import classes, places_of, rename, rows_of, verdict
+from rltrain.config.verl.spellings import is_old
 from rltrain.run.checkpoints.foreign import has_verl_checkpoints
 from rltrain.tools.port.rules import SPREAD, parsed_or_text, rule_of
 
@@ -90,7 +89,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
 def _own_classes(ported: Ported, last: dict[str, str]) -> None:
     """Path and name of a class of the user's own are one setting, and keys of data that only it knows go with it."""
     chosen = False
-    for pair, key in CLASSES.items():
+    for pair, key in classes().items():
         path, name = (last.get(setting, "null") for setting in pair)
         if "null" not in (path, name):
             ported.put(key, f"{path}:{name}", f"was {' and '.join(pair)}")
@@ -138,7 +137,7 @@ def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, st
 
 def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:
     """The settings that a key's rows compare it with."""
-    others = {value[2:-1] for _, condition, _ in rows_of(key, REFUSED) for value in condition.values}
+    others = {value[2:-1] for row in rows_of(key) for value in row.condition.values}
     return {other: text for other, text in written.items() if rename(other) in others}
 
 

@@ -1,0 +1,90 @@
+"""The rows of ``keys.tsv``: every key of verl's releases, and the answer of rltrain to each of them.
+
+``scripts/verl_keys.py`` writes the columns ``verl`` (the releases that have the key) and ``default`` and the action
+``same``; people write the rest. A row without an action is a key that a row with ``*`` answers, or one without an
+answer, which the script lists.
+
+action      meaning of the row
+same        the schema has the key
+renamed     the schema has it as ``to``; a ``*`` at the end stands for the rest of the name
+value       ``to`` is the word for the value ``when`` of a key of the schema
+path, name  path and name of a class that ``to`` holds as PATH:NAME
+translated  `spellings.translate_old_keys` makes keys of the schema of it, together with others
+turns on    a switch for the keys ``to`` of the same section
+refused     an error: the run would be another experiment
+section     an error for every key of a section, or only for the key ``to`` that turns the section on
+no effect   a note. A ``*`` at the start stands for the sections of @owners
+other       an error for a key of a recipe or of another trainer, after all other rows
+file        the configuration file of a recipe
+elsewhere   ``to``: names that other trainers have for a key of the schema
+trainer     ``note``: top-level names of another trainer's files, of which two (or the only one) must be there; ``to``:
+            the page about its keys
+sentence    a text that notes name as @name
+list        @releases: those that were read; @owners: sections of verl
+
+``when`` is a condition on the value, as in `config.schema.conditions`. ``note`` is the sentence that the user reads; it
+may hold {to} and the places that `keys.places_of` gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from rltrain.config.schema.conditions import Condition, parse
+
+FILE = Path(__file__).with_name("keys.tsv")
+
+
+class Row(NamedTuple):
+    """One line of the file."""
+
+    key: str
+    verl: str = ""
+    default: str = ""
+    action: str = ""
+    when: str = ""
+    to: str = ""
+    note: str = ""
+
+    @property
+    def condition(self) -> Condition:
+        """The condition on the value of the key."""
+        return parse(self.key + self.when)
+
+
+def read(lines: Iterable[str]) -> list[Row]:
+    """Return the rows of the file's lines, after the line with the names of the columns."""
+    return [Row(*line.rstrip("\n").split("\t")) for line in lines][1:]
+
+
+@cache
+def table() -> tuple[Row, ...]:
+    """Return all rows, with the sentences that their notes name."""
+    found = read(FILE.read_text(encoding="utf-8").splitlines())
+    sentences = {row.key: row.note for row in found if row.action == "sentence"}
+
+    def whole(note: str) -> str:
+        return re.sub(r"@\w+", lambda name: sentences[name[0]], note)
+
+    return tuple(row._replace(note=whole(row.note)) if "@" in row.note else row for row in found)
+
+
+@cache
+def rows(*actions: str) -> tuple[Row, ...]:
+    """Return the rows with one of the actions, in the order of the file."""
+    return tuple(row for row in table() if row.action in actions)
+
+
+def sentence(name: str) -> str:
+    """Return the sentence or the list ``@name``."""
+    return next(row.note for row in rows("sentence", "list") if row.key == f"@{name}")
+
+
+@cache
+def keys_of_verl() -> dict[str, Row]:
+    """Return the rows of the keys that some release of verl has."""
+    return {row.key: row for row in table() if row.verl}

@@ -111,7 +111,6 @@ setup(
         "math": [],  # algebra needs nothing more; the name stays for those who ask for it
         "gymnasium": ["gymnasium>=1.0"],
         "hub": ["datasets"],
-        "plot": ["matplotlib"],
         "sglang": ["sglang==0.5.23"],
     },
 )

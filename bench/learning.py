@@ -4,9 +4,9 @@
     python -m bench.learning --newer …
     python -m bench.learning --moe --seeds 1 …
 
-A run that is complete is not made again. The plot needs the extra `plot`. Writes bench/results/learning_cpu.md and
-learning_cpu.png; with --newer, of the methods of 2025 and 2026 beside grpo, learning_newer_cpu.md and its picture; with
---moe, of a model with eight experts in a layer, learning_moe_cpu.md and its picture.
+A run that is complete is not made again. The plot needs matplotlib (extra `dev`). Writes bench/results/learning_cpu.md
+and learning_cpu.png; with --newer, of the methods of 2025 and 2026 beside grpo, learning_newer_cpu.md and its picture;
+with --moe, of a model with eight experts in a layer, learning_moe_cpu.md and its picture.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m bench.learning_agents [--out outputs/learning_agents] [--seeds 3] [--jobs 1] [--only calculator,guess]
 
 A seed decides the model, the order of the data and the answers that are drawn; both arms of a seed share them. A run
-that is complete is not made again. The plot needs the extra `plot`. Writes bench/results/learning_agents_cpu.md and
-learning_agents_cpu.png.
+that is complete is not made again. The plot needs matplotlib (extra `dev`). Writes bench/results/learning_agents_cpu.md
+and learning_agents_cpu.png.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from rltrain.base.storage import replacing
+
 # Okabe and Ito's, which the colour-blind tell apart, without black and yellow, which one of the two pages would hide.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7fd6", "#7f8c8d")
 _INK = "#8b929a"
@@ -83,11 +85,12 @@ def new_chart(title: str, unit: str = "", *, height: int = 230, **settings: Any)
     return chart
 
 
-def line_chart(title: str, lines: Sequence[Line], unit: str = "", **settings: Any) -> Any:
-    """Lines over the steps, with their values under the pointer."""
+def line_chart(title: str, lines: Sequence[Line], unit: str = "", x_label: str = "step", **settings: Any) -> Any:
+    """Return lines over the steps (or ``x_label``), with their values under the pointer."""
     from bokeh.models import HoverTool
 
     chart = new_chart(title, unit, **settings)
+    chart.xaxis.axis_label = None if x_label == "step" else x_label
     for line, (_, colour) in zip(lines, colours([line.label for line in lines]), strict=True):
         x, y = _small(line.x), _small(line.y)
         if line.low is not None:
@@ -96,8 +99,25 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", **settings: An
         drawn = [chart.line(x=x, y=y, color=colour, line_width=1.6, **named)]
         if len(x) <= _MOST_MARKED:
             drawn.append(chart.scatter(x=x, y=y, color=colour, size=4, **named))
-        tips = [("step", "@x"), (line.label, "@y{0.[0000]a}")]
+        tips = [(x_label, "@x"), (line.label, "@y{0.[0000]a}")]
         chart.add_tools(HoverTool(renderers=drawn[:1], tooltips=tips, mode="vline", visible=False))
+    _tidy_legend(chart)
+    return chart
+
+
+def interval_chart(title: str, lines: Sequence[Line], unit: str = "", **settings: Any) -> Any:
+    """Return points with their intervals. x: numbers, or names that are the ``x_range``."""
+    from bokeh.models import HoverTool
+
+    chart = new_chart(title, unit, **settings)
+    for line, (_, colour) in zip(lines, colours([line.label for line in lines]), strict=True):
+        named = {"legend_label": line.label} if len(lines) > 1 else {}
+        if line.low is not None:
+            chart.segment(x0=line.x, y0=line.low, x1=line.x, y1=line.high, color=colour, line_width=1.6, **named)
+        drawn = chart.scatter(x=line.x, y=line.y, color=colour, size=8, **named)
+        chart.add_tools(
+            HoverTool(renderers=[drawn], tooltips=[("", "@x"), (line.label, "@y{0.[0000]a}")], visible=False)
+        )
     _tidy_legend(chart)
     return chart
 
@@ -177,6 +197,13 @@ def page(title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections: 
     library = Resources(mode="inline", components=["bokeh"]).render_js() if charts else ""
     template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(title=title, subtitle=subtitle, facts=facts, parts=parts, script=script, library=library)
+
+
+def save_page(file: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
+    """Write a page atomically. Raises DiskError or StorageError."""
+    text = page(title, subtitle, [], sections)
+    with replacing(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _small(values: Any) -> Any:

@@ -46,7 +46,7 @@ def test_checkpoints_get_the_numbers_that_their_run_has_found(tiny_model, arithm
         pd.testing.assert_frame_equal(kept[own.columns], own)
     both = found(run / "evaluation", "evaluations.json")["evaluations"]
     assert [one["model"]["step"] for one in both] == [1, 2]
-    assert (run / "evaluation" / "evaluation.png").is_file()
+    assert (run / "evaluation" / "evaluation.html").is_file()
     assert main(words) == 0
     assert "was evaluated before" in capfd.readouterr().out
     assert found(run / "evaluation", "evaluations.json")["evaluations"] == both

@@ -40,7 +40,7 @@ def test_a_search_chooses_bounds_scores_them_on_other_rows_and_goes_on_after_a_s
     assert "words: data.min_pixels=null data.max_pixels=1764" in told
     assert "no difference is shown" in told
     assert {part["sources"]["rltrain/rectangles"]["prompts"] for part in result["tests"].values()} == {20}
-    assert (out / "resolution.png").is_file()
+    assert (out / "resolution.html").is_file()
     # Of 1, 7, 8 and 8 prompts: without the last part, the setting is not finished.
     parts = sorted((out / "dev" / "min_none_max_1764" / "parts").glob("rows_*.parquet"))
     assert len(parts) == 4

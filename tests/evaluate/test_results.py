@@ -1,6 +1,6 @@
-"""From answers on disk to numbers, tables and a picture."""
+"""From answers on disk to numbers, tables and a page."""
 
-import sys
+import re
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ import pytest
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.tools.evaluate.evaluation import accuracies, summary
 from rltrain.tools.evaluate.kept import Kept
-from rltrain.tools.evaluate.picture import draw
+from rltrain.tools.evaluate.page import write_page
 from rltrain.tools.evaluate.report import show
 
 
@@ -136,17 +136,17 @@ def test_benchmarks_of_images_have_a_column_each_and_then_their_average(capsys):
     assert [cell.strip() for cell in heads[-1]] == ["avg@2", *names, "Avg."]
 
 
-def test_a_picture_is_drawn_of_models_and_of_steps(tmp_path):
-    pytest.importorskip("matplotlib")
-    for number, results in enumerate(([result("a"), result("b", 5)], [result("a", 1), result("b", 5)])):
-        assert draw(tmp_path / f"{number}.png", results)
-        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_without_matplotlib_a_sentence_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level("INFO"):
-        assert not draw(tmp_path / "a.png", [result("a")])
-    assert "pip install 'rltrain[plot]'" in caplog.text
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("results", "num_charts"),
+    [
+        ([result("a"), result("b", 5)], 2),  # by model, and pass@k
+        ([result("a", 1), result("b", 5)], 2),  # over steps, and pass@k
+        ([result("a", frame=pd.concat([answers("x"), answers("y", first_row=3)]))], 4),  # two sources and their average
+    ],
+)
+def test_the_page_has_means_and_pass_at_k(results, num_charts, tmp_path):
+    write_page(tmp_path / "evaluation.html", results)
+    page = (tmp_path / "evaluation.html").read_text(encoding="utf-8")
+    assert page.count("data-root-id") == num_charts
+    assert not re.findall(r"<(?:script|img|link|iframe)[^>]*(?:src|href)=", page)  # it opens offline
+    assert [file.name for file in tmp_path.iterdir()] == ["evaluation.html"]

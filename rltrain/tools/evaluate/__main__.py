@@ -39,8 +39,8 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     from rltrain.base.storage import write_json
     from rltrain.run.build import begin_ray
     from rltrain.tools.evaluate.evaluation import evaluate_model, folder_of
-    from rltrain.tools.evaluate.kept import PICTURE, RESULT, RESULTS
-    from rltrain.tools.evaluate.picture import draw
+    from rltrain.tools.evaluate.kept import PAGE, RESULT, RESULTS
+    from rltrain.tools.evaluate.page import write_page
     from rltrain.tools.evaluate.report import show
     from rltrain.tools.evaluate.request import read_request
 
@@ -66,8 +66,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     file = folder / (RESULTS if several else RESULT)
     if several:
         write_json(file, {"evaluations": results})
-    with logs.session():
-        draw(folder / PICTURE, results)
+    write_page(folder / PAGE, results)
     show(results)
     sys.stdout.write(f"{file}\nanswers: rltrain view {request.folder(request.models[0])} --val\n")
     return 0

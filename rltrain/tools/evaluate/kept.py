@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.storage import patiently, read_json, replacing, write_json
 
-# Of one model; of several, beside the folders of each; the picture of either.
-RESULT, RESULTS, PICTURE = "evaluation.json", "evaluations.json", "evaluation.png"
+# Of one model; of several, next to the folders of each; the page of either.
+RESULT, RESULTS, PAGE = "evaluation.json", "evaluations.json", "evaluation.html"
 _ASKED, _PARTS = "asked.json", "parts"
 _PART = re.compile(r"rows_(\d+)_(\d+)\.parquet")
 _NUM_SHOWN = 4

@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
 def _search(arguments: argparse.Namespace, stop: Stop) -> int:
     # Imported here, so that --help need not wait for it.
     from rltrain.run.build import begin_ray
-    from rltrain.tools.resolution.report import draw, show_search, show_settings
+    from rltrain.tools.resolution.report import show_search, show_settings, write_page
     from rltrain.tools.resolution.request import read_search
-    from rltrain.tools.resolution.search import PICTURE, RESULT, search
+    from rltrain.tools.resolution.search import PAGE, RESULT, search
     from rltrain.tools.resolution.settings import find_settings
 
     stop.says("nothing is answered yet: the same command begins anew")
@@ -54,8 +54,7 @@ def _search(arguments: argparse.Namespace, stop: Stop) -> int:
         with logs.session():
             begin_ray(request.on("dev").settings(request.model).config, stop, closing)
         result = search(request, settings, stop)
-    with logs.session():
-        draw(request.root / PICTURE, result)
+    write_page(request.root / PAGE, result)
     show_search(result)
     sys.stdout.write(f"{request.root / RESULT}\n")
     return 0

@@ -1,4 +1,4 @@
-"""What a search has found: tables, the words to type, and a picture."""
+"""The results of a search: tables, the words to type, and a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rltrain.base.picture import new_figure, save
+from rltrain.base.charts import Line, Section, interval_chart, line_chart, save_page
 from rltrain.tools.evaluate.report import console_of, show, write_table
 from rltrain.tools.resolution.settings import Settings
 
@@ -70,44 +70,21 @@ def _say(lines: list[str]) -> None:
     sys.stdout.flush()
 
 
-def draw(file: Path, result: Mapping[str, Any]) -> bool:
-    """Write the picture: accuracy and seconds over image tokens; False, with a sentence, without matplotlib."""
-    figure = new_figure(10, 4)
-    if figure is None:
-        return False
-    accuracy, cost = figure.subplots(1, 2)
+def write_page(file: Path, result: Mapping[str, Any]) -> None:
+    """Write the page: accuracy and seconds over image tokens. Raises DiskError or StorageError."""
     parts = sorted(result["settings"], key=lambda part: part["image_tokens"])
-    for label, group, colour in (
-        ("all of dev", [part for part in parts if not part["stopped"]], "C0"),
-        ("stopped early", [part for part in parts if part["stopped"]], "0.6"),
-    ):
-        _points(accuracy, [part for part in group if part["value"] is not None], label, colour)
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for part in parts:
-        for mark, holds in (("s", part["default"]), ("*", part["name"] == result["chosen"]["name"])):
-            if holds and part["value"] is not None:
-                label = "default" if mark == "s" else "chosen"
-                accuracy.plot(
-                    part["image_tokens"], part["value"], mark, markersize=14, fillstyle="none", color="C3", label=label
-                )
+        if part["value"] is not None:
+            groups.setdefault(", ".join(_marks(part, result["chosen"]["name"])) or "all of dev", []).append(part)
+    accuracy = [Line(label, *(_column(group, name) for name in ("image_tokens", "value", "low", "high")))
+                for label, group in groups.items()]  # fmt: skip
     timed = [part for part in parts if part["seconds_per_prompt"] is not None]
-    cost.plot([part["image_tokens"] for part in timed], [part["seconds_per_prompt"] for part in timed], "o-")
-    accuracy.set_ylabel("accuracy on dev, 95 %")
-    cost.set_ylabel("seconds per prompt")
-    for axis in (accuracy, cost):
-        axis.set_xscale("log")
-        axis.set_xlabel("image tokens per prompt")
-        axis.grid(alpha=0.3)
-    accuracy.legend()
-    save(figure, file)
-    return True
+    seconds = Line("seconds per prompt", _column(timed, "image_tokens"), _column(timed, "seconds_per_prompt"))
+    x: dict[str, Any] = {"x_axis_type": "log", "x_axis_label": "image tokens per prompt"}
+    charts = [interval_chart("accuracy on dev, 95 %", accuracy, **x), line_chart("seconds per prompt", [seconds], **x)]
+    save_page(file, f"Resolution: {result['chosen']['name']}", _verdict(result), [Section("Settings", charts=charts)])
 
 
-def _points(axis: Any, parts: list[Mapping[str, Any]], label: str, colour: str) -> None:
-    if parts:
-        values = [part["value"] for part in parts]
-        ends = [
-            [part["value"] - part["low"] for part in parts],
-            [part["high"] - part["value"] for part in parts],
-        ]
-        tokens = [part["image_tokens"] for part in parts]
-        axis.errorbar(tokens, values, yerr=ends, fmt="o", capsize=3, label=label, color=colour)
+def _column(parts: list[Mapping[str, Any]], name: str) -> list[float]:
+    return [part[name] for part in parts]

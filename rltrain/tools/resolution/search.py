@@ -35,7 +35,7 @@ from rltrain.tools.resolution.request import SearchRequest
 from rltrain.tools.resolution.settings import Setting, Settings
 
 log = logging.getLogger(__name__)
-RESULT, PICTURE = "resolution.json", "resolution.png"
+RESULT, PAGE = "resolution.json", "resolution.html"
 _SECONDS = "seconds.json"
 
 

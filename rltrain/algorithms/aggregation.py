@@ -26,7 +26,6 @@ class Denominators:
     sequences: int
     # A constant of the run. The padded width, verl's default, would change the loss from batch to batch.
     horizon: int
-    # 1: not counted, in incidents that were written before it was.
     groups: int = 1
 
 

@@ -32,12 +32,12 @@ COMMANDS = {
     "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
     "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),
     "agents try": ("rltrain.tools.try_agent", "try tools, an environment or an agent on a row, turn by turn"),
-    "replay": ("rltrain.tools.replay", "an incident with a loss that is not finite, once more on one device"),
     "collect": ("rltrain.tools.collect", "what a bug report needs of a run, in one file"),
     "env": ("rltrain.run.report.env_report", "versions, machine and devices, for a bug report"),
 }
 # Commands of earlier versions -> the sentence that answers them.
 REMOVED: dict[str, str] = {
+    "replay": "rltrain replay was removed: docs/recovery.md has the lines that load a saved mini-batch.",
     "sync": "rltrain sync was removed: type wandb sync RUN/wandb/offline-run-* (docs/logging.md).",
 }
 _OTHER_NAMES = {"env_report": "env"}

@@ -112,9 +112,5 @@ class LossScale:
         self._become(self.value / 2)
         return True
 
-    def rest(self) -> None:
-        """Become 1, at which no gradient overflows because of it."""
-        self._become(self.LOWEST)
-
     def _become(self, value: float) -> None:
         self.state.copy_(torch.tensor([value, 0.0]))

@@ -90,7 +90,8 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", x_label: str =
     from bokeh.models import HoverTool
 
     chart = new_chart(title, unit, **settings)
-    chart.xaxis.axis_label = None if x_label == "step" else x_label
+    if x_label != "step":
+        chart.xaxis.axis_label = x_label
     for line, (_, colour) in zip(lines, colours([line.label for line in lines]), strict=True):
         x, y = _small(line.x), _small(line.y)
         if line.low is not None:

@@ -48,7 +48,7 @@ def test_other_arguments_are_passed_on_unless_they_look_misspelt():
     others = []
     assert read_arguments(Settings, ["model=x", "data.seed=1", "+y=2", "flag"], others=others) == Settings(["x"])
     assert others == ["data.seed=1", "+y=2", "flag"]
-    with pytest.raises(ConfigError, match="modle=x: unknown key modle. Did you mean model=?"):
+    with pytest.raises(ConfigError, match=r"modle=x: unknown key modle\. Did you mean model=\?"):
         read_arguments(Settings, ["model=x", "modle=x"], others=[])
 
 

@@ -21,6 +21,7 @@ def test_the_page_marks_the_chosen_setting_and_those_that_were_stopped(tmp_path)
     )
     page = (tmp_path / "resolution.html").read_text(encoding="utf-8")
     assert page.count("data-root-id") == 2
+    assert page.count('"axis_label":"image tokens per prompt"') == 2
     assert "0.100 [0.020, 0.200]: better." in page
     for mark in ("default", "chosen", "stopped"):
         assert f'"{mark}"' in page

@@ -81,8 +81,9 @@ def write_page(file: Path, result: Mapping[str, Any]) -> None:
                 for label, group in groups.items()]  # fmt: skip
     timed = [part for part in parts if part["seconds_per_prompt"] is not None]
     seconds = Line("seconds per prompt", _column(timed, "image_tokens"), _column(timed, "seconds_per_prompt"))
-    x: dict[str, Any] = {"x_axis_type": "log", "x_axis_label": "image tokens per prompt"}
-    charts = [interval_chart("accuracy on dev, 95 %", accuracy, **x), line_chart("seconds per prompt", [seconds], **x)]
+    tokens = "image tokens per prompt"
+    charts = [interval_chart("accuracy on dev, 95 %", accuracy, x_axis_type="log", x_axis_label=tokens),
+              line_chart("seconds per prompt", [seconds], x_label=tokens, x_axis_type="log")]  # fmt: skip
     save_page(file, f"Resolution: {result['chosen']['name']}", _verdict(result), [Section("Settings", charts=charts)])
 
 

@@ -27,7 +27,7 @@ LAYERS = [
     {"tools/evaluate"},
     {"main_ppo"},
     {"api"},
-    {"run", "tools/compare", "tools/port"},
+    {"run", "tools/port"},
     {"run/checkpoints"},
     {"run/preflight", "run/report", "run/seconds"},
     {"run/watchers"},

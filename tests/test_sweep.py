@@ -23,7 +23,7 @@ def made(monkeypatch, tmp_path, capsys):
     """made(*words, ends=…): exit code, output, and the names of the runs that were begun. ends: by name, the error or
     exit code of a run."""
     monkeypatch.setattr(module, "start_ray", lambda cfg: False)
-    monkeypatch.setattr(module, "compare", lambda folders, out: f"compared {' '.join(path.name for path in folders)}\n")
+    monkeypatch.setattr(module, "compare", lambda folders, out: print("compared", *(path.name for path in folders)))
 
     def call(*words, ends=None):
         begun = []

@@ -22,7 +22,7 @@ COMMANDS = {
     ),
     "report": ("rltrain.run.report.table", "the phase table of a run"),
     "watch": ("rltrain.tools.watch", "a run that goes on elsewhere, by its folder"),
-    "compare": ("rltrain.tools.compare.__main__", "runs beside each other: curves, differences, settings, weights"),
+    "compare": ("rltrain.tools.compare", "compare runs: curves, paired differences, settings"),
     "simulate": ("rltrain.tools.simulate", "seconds of a step on another device: key=value … --device H100"),
     "sweep": ("rltrain.tools.sweep", "a run for every combination of settings, one after the other: key=a,b ..."),
     "view": ("rltrain.run.report.view", "the answers of a run"),

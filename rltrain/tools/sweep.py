@@ -32,7 +32,7 @@ from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, start_ray
 from rltrain.controller.lifeline import ended_after_us, lost, stop_ray, unless_lost
 from rltrain.main_ppo import main as guarded
-from rltrain.tools.compare.__main__ import compare
+from rltrain.tools.compare import compare
 
 _USAGE = """usage: python -m rltrain.sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
 
@@ -242,7 +242,7 @@ def _end(runs: Sequence[SweepRun], out: Path, record: Record, codes: dict[str, i
     finished = [run for run in runs if record.is_finished(run)]
     if len(finished) > 1:
         try:
-            sys.stdout.write("\n" + compare([run.folder for run in finished], out))
+            compare([run.folder for run in finished], out)
         except RltrainError as error:  # the runs are made all the same
             sys.stderr.write(f"the runs are not compared: {error}\n")
     _say(f"{len(finished)} of {len(runs)} runs are finished")

@@ -1,1 +1,0 @@
-"""Runs beside each other: curves, differences, settings, phases and weights."""

@@ -77,27 +77,6 @@ def budgets(config: Config) -> dict[str, PassBudget]:
     return {name: decide(config, step_pass.keys)[0] for name, step_pass in PASSES.items()}
 
 
-def smaller(config: Config, name: str) -> Iterator[dict[str, int]]:
-    """Smaller settings of the pass ``name``, cheapest first: half the deciding key, its minimum, then 2, 4 and 8 times
-    the sequence parallelism.
-    """
-    keys = PASSES[name].keys
-    key, group = decide(config, keys)[1], ranks_per_sequence(config, keys)
-    value, by_tokens = get(config, key) if key else 1, key.endswith("max_token_len_per_gpu")
-    longest, least = longest_sequence(config), 1
-    if by_tokens:
-        used = _used(config).values()
-        sharing = [ranks_per_sequence(config, pass_keys) for pass_keys in used if decide(config, pass_keys)[1] == key]
-        least = -(-longest // min(sharing, default=group))
-    yield from ({key: size} for size in dict.fromkeys((max(value // 2, least), least)) if size < value)
-    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    for parts in (2 * group, 4 * group, 8 * group):
-        if keys.sharing and devices % parts == 0:
-            # A number of tokens is one device's: unless it falls, more devices hold more and none of them less.
-            tokens = {keys.tokens: -(-longest // parts)} if by_tokens else {}
-            yield {f"{keys.sharing}.ulysses_sequence_parallel_size": parts} | tokens
-
-
 def longest_sequence(config: Config) -> int:
     """Tokens of the longest prompt with the longest answer."""
     return config.data.max_prompt_length + config.data.max_response_length

@@ -6,6 +6,7 @@ import pytest
 from rltrain.base.columns import names as c
 from rltrain.base.device import get_device
 from rltrain.config.load import load_config
+from rltrain.config.memory_keys import memory_keys
 from rltrain.config.passes import PASSES, ROLES, ModelRole, Pass, device_phases, step_phases
 from rltrain.config.step_passes import make_step_passes, offloads
 from rltrain.controller.samples import Samples
@@ -21,7 +22,6 @@ from rltrain.trainer.metrics import throughput_metrics
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.timing import StepTimer, flops_metrics
 from rltrain.workers.frozen import FrozenWorker
-from rltrain.workers.full_device import ways_out
 from tests.tiny import save_tiny_model, small_run
 from tests.trainer.steps import NO_KL
 
@@ -127,8 +127,8 @@ def test_its_memory_is_foretold_and_may_rest_on_the_host(cfg):
 
 def test_a_full_device_is_told_of_its_offload(cfg):
     assert (OFFLOAD, ("tutor",)) in list(offloads(cfg))
-    assert f"{OFFLOAD}=True" in list(ways_out(cfg, "update_actor", 0.35))
-    assert f"{OFFLOAD}=True" not in list(ways_out(cfg, "tutor", 0.35))
+    assert ("weights", f"{OFFLOAD}=True") in list(memory_keys(cfg, "update_actor"))
+    assert ("weights", f"{OFFLOAD}=True") not in list(memory_keys(cfg, "tutor"))
 
 
 def test_its_model_is_looked_at(cfg, another):

@@ -1,28 +1,21 @@
-"""Whether the phases of a step fit a device: the table that a dry run prints, and the keys that would make them fit."""
+"""Check whether the phases of a step fit a device: the table that a dry run prints, and the keys that reduce memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from functools import reduce
-from typing import Any
+import math
+from collections.abc import Mapping
 
 from rltrain.base.device import get_device
-from rltrain.base.errors import RltrainError
-from rltrain.config.budgets import budget_problems, smaller
-from rltrain.config.passes import has_critic
+from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
-from rltrain.config.schema.keys import get
-from rltrain.config.step_passes import offloads
 from rltrain.run.preflight.fake_run import Owners
 from rltrain.run.preflight.memory import OWNERS, forecast, longest_cache_bytes
-from rltrain.trainer.plan import Plan, make_plan
-from rltrain.workers.full_device import least_share
+from rltrain.trainer.plan import Plan
 
 # Of a device, what its driver, communicators and the gaps between blocks take.
 _KEPT_FREE = 0.08
-_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_R = "actor_rollout_ref.rollout."
 _GIB = 2**30
 
 
@@ -51,9 +44,8 @@ def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
         return [f"memory of a device: not foretold, as this model's forward depends on numbers ({said})"], ""
     if size is None:
         return [table(found, size)], ""
-    over = too_large(found, size)
-    problem = f"{_over(found, over, size)} {way_out(cfg, plan, size, found)}" if over else ""
-    return [table(found, size)], " ".join(filter(None, [problem, no_cache(cfg, found["gen"], size)]))
+    problems = [_problem(cfg, phase, found[phase], size) for phase in too_large(found, size)]
+    return [table(found, size)], " ".join(filter(None, [*problems, no_cache(cfg, found["gen"], size)]))
 
 
 def no_cache(cfg: Config, gen: Owners, size: int) -> str:
@@ -65,7 +57,8 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     longest = longest_cache_bytes(cfg)
     if gen["cache"] >= longest:
         return ""
-    least = least_share(weights + longest, size)
+    # A fifth for keys and values is little, but it starts.
+    least = math.ceil(20 * 1.2 * (weights + longest) / size) / 20
     size_key, parts = f"{_R}tensor_model_parallel_size", 2 * rollout.tensor_model_parallel_size
     way_out = f"{_R}gpu_memory_utilization={least:g}, or {size_key}={parts}" if least < 0.9 else f"{size_key}={parts}"
     share = rollout.gpu_memory_utilization
@@ -97,87 +90,10 @@ def too_large(found: Mapping[str, Owners], size: int | None) -> list[str]:
     return [phase for phase, row in found.items() if size and row.total() > (1 - _KEPT_FREE) * size]
 
 
-def _over(found: Mapping[str, Owners], phases: list[str], size: int) -> str:
-    needs = ", ".join(f"{phase} needs {found[phase].total() / _GIB:,.1f} GiB" for phase in phases)
-    return f"{needs} of a device's {(1 - _KEPT_FREE) * size / _GIB:,.1f}."
-
-
-def way_out(cfg: Config, plan: Plan, size: int, before: Mapping[str, Owners]) -> str:
-    """The keys with which all phases fit, as computed: such as are enough alone, or several together."""
-    alone: dict[tuple[str, ...], str] = {}
-    fitting = "This makes it fit", "Any one of these makes it fit"
-    settings: dict[str, Any] = {}
-    over = too_large(before, size)
-    had_none = "gen" in before and no_cache(cfg, before["gen"], size)
-    looked_at = [*over, *(["gen"] if "gen" in before else [])]
-
-    def then(change: Mapping[str, Any]) -> dict[str, Owners] | None:
-        """What these phases need with ``change``; None where it does not help, or nothing would start."""
-        changed = _with(cfg, change)
-        found = None if any(budget_problems(changed)) else _again(changed, plan, size, looked_at)
-        if found is None or not any(found[phase].total() < before[phase].total() for phase in over):
-            return None
-        return None if "gen" in found and no_cache(changed, found["gen"], size) and not had_none else found
-
-    for change in _changes(cfg):
-        found = None if tuple(change) in alone else then(change)
-        if found is None:
-            continue
-        if not too_large(found, size):
-            alone[tuple(change)] = f"{_text(change)} ({_most(found)})"
-            if len(alone) == 3:
-                break
-        elif not alone:
-            settings |= change
-            found = then(settings) if len(settings) > len(change) else found
-            if found is not None and not too_large(found, size):
-                return f"Together these make it fit: {_text(settings)} ({_most(found)})."
-    if alone:
-        return f"{fitting[len(alone) > 1]}: {'; '.join(alone.values())}."
-    adapters = {} if cfg.actor_rollout_ref.model.uses_lora else {"actor_rollout_ref.model.lora_rank": 32}
-    those = ((change, then(change)) for change in (adapters, settings | adapters) if adapters)
-    other = (
-        f"; or train adapters alone, which is another training: {_text(change)} ({_most(found)})"
-        for change, found in those
-        if found is not None and not too_large(found, size)
+def _problem(cfg: Config, phase: str, owners: Owners, size: int) -> str:
+    """Return the error for a phase that does not fit, with the keys that reduce its memory."""
+    keys = [change for owner, change in memory_keys(cfg, phase) if owners[owner]]
+    return (
+        f"{phase} needs {owners.total() / _GIB:,.1f} GiB of a device's {(1 - _KEPT_FREE) * size / _GIB:,.1f}. "
+        f"Make room with one of: {'; '.join([*keys, 'more devices'])}."
     )
-    return f"No key that keeps the algorithm makes it fit: use more devices, or a smaller model{next(other, '')}."
-
-
-def _most(found: Mapping[str, Owners]) -> str:
-    return f"{max(row.total() for row in found.values()) / _GIB:,.1f} GiB"
-
-
-def _again(cfg: Config, plan: Plan, size: int, phases: Sequence[str]) -> dict[str, Owners] | None:
-    """What these phases need then; None where the settings do not go together."""
-    try:
-        return forecast(cfg, make_plan(cfg, plan.num_prompts, images=plan.images), size, phases)
-    except (RltrainError, RuntimeError):
-        return None
-
-
-def _changes(cfg: Config) -> Iterator[dict[str, Any]]:
-    """Settings that need less memory, the ones that cost least time first; of one key the largest first."""
-    roles, critic = cfg.actor_rollout_ref, has_critic(cfg)
-    switches = ["actor_rollout_ref.model.enable_gradient_checkpointing", *(key for key, _ in offloads(cfg))]
-    yield from ({key: True} for key in (f"{_R}free_cache_engine", *switches) if get(cfg, key) is False)
-    for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):
-        if share < roles.rollout.gpu_memory_utilization:
-            yield {f"{_R}gpu_memory_utilization": share}
-    for name in ("update_actor", "update_critic") if critic else ("update_actor",):
-        yield from smaller(cfg, name)
-
-
-def _with(cfg: Config, settings: Mapping[str, Any]) -> Config:
-    changed, roles = deepcopy(cfg), cfg.actor_rollout_ref
-    shared = f"{_A}ulysses_sequence_parallel_size"
-    if shared in settings and roles.ref.ulysses_sequence_parallel_size == roles.actor.ulysses_sequence_parallel_size:
-        settings = {"actor_rollout_ref.ref.ulysses_sequence_parallel_size": settings[shared], **settings}  # its default
-    for key, value in settings.items():
-        section, _, leaf = key.rpartition(".")
-        setattr(reduce(getattr, section.split("."), changed), leaf, value)
-    return changed
-
-
-def _text(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in settings.items())

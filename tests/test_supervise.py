@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.base.env import ATTEMPT
-from rltrain.controller.launch.supervise import Attempt, Supervisor
+from rltrain.controller.launch.supervise import Attempt, backoff_s, crash_loop
 
 # A run as the supervisor sees it: it tells where it is, has metrics, and ends as `ends` says for each of its starts.
 RUN = f"""
@@ -154,9 +154,15 @@ def test_a_command_that_says_nothing_is_no_endless_loop(code):
     process = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
     assert process.returncode == code
     assert "ended 3 times before its first step by the same cause" in process.stderr.splitlines()[-1]
-    in_run, on_another_node = (Attempt(1, "", 0, code, step, "") for step in (7, None))
-    assert in_run.same_as(in_run)
-    assert not on_another_node.same_as(on_another_node)
+
+
+def test_a_node_that_is_not_the_head_leaves_the_decision_to_the_head():
+    """It reports itself, but knows neither step nor cause."""
+    command = f"""echo '{{"pid": 1}}' >> "${ATTEMPT}"; exit 75"""
+    words = ["--wait-s", "0", "--max-restarts", "5", "--", "bash", "-c", command]
+    process = subprocess.run([sys.executable, "-m", "rltrain.supervise", *words], capture_output=True, text=True)
+    assert process.returncode == 75
+    assert "5 restarts are used up (--max-restarts)" in process.stderr.splitlines()[-1]
 
 
 def test_restarts_are_counted_and_waits_double(supervise, tmp_path):
@@ -167,22 +173,22 @@ def test_restarts_are_counted_and_waits_double(supervise, tmp_path):
     assert code == 75
     assert len(attempts(tmp_path)) == 4
     assert "3 restarts are used up (--max-restarts)" in said
-    found = Supervisor(["true"], 50, 10, 3)
-    waits = []
-    for saved in (1, 1, 1, 2, 2, None, *[0] * 9):
-        found._attempts.append(Attempt(1, "", 0, 75, 100 + len(waits), "", saved))
-        waits.append(found._waiting())
+    made = [attempt(step, saved) for step, saved in enumerate((1, 1, 1, 2, 2, None, *[0] * 9))]
+    waits = [backoff_s(made[: number + 1], 10) for number in range(len(made))]
     assert waits[:6] == [10, 20, 40, 10, 20, 40]
     assert waits[-1] == 300
 
 
+def attempt(step, checkpoint, cause="", passing=False, uptime=0.0):
+    return Attempt(1, "", 0, 75, step, checkpoint, cause, passing, uptime)
+
+
 def ends_until_given_up(*, passing=False, apart_s=100.0, steps=(7,), saved=100):
     """How many ends by one cause it takes; what the supervisor says of the last."""
-    found = Supervisor(["true"], 50, 10, 3)
+    made = []
     for number in range(50):
-        step = steps[number % len(steps)]
-        found._attempts.append(Attempt(1, "", 0, 75, step, f"rank {number} died", saved, passing, number * apart_s))
-        if said := found._verdict():
+        made.append(attempt(steps[number % len(steps)], saved, f"rank {number} died", passing, number * apart_s))
+        if said := crash_loop(made, 3):
             return number + 1, said
     return 50, ""
 
@@ -283,8 +289,10 @@ def test_what_cannot_be_killed_does_not_hold_it_up(tmp_path, asked):
     ("words", "said"),
     [
         ([], "say the command behind --"),
-        (["--max-restarts", "-1", "--", "true"], "-1 is no whole number from 0 on"),
-        (["--give-up", "1", "--", "true"], "1 is no whole number from 2 on"),
+        (["--max-restarts", "-1", "--", "true"], "--max-restarts -1: it must be at least 0"),
+        (["--max-restarts", "2.5", "--", "true"], "invalid int value: '2.5'"),
+        (["--wait-s", "nan", "--", "true"], "--wait-s nan: it must be at least 0"),
+        (["--give-up", "1", "--", "true"], "--give-up 1: it must be at least 2"),
         (["--", "/no/such/program"], "the command cannot be started"),
     ],
 )

@@ -246,7 +246,8 @@ def listen(stop: Stop | None = None) -> Iterator[Stop]:
 
 @contextmanager
 def listed_signals() -> Iterator[list[int]]:
-    """Inside, the signals that ask for an end are listed instead of obeyed; one that was ignored (nohup) stays so."""
+    """List the signals that ask for an end instead of obeying them, and pass over SIGUSR1, which is for runs. A signal
+    that was ignored (nohup) stays ignored."""
     received: list[int] = []
     numbers = [
         number
@@ -254,6 +255,7 @@ def listed_signals() -> Iterator[list[int]]:
         if signal.getsignal(number) != signal.SIG_IGN
     ]
     before = {number: signal.signal(number, lambda signum, _: received.append(signum)) for number in numbers}
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         yield received
     finally:

@@ -6,10 +6,9 @@ import pickle
 
 import pytest
 
-from rltrain.base.env import ATTEMPT
+from rltrain.base.env import ATTEMPT, told_supervisor
 from rltrain.base.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
 from rltrain.config.schema.trainer import TrainerConfig
-from rltrain.controller.launch.supervise import Supervisor
 from rltrain.main_ppo import main
 from rltrain.models.files.hashed import hashed
 from rltrain.run.checkpoints.folder import RunFolder
@@ -54,16 +53,16 @@ def test_storage_that_fails_a_write_is_no_full_disk(tmp_path):
 
 
 def test_the_supervisor_is_told_what_waiting_may_mend(tmp_path, monkeypatch):
-    found = Supervisor(["true"], 50, 10, 3)
-    monkeypatch.setenv(ATTEMPT, str(found._file))
+    file = tmp_path / "told"
+    monkeypatch.setenv(ATTEMPT, str(file))
 
     def ends(error):
         def main(argv):
             raise error
 
-        found._file.write_text("")
+        file.write_text("")
         command(main)([])
-        return found._told()["passing"]
+        return told_supervisor(file)["passing"]
 
     assert ends(unwritten("x", OSError(errno.EIO, "")))
     assert ends(NodesMissing("waited 600 s (WAIT_S) for a node"))
@@ -73,6 +72,6 @@ def test_the_supervisor_is_told_what_waiting_may_mend(tmp_path, monkeypatch):
     def fails(arguments, stop):
         raise StorageError("manifest.json cannot be read")
 
-    found._file.write_text("")
+    file.write_text("")
     assert main([], fails) == 75
-    assert found._told()["passing"]
+    assert told_supervisor(file)["passing"]

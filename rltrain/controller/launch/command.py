@@ -15,7 +15,7 @@ from pathlib import Path
 from rltrain.base.env import ATTEMPT, attempt_file, tell_supervisor, told_supervisor
 from rltrain.base.errors import ConfigError
 from rltrain.controller.launch.board import MARK, group_is_alive
-from rltrain.controller.launch.supervise import interpret_exit
+from rltrain.controller.launch.supervise import interpret_exit, shell_code
 from rltrain.controller.launch.words import Launch
 
 _POLL_S = 0.5
@@ -57,7 +57,7 @@ def _run(words: list[str], signals: list[int], heed: Callable[[], None], environ
         tell_supervisor(stopped=True)
     if group_is_alive(driver.pid):
         say("the command has ended and left processes behind, which end now")
-    code = driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
+    code = shell_code(driver.returncode)
     return 75 if handed and code == 128 + signal.SIGTERM else code
 
 

@@ -397,7 +397,7 @@ def test_a_request_to_end_is_heard_while_nodes_gather(say, capsys):
 def join(monkeypatch):
     """join(board, launch): a worker as far as it would start Ray; returns what it told of itself."""
     monkeypatch.setattr(module, "own_address", lambda *_: "10.0.0.7")
-    monkeypatch.setattr(module, "fingerprint", dict)
+    monkeypatch.setattr(module, "VERSIONS", "Python 3.11.7 and Ray 2.60.0")
     monkeypatch.setattr(module, "take_part", lambda *_: 0)
 
     def worker(board, launch):
@@ -421,7 +421,7 @@ def join(monkeypatch):
     ],
 )
 def test_a_node_of_another_run_is_refused_and_breaks_nothing(say, join, capsys, words, variables, message):
-    board = Paper(node(0), **{HEAD: {"fingerprint": {}, "stays": True, "run": {"job": "7", "NNODES": 2}}})
+    board = Paper(node(0), **{HEAD: {"versions": "", "stays": True, "run": {"job": "7", "NNODES": 2}}})
     with pytest.raises(ConfigError, match=message):
         join(board, say(f"worker {words} -- x", **variables))
     assert board.told["node"]["stranger"]
@@ -430,13 +430,23 @@ def test_a_node_of_another_run_is_refused_and_breaks_nothing(say, join, capsys, 
         module.wait_for_nodes(board, say("head --nodes=2 -- x", WAIT_S=0), [])
 
 
+def test_a_node_that_ray_would_refuse_is_named_by_both(say, join):
+    board = Paper(node(0), **{HEAD: {"versions": "Python 3.10.1 and Ray 2.60.0", "stays": True, "run": {}}})
+    differ = r"this node has Python 3.11.7 and Ray 2.60.0, the head Python 3.10.1 and Ray 2.60.0. Install the same"
+    with pytest.raises(ConfigError, match=differ):
+        join(board, say("worker -- x", RANK=1))
+    board.listed += (Node(**board.told["node"]),)
+    with pytest.raises(ConfigError, match=rf"rank 1.* cannot take part: {differ}"):
+        module.wait_for_nodes(board, say("head --nodes=2 -- x"), [])
+
+
 def test_a_node_that_is_in_is_told_apart_from_a_leftover(say, join, monkeypatch):
     ended = []
     monkeypatch.setattr(module, "clusters_here", lambda: {"10.0.0.1:6379": [1]})
     monkeypatch.setattr(module, "program_of", lambda pid: "raylet")
     monkeypatch.setattr(module, "end_processes", ended.append)
     # By whatever name this node calls the head.
-    head = {"fingerprint": {}, "stays": True, "run": {}, "address": "10.0.0.1:6379"}
+    head = {"versions": module.VERSIONS, "stays": True, "run": {}, "address": "10.0.0.1:6379"}
     board = Paper(Node("10.0.0.7", "n7", 1, resources={"CPU": 1}), **{HEAD: head})
     board.address = "one:6379"
     with pytest.raises(ConfigError, match=r"this node has joined 10.0.0.1:6379 already"):

@@ -25,7 +25,6 @@ from rltrain.base.env import first_set, tell_supervisor
 from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
 from rltrain.base.logs import count
 from rltrain.base.stop import listed_signals
-from rltrain.base.versions import differences, fingerprint
 from rltrain.controller.launch.board import (
     BEAT,
     END,
@@ -40,7 +39,7 @@ from rltrain.controller.launch.board import (
 )
 from rltrain.controller.launch.command import run_command, say
 from rltrain.controller.launch.files import announce, named_token, own_token, take_token, text, withdraw, write
-from rltrain.controller.launch.ray_node import dashboard, own_address, ray_start
+from rltrain.controller.launch.ray_node import VERSIONS, dashboard, own_address, ray_start
 from rltrain.controller.launch.words import Launch, read
 
 _SAY_EVERY_S = 10
@@ -130,7 +129,7 @@ def _head(launch: Launch, signals: list[int]) -> int:
         ray_start(launch, address, "--head", f"--node-ip-address={ip}", f"--port={launch.port}", *dashboard())
         board = Board(address)
         run = {"job": launch.job, "NNODES": launch.num_nodes}
-        board.tell(HEAD, {"fingerprint": fingerprint(), "stays": bool(launch.command), "address": address, "run": run})
+        board.tell(HEAD, {"versions": VERSIONS, "stays": bool(launch.command), "address": address, "run": run})
         board.tell_of(Node(ip, socket.gethostname(), launch.rank))
         if launch.file:
             announce(launch.file, address, token)
@@ -253,10 +252,10 @@ def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> 
         # Ray was killed here, and its helpers would stay.
         end_processes(mark)
     here.stranger = False
-    packages = fingerprint()
-    if problem := differences(packages, head["fingerprint"]):
-        here.refused = f"it has {differences(head['fingerprint'], packages)}"
-        raise ConfigError(f"this node and the head differ. The head has {problem}.")
+    # Ray would refuse the node too, but the head would not learn why it is missing. A run compares packages and code
+    # when it starts (`run.preflight.health`).
+    if (of_head := head.get("versions", "another version of rltrain")) != VERSIONS:
+        raise ConfigError(f"this node has {VERSIONS}, the head {of_head}. Install the same on every node.")
     if head["stays"] != bool(launch.command):
         with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
         raise ConfigError(f"{with_it} was given a command behind --, {without} was not. Say the same on every node.")

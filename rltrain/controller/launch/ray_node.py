@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,9 @@ from rltrain.base.env import address_towards, devices_here, first_set
 from rltrain.base.errors import ConfigError, NodesMissing
 from rltrain.controller.launch.board import MARK, is_here
 from rltrain.controller.launch.words import Launch
+
+# Ray refuses a node whose versions of these differ from the head's.
+VERSIONS = f"Python {platform.python_version()} and Ray {ray.__version__}"
 
 
 def ray_start(launch: Launch, address: str, *arguments: str) -> None:

@@ -170,11 +170,17 @@ def lines_of_code(text: str) -> int:
     return len(lines)
 
 
-def test_the_library_stays_small():
-    """Without the converters: those are one small file a data set, however many there are."""
+# Lines of code of the library without converters, rounded up to the next hundred. A ratchet: it falls with the library
+# and rises only by a number that was granted before the work.
+LIBRARY_CEILING = 41_000
+
+
+def test_the_library_only_shrinks():
+    """Converters are not counted: one small file per data set, however many there are."""
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
-    assert sum(lines_of_code(file.read_text()) for file in library) < 44_000
+    size = sum(lines_of_code(file.read_text()) for file in library)
+    assert -(-size // 100) * 100 == LIBRARY_CEILING, f"{size} lines: remove some, or lower the ceiling to the size"
 
 
 def test_every_fault_has_a_line_in_the_table_of_the_docs():

@@ -34,7 +34,7 @@ for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(each, heard)
 tell(pid=os.getpid(), folder=str(folder))
 end = ends[min(number, len(ends) - 1)]
-(folder / "metrics.jsonl").write_text(json.dumps({{"step": end.get("step", 0)}}) + "\\n")
+(folder / "metrics.jsonl").write_text(json.dumps({{"step": end.get("step", 0), "x": 1.5}}) + "\\n" + '{{"step": 9')
 (folder / f"up_{{number}}").touch()
 if "error" in end:
     tell(error=end["error"].format(pid=os.getpid()), passing=end.get("passing", False))

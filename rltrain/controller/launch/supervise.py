@@ -86,8 +86,8 @@ class Supervisor:
         self._words, self._options, self._file = words, options, file
         self._attempts: list[Attempt] = []
         self._folder: Path | None = None
-        # The pid of the command while it runs, and the signal that asked for an end.
-        self._child = self._asked = 0
+        # The pid of the command while it runs, the signal that asked for an end, and the lines in attempts.jsonl.
+        self._child = self._asked = self._num_written = 0
 
     def run(self) -> int:
         """Return the exit code of the last attempt."""
@@ -119,7 +119,7 @@ class Supervisor:
         try:
             # In another session, because a terminal would send Ctrl-C to the run too, which `_hand_on` does already.
             self._child = child = os.posix_spawnp(
-                self._words[0], self._words, environment, setsid=True, setsigdef=[signal.SIGPIPE]
+                self._words[0], self._words, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
             )
         except OSError as error:
             raise ConfigError(f"the command cannot be started: {error}") from error
@@ -179,8 +179,10 @@ class Supervisor:
         if not self._folder:
             return None, None
         step, checkpoint = 0, self._attempts[-1].checkpoint if self._attempts else None
-        with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-            step = int(json.loads((self._folder / "metrics.jsonl").read_text("utf-8").splitlines()[-1])["step"])
+        with suppress(OSError, IndexError):
+            lines = (self._folder / "metrics.jsonl").read_text("utf-8", "replace")
+            # A line without its end was cut off when the run was killed.
+            step = int(re.findall(r'^\{"step": ?(\d+).*\}$', lines, re.MULTILINE)[-1])
         with suppress(OSError):
             matches = [re.fullmatch(r"global_step_(\d+)", name) for name in os.listdir(self._folder)]
             checkpoint = max((int(match[1]) for match in matches if match), default=0)
@@ -195,7 +197,9 @@ class Supervisor:
         try:
             if self._folder:
                 with open(self._folder / "attempts.jsonl", "a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(last)) + "\n")
+                    # With the earlier attempts that ended before the run had a folder.
+                    file.writelines(json.dumps(asdict(end)) + "\n" for end in self._attempts[self._num_written :])
+                self._num_written = len(self._attempts)
         except OSError as error:
             _say(f"{error.filename} cannot be written: {error}")
 

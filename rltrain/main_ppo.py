@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from rltrain.base.env import tell_supervisor
+from rltrain.base.attempt import tell_supervisor
 from rltrain.base.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
 from rltrain.base.stop import Stop, listen
 from rltrain.config.help import help_text

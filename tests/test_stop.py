@@ -12,7 +12,7 @@ import time
 import pytest
 
 from rltrain.base import stop as module
-from rltrain.base.env import ATTEMPT
+from rltrain.base.attempt import ATTEMPT
 from rltrain.base.errors import DiskError, Interrupted, WorkerLost
 from rltrain.base.stop import Stop, listen
 from rltrain.main_ppo import main

@@ -13,12 +13,10 @@ import math
 import os
 import socket
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import Any
 
 # Ascend, as vllm-ascend's and HCCL's documentation ask for reinforcement learning. Not verified on hardware.
 _NPU = {
@@ -33,8 +31,6 @@ _NPU = {
     # Weights in the NZ layout cannot be overwritten in place.
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
-# The file in which a run tells `rltrain.supervise` about itself.
-ATTEMPT = "RLTRAIN_ATTEMPT"
 # The session of a worker's Ray: shared memory that may outlive the worker has it in its name.
 SESSION = "RLTRAIN_SESSION"
 # Activations come and go: their memory must not go back to the kernel each time. Waiting OpenMP threads must not spin.
@@ -81,37 +77,6 @@ def shipped_file(name: str) -> Path | None:
     except PackageNotFoundError:
         return None
     return Path(str(placed[0].locate())).resolve() if placed else None
-
-
-def tell_supervisor(**facts: Any) -> None:
-    """Tell the supervisor, where there is one: ``pid``, ``folder``, ``error`` and whether it is ``passing`` (waiting
-    may mend it), the code that it ``ends`` with once it has cleaned up and the one it has ``ended`` with, and whether
-    this node was ``stopped`` by a request from another."""
-    if file := os.environ.get(ATTEMPT):
-        with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(facts) + "\n")
-
-
-def told_supervisor(file: str | Path) -> dict[str, Any]:
-    """What was told through ``file``; of ``pids`` the outermost program comes first."""
-    report: dict[str, Any] = {"pids": []}
-    # A line that was cut off when the program died is not whole JSON.
-    with suppress(OSError):
-        for line in Path(file).read_text("utf-8", "replace").splitlines():
-            with suppress(ValueError):
-                report |= (facts := json.loads(line))
-                report["pids"] += [facts["pid"]] if "pid" in facts else []
-    return report
-
-
-@contextmanager
-def attempt_file() -> Iterator[str]:
-    """The file through which a command below this process tells about itself: the supervisor's, where there is one."""
-    if file := os.environ.get(ATTEMPT):
-        yield file
-        return
-    with tempfile.NamedTemporaryFile(prefix="rltrain_attempt_") as attempt:
-        yield attempt.name
 
 
 def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs: bool = False) -> dict[str, str]:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
-from rltrain.base.env import tell_supervisor
+from rltrain.base.attempt import tell_supervisor
 
 # What the system says where it does not get through to storage, network storage above all. All else it says of a write,
 # such as that there is no space, would be said again.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rltrain.base.env import tell_supervisor
+from rltrain.base.attempt import tell_supervisor
 from rltrain.base.errors import Interrupted, RltrainError, system_error
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from rltrain.base.attempt import tell_supervisor
 from rltrain.base.background import BackgroundJob, running
-from rltrain.base.env import tell_supervisor
 from rltrain.base.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
 from rltrain.base.stacks import stacks_here
 from rltrain.controller import sweep as sweep_module

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base import logs
-from rltrain.base.env import tell_supervisor
+from rltrain.base.attempt import tell_supervisor
 from rltrain.base.errors import ConfigError
 from rltrain.base.stop import Stop
 from rltrain.config.loaded import LoadedConfig

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rltrain.base.env import ATTEMPT
+from rltrain.base.attempt import ATTEMPT
 from tests.faults.plug import alive, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from rltrain.base.env import ATTEMPT, told_supervisor
+from rltrain.base.attempt import ATTEMPT, told_supervisor
 from rltrain.base.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.main_ppo import main

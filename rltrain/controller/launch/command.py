@@ -12,10 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rltrain.base.env import ATTEMPT, attempt_file, tell_supervisor, told_supervisor
+from rltrain.base.attempt import ATTEMPT, attempt_file, interpret_exit, shell_code, tell_supervisor, told_supervisor
 from rltrain.base.errors import ConfigError
 from rltrain.controller.launch.board import MARK, group_is_alive
-from rltrain.controller.launch.supervise import interpret_exit, shell_code
 from rltrain.controller.launch.words import Launch
 
 _POLL_S = 0.5

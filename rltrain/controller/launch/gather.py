@@ -21,7 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.env import first_set, tell_supervisor
+from rltrain.base.attempt import tell_supervisor
+from rltrain.base.env import first_set
 from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
 from rltrain.base.logs import count
 from rltrain.base.stop import listed_signals

@@ -2,7 +2,7 @@
 
 The supervisor is a small parent process of the standard library alone and no part of the run, so an error of the run
 cannot end it. It adopts the processes that the command leaves behind, because Ray's processes may still hold devices,
-and ends them. The run reports its pid, its folder and its error through a file (`base.env.tell_supervisor`). Not
+and ends them. The run reports its pid, its folder and its error through a file (`base.attempt.tell_supervisor`). Not
 included: monitoring a live run, which has deadlines of its own, and processes on other nodes.
 """
 
@@ -21,14 +21,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
-from rltrain.base.env import ATTEMPT, told_supervisor
+from rltrain.base.attempt import ATTEMPT, interpret_exit, shell_code, told_supervisor
 from rltrain.base.errors import ConfigError, command
 from rltrain.slots.limits import descendants, send
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-WITHOUT_A_WORD = "the program has ended without a word (exit code 1)"
 _AGAIN = 75
 # The wait doubles while no checkpoint is made, up to the second.
 _POLL_S, _MAX_WAIT_S = 0.1, 300.0
@@ -37,8 +35,6 @@ _POLL_S, _MAX_WAIT_S = 0.1, 300.0
 _LEAVE_S, _LEFT_S = 5.0, 60.0
 # Storage and nodes may be away for so long before repeated ends by that cause count as a crash loop.
 _AWAY_S = 1800.0
-# So many times --give-up ends without a new checkpoint, at any steps, are a crash loop too.
-_IN_VAIN = 3
 # Linux: processes whose parent has ended become children of this process, and not of the machine's first process.
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -65,19 +61,10 @@ class Attempt:
     then: str = ""
     """The supervisor's decision."""
 
-    @property
-    def lost(self) -> str:
-        """The steps that no checkpoint holds, for the message."""
-        if self.checkpoint is None or (self.step or 0) <= self.checkpoint:
-            return ""
-        first = self.checkpoint + 1
-        steps = f"step {first} is" if first == self.step else f"steps {first} to {self.step} are"
-        return f" ({'' if self.checkpoint else 'nothing is saved: '}{steps} lost)"
-
 
 class Supervisor:
     """Loop over attempts at ``words`` until one ends for good, or the restarts are used up, or ``give_up`` attempts in
-    a row end at the same step by the same cause (or `_IN_VAIN` times as many without a new checkpoint).
+    a row end by the same cause without a new checkpoint.
 
     file: the commands report through it.
     """
@@ -97,7 +84,8 @@ class Supervisor:
                 signal.signal(number, self._hand_on)
         while True:
             self._attempts.append(last := self._attempt())
-            verdict, wait_s = self._verdict(), backoff_s(self._attempts, self._options.wait_s)
+            verdict, wait_s = self._verdict(), self._options.wait_s
+            wait_s = min(wait_s * 2 ** (len(stalled(self._attempts)) - 1), max(wait_s, _MAX_WAIT_S))
             last.then = verdict or f"again in {wait_s:.0f} s"
             self._report(last)
             if verdict:
@@ -191,7 +179,7 @@ class Supervisor:
     def _report(self, last: Attempt) -> None:
         code = last.exit_code
         end = f"ended with exit code {code}" if code else "finished"
-        step = "" if last.step is None else f" at step {last.step}" + last.lost * bool(code)
+        step = "" if last.step is None else f" at step {last.step} (newest checkpoint: {last.checkpoint or 'none'})"
         cause = f": {last.cause}" if last.cause else ""
         _say(f"attempt {last.attempt} {end} after {last.seconds:.0f} s{step}{cause}" + f" | {last.then}" * bool(code))
         try:
@@ -220,41 +208,23 @@ class Supervisor:
             time.sleep(_POLL_S)
 
 
-def crash_loop(attempts: list[Attempt], give_up: int) -> str:
-    """Return the reason to stop if the newest attempts repeat each other; empty if not."""
-    last = attempts[-1]
-    step = "before its first step" if last.step is None else f"at step {last.step}"
-    rules = ("step", step, give_up), ("checkpoint", "without a new checkpoint", _IN_VAIN * give_up)
-    for place, where, most in rules:
-        # Pids and times differ between two ends by one cause.
-        ends = [(getattr(end, place), end.exit_code, re.sub(r"\d+", "0", end.cause)) for end in attempts]
-        number = len(list(takewhile(ends[-1].__eq__, reversed(ends))))
-        # Nodes other than the head know neither step nor cause: the head decides for them.
-        is_loop = number >= most and (last.cause or last.step is not None)
-        if is_loop and not (last.passing and last.uptime - attempts[-number].uptime < _AWAY_S):
-            return f"it has ended {number} times {where} by the same cause, which needs mending first"
-    return ""
-
-
-def backoff_s(attempts: list[Attempt], wait_s: float) -> float:
-    """Return the seconds until the next attempt: doubled for each attempt since the newest checkpoint was made."""
+def stalled(attempts: list[Attempt]) -> list[Attempt]:
+    """Return the newest attempts, from the one that made the newest checkpoint on."""
     saved = [attempt.checkpoint or 0 for attempt in attempts]
-    newest = max((i for i in range(1, len(saved)) if saved[i] > max(saved[:i])), default=0)
-    return min(wait_s * 2 ** (len(saved) - 1 - newest), max(wait_s, _MAX_WAIT_S))
+    return attempts[max((i for i in range(1, len(saved)) if saved[i] > max(saved[:i])), default=0) :]
 
 
-def shell_code(returncode: int) -> int:
-    """Return the exit code that a shell reports for a `subprocess` return code."""
-    return returncode if returncode >= 0 else 128 - returncode
-
-
-def interpret_exit(code: int, told: dict[str, Any]) -> tuple[int, str]:
-    """Return exit code and cause of a program that ended with ``code``. A library may have ended it below Python with
-    another code than the program's, as Ray does when its processes are gone."""
-    cause = str(told.get("error", ""))
-    if code != 1 or not told["pids"] or "ended" in told:
-        return code, cause
-    return (told.get("ends", code), cause) if cause else (_AGAIN, WITHOUT_A_WORD)
+def crash_loop(attempts: list[Attempt], give_up: int) -> str:
+    """Return the reason to stop if the newest attempts end by one cause without a new checkpoint; empty if not."""
+    # Pids and times differ between two ends by one cause.
+    ends = [(end.exit_code, re.sub(r"\d+", "0", end.cause)) for end in stalled(attempts)]
+    number, last = len(list(takewhile(ends[-1].__eq__, reversed(ends)))), attempts[-1]
+    # Nodes other than the head know neither step nor cause: the head decides for them.
+    if number < give_up or (last.step is None and not last.cause):
+        return ""
+    if last.passing and last.uptime - attempts[-number].uptime < _AWAY_S:
+        return ""
+    return f"it has ended {number} times without a new checkpoint by the same cause, which needs mending first"
 
 
 def _say(text: str) -> None:
@@ -276,8 +246,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-restarts", type=int, default=50, metavar="N", help="run it again so often at most (50)")
     wait = "seconds before a restart, doubled while attempts make no new checkpoint, up to 300 (10)"
     add("--wait-s", type=float, default=10.0, metavar="S", help=wait)
-    give_up = "stop after K ends in a row at the same step by the same cause, or 3 K without a new checkpoint (3)"
-    add("--give-up", type=int, default=3, metavar="K", help=give_up)
+    give_up = "stop after K ends in a row by the same cause without a new checkpoint (5)"
+    add("--give-up", type=int, default=5, metavar="K", help=give_up)
     options = parser.parse_args(words[:at])
     for name, least in (("max_restarts", 0), ("wait_s", 0), ("give_up", 2)):
         if not getattr(options, name) >= least:

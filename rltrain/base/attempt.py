@@ -1,0 +1,60 @@
+"""Reports of a program to `rltrain.supervise`, which has started it: lines of JSON in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+# The variable that names the file.
+ATTEMPT = "RLTRAIN_ATTEMPT"
+WITHOUT_A_WORD = "the program has ended without a word (exit code 1)"
+
+
+def tell_supervisor(**facts: Any) -> None:
+    """Tell the supervisor, where there is one: ``pid``, ``folder``, ``error`` and whether it is ``passing`` (waiting
+    may mend it), the code that it ``ends`` with once it has cleaned up and the one it has ``ended`` with, and whether
+    this node was ``stopped`` by a request from another."""
+    if file := os.environ.get(ATTEMPT):
+        with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(facts) + "\n")
+
+
+def told_supervisor(file: str | Path) -> dict[str, Any]:
+    """What was told through ``file``; of ``pids`` the outermost program comes first."""
+    report: dict[str, Any] = {"pids": []}
+    # A line that was cut off when the program died is not whole JSON.
+    with suppress(OSError):
+        for line in Path(file).read_text("utf-8", "replace").splitlines():
+            with suppress(ValueError):
+                report |= (facts := json.loads(line))
+                report["pids"] += [facts["pid"]] if "pid" in facts else []
+    return report
+
+
+def shell_code(returncode: int) -> int:
+    """Return the exit code that a shell reports for a `subprocess` return code."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def interpret_exit(code: int, report: dict[str, Any]) -> tuple[int, str]:
+    """Return exit code and cause of a program that ended with ``code``. A library may have ended it below Python with
+    another code than the program's, as Ray does when its processes are gone."""
+    cause = str(report.get("error", ""))
+    if code != 1 or not report["pids"] or "ended" in report:
+        return code, cause
+    return (report.get("ends", code), cause) if cause else (75, WITHOUT_A_WORD)
+
+
+@contextmanager
+def attempt_file() -> Iterator[str]:
+    """The file through which a command below this process tells about itself: the supervisor's, where there is one."""
+    if file := os.environ.get(ATTEMPT):
+        yield file
+        return
+    with tempfile.NamedTemporaryFile(prefix="rltrain_attempt_") as attempt:
+        yield attempt.name

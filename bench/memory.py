@@ -51,8 +51,15 @@ def plain_log_probs(
     scaling: Scaling,
     with_entropy: bool,
     reference: ReferenceStates | None = None,
+    in_fp32: bool = False,
+    with_squares: bool = False,
 ) -> TokenLogProbs:
-    """`head.token_log_probs` by automatic differentiation of the definition, with all logits at once."""
+    """`head.token_log_probs` by automatic differentiation of the definition, with all logits at once.
+
+    Without its last two options.
+    """
+    assert not in_fp32
+    assert not with_squares
     log_pi = torch.log_softmax(scaling.apply(head(hidden)), -1)
     log_probs = log_pi.gather(-1, labels[:, None]).sum(-1)
     entropy = -(log_pi.exp() * log_pi).sum(-1) if with_entropy else None

@@ -142,11 +142,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     long_tail: Steps = []
     bare: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
-        long_tail += run_ours(tail_folder, LIMITS["long_tail"], options)[1:]
+        long_tail += run_ours(tail_folder, "long_tail", LIMITS["long_tail"], options)[1:]
         mean = statistics.mean(step["response_length"] for step in long_tail)
         # The second length is fixed by the first round, so that later rounds add to it.
         for limit in equal or (options.limit, round(mean)):
-            equal.setdefault(limit, []).extend(run_ours(folder, limit, options)[1:])
+            equal.setdefault(limit, []).extend(run_ours(folder, "equal", limit, options)[1:])
         for name, floor in run_floors(folder, options, options.limit).items():
             bare.setdefault(name, []).append(floor)
     rows = []

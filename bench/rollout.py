@@ -127,12 +127,15 @@ def embedded(engine: hf.HFRollout, work: Workload) -> None:
 
 def through_vllm(engine: VLLMRollout, work: Workload) -> None:
     """rollout.name=vllm, likewise."""
-    ask = engine._ask
-    engine._ask = lambda job, number, images, sampling, **how: ask(
-        job, number, images, replace(sampling, max_tokens=int(work.lengths[job.place, number])), **how
-    )
+    params_of = engine._params_of
+
+    def forced(job, stream, sampling, **how):
+        (number,) = np.flatnonzero(job.seeds == stream.seed)
+        return params_of(job, stream, replace(sampling, max_tokens=int(work.lengths[job.place, number])), **how)
+
+    engine._params_of = forced
     serve(engine, work)
-    engine._ask = ask
+    engine._params_of = params_of
 
 
 def serve(engine: RolloutEngine, work: Workload) -> None:

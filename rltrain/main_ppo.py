@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from rltrain.base.attempt import tell_supervisor
 from rltrain.base.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
+from rltrain.base.program import ESTIMATE_FLAGS
 from rltrain.base.stop import Stop, listen
 from rltrain.config.help import help_text
 
@@ -31,8 +32,6 @@ _REMOVED = {
     "--sweep": "--sweep was removed: type one command for each combination",
     "--best": "--best was removed together with --sweep",
 }
-# Flags of --dry-run that ask for the seconds of a step on other devices.
-_ESTIMATE = ("device", "nodes", "lengths", "assume")
 
 
 def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, Stop], int] | None = None) -> int:
@@ -119,7 +118,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     from rltrain.api import look_over, run
     from rltrain.config.load import load_config, to_yaml
 
-    given = [f"--{name}" for name in _ESTIMATE if getattr(arguments, name) is not None]
+    given = [f"--{name}" for name in ESTIMATE_FLAGS if getattr(arguments, name) is not None]
     arguments.problems += [f"{flag} is a flag of --dry-run. Add --dry-run, or leave it out." for flag in given]
     loaded = load_config(arguments.overrides, arguments.config, arguments.problems)
     if arguments.print_config:
@@ -131,7 +130,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
 def dry_run(arguments: argparse.Namespace) -> int:
     """Print the dry run, or with a flag such as --device the estimate for those devices, and return the exit code."""
-    if any(getattr(arguments, name) is not None for name in _ESTIMATE):
+    if any(getattr(arguments, name) is not None for name in ESTIMATE_FLAGS):
         from rltrain.run.estimate import estimate
 
         text, refused = estimate(arguments)
@@ -163,7 +162,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
     for flag in ("--version", "--print-config", "--dry-run"):
         parser.add_argument(flag, action="store_true")
-    for name in _ESTIMATE:
+    for name in ESTIMATE_FLAGS:
         parser.add_argument(f"--{name}")
     parser.add_argument("--multirun", "-m", action="store_const", const="")
     parser.add_argument("--cfg", "-c", nargs="?", const="")
@@ -179,8 +178,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if getattr(arguments, flags[0].lstrip("-").replace("-", "_")) is not None
     ]
     arguments.problems += [
-        f"{_REMOVED.get(word) or f'unknown flag {word}'}. Flags: --help, --version, --print-config, --dry-run, "
-        "--config FILE; settings are key=value."
+        f"{_REMOVED.get(word.partition('=')[0]) or f'unknown flag {word}'}. Flags: --help, --version, --print-config, "
+        "--dry-run (with --device, --nodes, --lengths, --assume), --config FILE; settings are key=value."
         for word in words
         if word.startswith("-")
     ]

@@ -84,3 +84,10 @@ def test_a_removed_command_is_answered_with_its_replacement(name, capsys):
     assert main([name, "RUN"]) == 2
     assert capsys.readouterr().err == f"error: {commands.REMOVED[name]}\n"
     assert forked(f"rltrain.{name}", "RUN") == (2, f"error: {commands.REMOVED[name]}\n")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "sweep", "doctor", "resolution"])
+@pytest.mark.parametrize("flag", ["--device", "--nodes", "--lengths", "--assume"])
+def test_flags_of_the_estimate_are_not_ignored_elsewhere(command, flag, capsys):
+    assert main([command, "trainer.device=cpu", flag, "4"]) == 2
+    assert f"{flag} is a flag of rltrain train" in capsys.readouterr().err

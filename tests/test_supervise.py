@@ -30,10 +30,10 @@ def heard(signum, frame):
     (folder / f"heard_{{signal.Signals(signum).name}}").touch()
     if signum != signal.SIGUSR1:
         sys.exit(130 if signum == signal.SIGINT else 75)
-for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+end = ends[min(number, len(ends) - 1)]
+for each in (signal.SIGTERM, signal.SIGINT, *([] if end.get("deaf") else [signal.SIGUSR1])):
     signal.signal(each, heard)
 tell(pid=os.getpid(), folder=str(folder))
-end = ends[min(number, len(ends) - 1)]
 (folder / "metrics.jsonl").write_text(json.dumps({{"step": end.get("step", 0), "x": 1.5}}) + "\\n" + '{{"step": 9')
 (folder / f"up_{{number}}").touch()
 if "error" in end:
@@ -208,6 +208,25 @@ def test_a_signal_reaches_the_run_and_is_the_end(supervise, tmp_path, number, co
     assert ended(process)[0] == code
     assert (tmp_path / ("heard_SIGINT" if number == signal.SIGINT else "heard_SIGTERM")).exists()
     assert attempts(tmp_path)[0]["then"] == f"stopped by {signal.Signals(number).name}"
+
+
+def test_sigusr1_reaches_only_programs_with_a_handler(supervise, tmp_path):
+    """It would kill others, such as a run that is about to end, and the supervisor would restart them."""
+    process = supervise([{"sleeps": True, "deaf": True}])
+    wait_for(tmp_path / "up_0")
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 75
+    assert len(attempts(tmp_path)) == 1
+    assert attempts(tmp_path)[0]["exit_code"] == 75
+    assert attempts(tmp_path)[0]["cause"] == ""
+
+
+def test_a_full_disk_does_not_stop_the_supervisor(supervise, tmp_path):
+    (tmp_path / "attempts.jsonl").symlink_to("/dev/full")
+    code, said = ended(supervise([{"code": 75}, {}]))
+    assert code == 0
+    assert f"{tmp_path}/attempts.jsonl cannot be written: [Errno 28]" in said
 
 
 def test_a_signal_while_it_waits_ends_the_supervisor(supervise, tmp_path):

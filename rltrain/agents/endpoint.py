@@ -234,7 +234,7 @@ class Endpoint:
     def _listen(self) -> str:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         serve = partial(http.serve, admit=self._admit, answer=self._answer)
-        server = asyncio.start_server(serve, sock=listener, limit=http.limit(), backlog=1024)
+        server = asyncio.start_server(serve, sock=listener, limit=http.MAX_HEAD_BYTES, backlog=1024)
         self._server = asyncio.run_coroutine_threadsafe(server, self._loop)
         return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-_MAX_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
 # A connection that is kept may be silent for long; one that has begun a request may not.
 _IDLE_S, _REQUEST_S = 3600.0, 60.0
@@ -68,7 +68,7 @@ async def serve(
     admit: Callable[[Request], None],
     answer: Callable[[Request, bytes], Awaitable[Response]],
 ) -> None:
-    """Answer the requests of a connection until it ends. reader: with `limit` as its limit.
+    """Answer the requests of a connection until it ends. reader: with `MAX_HEAD_BYTES` as its limit.
 
     admit: raises Refused before a body is read. answer: takes it, and may raise Refused.
     """
@@ -97,11 +97,6 @@ async def serve(
         writer.close()
 
 
-def limit() -> int:
-    """Of a stream's buffer."""
-    return _MAX_HEAD_BYTES
-
-
 async def _head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:
     first = await asyncio.wait_for(reader.read(1), _IDLE_S)
     if not first:
@@ -113,7 +108,7 @@ async def _head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> R
         pairs = [each.split(":", 1) for each in lines]
         headers = {name.strip().lower(): value.strip() for name, value in pairs}
     except asyncio.LimitOverrunError:
-        raise Refused(431, "headers_too_large", f"headers have at most {_MAX_HEAD_BYTES:,} bytes.") from None
+        raise Refused(431, "headers_too_large", f"headers have at most {MAX_HEAD_BYTES:,} bytes.") from None
     except ValueError:
         raise Refused(400, "no_http", "this is no request of HTTP/1.1.") from None
     if version not in ("HTTP/1.1", "HTTP/1.0"):
@@ -143,7 +138,7 @@ async def _body(
 
 
 async def _discard(reader: asyncio.StreamReader, length: int) -> None:
-    while length and (piece := await reader.read(min(length, _MAX_HEAD_BYTES))):
+    while length and (piece := await reader.read(min(length, MAX_HEAD_BYTES))):
         length -= len(piece)
 
 

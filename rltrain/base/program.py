@@ -12,16 +12,25 @@ from rltrain.base.stop import Stop
 Program = Callable[[argparse.Namespace, Stop], int]
 
 
-def explained(usage: str, program: Program) -> Program:
-    """``program`` with ``--help``, and a refusal of the flags that training alone has."""
+# Flags of --dry-run that ask for the seconds of a step on other devices.
+ESTIMATE_FLAGS = ("device", "nodes", "lengths", "assume")
+
+
+def explained(usage: str, program: Program, *, estimates: bool = False) -> Program:
+    """Return ``program`` with ``--help``, and an error for flags that only training has.
+
+    estimates: the program takes `ESTIMATE_FLAGS`.
+    """
 
     def explained_program(arguments: argparse.Namespace, stop: Stop) -> int:
         if arguments.help is not None:
             sys.stdout.write(usage)
             return 0
-        for flag in ("print_config", "version"):
-            if getattr(arguments, flag):
-                raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
+        given = [flag for flag in ("print_config", "version") if getattr(arguments, flag)]
+        if not estimates:
+            given += [flag for flag in ESTIMATE_FLAGS if getattr(arguments, flag) is not None]
+        for flag in given:
+            raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
         return program(arguments, stop)
 
     return explained_program

@@ -17,8 +17,8 @@ class Keys:
     """Which columns hold the prompt, the data source and the images (``data.prompt_key``, ``data.reward_fn_key``,
     ``data.image_key``)."""
 
-    prompt: str
-    source: str
+    prompt: str = "prompt"
+    source: str = "data_source"
     # Fingerprints are made of the text of the others, and what images are stands in the rows.
     image: str = field(default="images", repr=False)
 

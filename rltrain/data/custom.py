@@ -60,7 +60,7 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
     numbers = drawn(count, max_rows, data.seed if data.shuffle else None)
     folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
     records = (_record(dataset, row, data, name, folder) for row in numbers.tolist())
-    return rows_of(records, name, numbers, **keys_of(data))
+    return rows_of(records, name, numbers, keys=keys_of(data))
 
 
 def class_config(data: DataConfig) -> DictConfig:

@@ -26,6 +26,8 @@ from rltrain.data.pictures import Look, PictureFile, Pictures, entries, look_thr
 from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
 
 _NUM_SHOWN = 5
+# The columns of verl's files.
+KEYS = Keys()
 _MOST_PATHS = 3
 # Rows become Python objects to be checked, which take many times the memory of the table; a chunk at a time is enough.
 _READ_CHUNK_ROWS = 1024
@@ -163,45 +165,27 @@ class Rows:
         return self._files[number], row - self._starts[number]
 
 
-def read_rows(
-    files: str | Sequence[str],
-    *,
-    prompt_key: str = "prompt",
-    reward_fn_key: str = "data_source",
-    image_key: str = "images",
-    max_rows: int = -1,
-    seed: int | None = None,
-) -> Rows:
+def read_rows(files: str | Sequence[str], *, keys: Keys = KEYS, max_rows: int = -1, seed: int | None = None) -> Rows:
     """Read and check files in verl's schema (parquet, json, jsonl; patterns and folders of them); every row is looked
     at before anything is started.
 
     ``max_rows`` keeps so many rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises
     DataError naming file, row, field, what is wrong and what to do; up to five problems at once.
     """
-    keys = {"prompt_key": prompt_key, "reward_fn_key": reward_fn_key, "image_key": image_key}
-    return _usable(*scan_rows(files, max_rows=max_rows, seed=seed, **keys))
+    return _usable(*scan_rows(files, keys=keys, max_rows=max_rows, seed=seed))
 
 
-def rows_of(
-    records: Iterable[dict[str, Any]],
-    name: str,
-    numbers: np.ndarray,
-    *,
-    prompt_key: str = "prompt",
-    reward_fn_key: str = "data_source",
-    image_key: str = "images",
-) -> Rows:
+def rows_of(records: Iterable[dict[str, Any]], name: str, numbers: np.ndarray, *, keys: Keys = KEYS) -> Rows:
     """Rows that a program has made, of plain values, checked as those of a file.
 
     ``name`` and ``numbers`` [n], ascending, are for messages. Raises DataError as `read_rows` does.
     """
-    keys = Keys(prompt_key, reward_fn_key, image_key)
     return _usable(*_checked([Pickled.of(records, name, keys, numbers)], keys))
 
 
-def keys_of(data: DataConfig) -> dict[str, Any]:
-    """The names of columns that the configuration gives, as `read_rows` and `rows_of` take them."""
-    return {"prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key, "image_key": data.image_key}
+def keys_of(data: DataConfig) -> Keys:
+    """Return the column names of the configuration."""
+    return Keys(data.prompt_key, data.reward_fn_key, data.image_key)
 
 
 def _usable(rows: Rows, problems: Sequence[str]) -> Rows:
@@ -213,13 +197,7 @@ def _usable(rows: Rows, problems: Sequence[str]) -> Rows:
 
 
 def scan_rows(
-    files: str | Sequence[str],
-    *,
-    prompt_key: str = "prompt",
-    reward_fn_key: str = "data_source",
-    image_key: str = "images",
-    max_rows: int = -1,
-    seed: int | None = None,
+    files: str | Sequence[str], *, keys: Keys = KEYS, max_rows: int = -1, seed: int | None = None
 ) -> tuple[Rows, list[str]]:
     """The usable rows, perhaps none, and one problem per row of the others.
 
@@ -228,7 +206,6 @@ def scan_rows(
     paths = [files] if isinstance(files, (str, Path)) else list(files)
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
-    keys = Keys(prompt_key, reward_fn_key, image_key)
     tables = [open_table(file, keys) for path in paths for file in files_of(str(path))]
     return _checked(chosen(tables, max_rows, seed), keys)
 

@@ -165,7 +165,7 @@ def _read_split(
     """Put the usable rows of a split into ``rows``, and its prompts into ``stores`` if a run would take them all."""
     # Of more rows than are looked at, the first ones and not some of them.
     seed = cfg.data.seed if cfg.data.shuffle and most < MOST_ROWS else None
-    usable, problems = scan_rows(files, max_rows=most, seed=seed, **keys_of(cfg.data))
+    usable, problems = scan_rows(files, max_rows=most, seed=seed, keys=keys_of(cfg.data))
     if not len(usable):
         problems = problems or [f"no usable row in {usable.paths}."]
     else:

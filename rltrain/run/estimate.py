@@ -1,7 +1,7 @@
 """Seconds of a step on devices that need not exist: ``--dry-run --device H100 --nodes 8``.
 
-Reads config.json of the model and nothing of the data; weights, data and reward are the business of a plain dry run,
-which prints one line of this for the accelerators of this machine.
+Reads config.json of the model, and neither weights nor data. A plain dry run checks weights, data and reward, and
+prints one line of this for the accelerators of this machine.
 """
 
 from __future__ import annotations

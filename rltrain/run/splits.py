@@ -49,7 +49,7 @@ def load_data(cfg: Config) -> Data:
         if data.custom_cls:
             rows_read = custom_rows(data, files, encoder.tokenizer, limit)
         else:
-            rows_read = read_rows(files, **keys_of(data), max_rows=limit, seed=data.seed if data.shuffle else None)
+            rows_read = read_rows(files, keys=keys_of(data), max_rows=limit, seed=data.seed if data.shuffle else None)
         rows[split], prompts[split] = encode_split(cfg, split, rows_read, encoder)
         sources = ", ".join(rows[split].data_sources())
         prompts_left, num_dropped = logs.count(len(prompts[split]), "prompt"), prompts[split].num_dropped

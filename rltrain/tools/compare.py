@@ -49,7 +49,7 @@ _HEAD = ("metric", "line", "steps", "first", "last", "best", "mean", "difference
 
 @dataclass(frozen=True)
 class Run:
-    """The newest start of a run. An earlier start has a folder of its own (RUN/earlier_1)."""
+    """The newest start of a run. An earlier start has a separate folder (RUN/earlier_1)."""
 
     name: str
     metrics: pd.DataFrame

@@ -19,6 +19,7 @@ import numpy as np
 from rltrain.base import logs
 from rltrain.base.device import get_device, threads_per_worker
 from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
+from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
@@ -53,13 +54,11 @@ _SLOW = 1 / 3
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return guarded(argv, _examine)
+    usage = _USAGE.format(str(__doc__).splitlines()[0].partition(": ")[2])
+    return guarded(argv, explained(usage, _examine))
 
 
 def _examine(arguments: argparse.Namespace, stop: Stop) -> int:
-    if arguments.help is not None:
-        sys.stdout.write(_USAGE.format(str(__doc__).splitlines()[0].partition(": ")[2]))
-        return 0
     loaded = load_config(arguments.overrides, arguments.config, arguments.problems)
     with logs.session(), ExitStack() as closing:
         checks = _checks(loaded, stop, closing)

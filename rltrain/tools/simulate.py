@@ -22,7 +22,7 @@ from rltrain.main_ppo import main as guarded
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    program = explained(str(__doc__), lambda arguments, stop: dry_run(arguments))
+    program = explained(str(__doc__), lambda arguments, stop: dry_run(arguments), estimates=True)
     return guarded(["--dry-run", "--device", "", *words], program)
 
 

@@ -37,7 +37,7 @@ from rltrain.config.agents import AGENT_KEY, SINGLE_TURN
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder, chat_encoder
-from rltrain.data.rows import PromptRow, read_rows
+from rltrain.data.rows import PromptRow, keys_of, read_rows
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.formats.none import NO_CALLS
@@ -251,9 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     cfg = load_config(options.settings, [settings]).config
     toolbox, encoder = toolbox_of(cfg), chat_encoder(cfg)
     data = cfg.data
-    rows = read_rows(
-        options.data, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key, image_key=data.image_key
-    )
+    rows = read_rows(options.data, keys=keys_of(data))
     if not 0 <= options.row < len(rows):
         raise DataError(f"--row {options.row}: {rows.paths} has the rows 0 to {len(rows) - 1}.")
     row = rows[options.row]

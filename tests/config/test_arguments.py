@@ -35,10 +35,10 @@ def test_all_problems_are_reported_at_once():
         "--set x: not of the form KEY=VALUE. Known are model, port, share, dtype, bounds, quiet.",
         "--set port=0: it must be between 1 and 65535.",
         "--set share=2: it must be over 0 and at most 1.",
-        "--set share=nan: it must be over 0 and at most 1.",
+        "--set share=nan: it must be finite.",
         "--set dtype=int8: use one of auto, float32.",
         "--set bounds=0: it must be at least 1.",
-        "--set bounds=x: 'x' is not a whole number.",
+        "--set bounds=x: 'x' is not a whole number or null.",
         "--set quiet=maybe: expected true or false.",
         "--set model= is not given: one or more models.",
     ]
@@ -50,11 +50,15 @@ def test_other_arguments_are_passed_on_unless_they_look_misspelt():
     assert others == ["data.seed=1", "+y=2", "flag"]
     with pytest.raises(ConfigError, match=r"modle=x: unknown key modle\. Did you mean model=\?"):
         read_arguments(Settings, ["model=x", "modle=x"], others=[])
+    read_arguments(Settings, ["model=x", "modle=x"], others=others, elsewhere=["modle"])
+    assert others[-1] == "modle=x"
+    with pytest.raises(ConfigError, match=r"Did you mean mode=\?"):
+        read_arguments(Settings, ["model=x", "modee=x"], others=[], elsewhere=["mode"])
 
 
 def test_an_empty_required_argument_counts_as_missing():
-    with pytest.raises(ConfigError, match="model= is not given"):
-        read_arguments(Settings, ["model="])
+    with pytest.raises(ConfigError, match=r"model= is not given: one or more models\.\nUse a folder\.$"):
+        read_arguments(Settings, ["model="], hint="Use a folder.")
 
 
 def test_an_existing_path_may_have_commas(tmp_path):

@@ -14,6 +14,7 @@ from PIL import Image
 from rltrain.base.errors import DataError
 from rltrain.config.schema import DataConfig
 from rltrain.data import pictures as reading
+from rltrain.data.checks import Keys
 from rltrain.data.custom import custom_rows
 from rltrain.data.images import measured, open_image
 from rltrain.data.rows import read_rows
@@ -189,7 +190,7 @@ def test_a_column_of_another_kind_is_refused(make):
     with pytest.raises(DataError, match="column 'images' is list<element: int64>; it must hold images"):
         read_rows(make([("1", [3])]))
     with pytest.raises(DataError, match=r"has no column data.image_key='pics'; it has .*images"):
-        read_rows(make([("1", [])]), image_key="pics")
+        read_rows(make([("1", [])]), keys=Keys(image="pics"))
     with pytest.raises(DataError, match=r"field 'videos' is list .*: videos are not in this version"):
         read_rows(make([("1", ["a.mp4"])], column="videos"))
 
@@ -272,7 +273,7 @@ def test_paths_are_relative_to_the_folder_of_the_file(folders, make, tmp_path, m
     encoder = ChatEncoder(folders["qwen2_5_vl"])
     expected = encoder.encode_prompt([{"role": "user", "content": SLOT}], [png(60, 60)])
     for number, entries in enumerate(forms):
-        rows = read_rows(make([(SLOT, entry) for entry in entries], "pic", f"{number}"), image_key="pic")
+        rows = read_rows(make([(SLOT, entry) for entry in entries], "pic", f"{number}"), keys=Keys(image="pic"))
         store = encode_prompts(rows, encoder, 500)
         for i in range(len(entries)):
             assert np.array_equal(store.encoded(i).images.pixel_values, expected.images.pixel_values)

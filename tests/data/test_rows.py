@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from rltrain.base.errors import DataError
+from rltrain.data.checks import Keys
 from rltrain.data.rows import read_rows, scan_rows
 from tests.pictures import BLUE, RED
 
@@ -66,9 +67,9 @@ def test_other_prompt_and_source_columns_are_used(tmp_path, write, good_row):
     row = good_row()
     row["messages"], row["origin"] = row.pop("prompt"), row.pop("data_source")
     path = write(tmp_path / "a.parquet", [row])
-    assert read_rows(path, prompt_key="messages", reward_fn_key="origin")[0].data_source == "openai/gsm8k"
-    assert "'prompt'" in problem(path, reward_fn_key="origin")
-    assert "data.prompt_key" in problem(path, reward_fn_key="origin")
+    assert read_rows(path, keys=Keys("messages", "origin"))[0].data_source == "openai/gsm8k"
+    assert "'prompt'" in problem(path, keys=Keys(source="origin"))
+    assert "data.prompt_key" in problem(path, keys=Keys(source="origin"))
 
 
 def test_max_rows_counts_over_all_files(tmp_path, write, good_row):

@@ -150,6 +150,8 @@ def test_results_go_beside_the_model_and_below_out_where_there_are_several(tiny_
     ("words", "told"),
     [
         (["n=0"], "n=0: it must be at least 1"),
+        (["n="], "n=: '' is not a whole number"),
+        (["n=null"], "n=null: 'null' is not a whole number"),
         (["trainer.val_only=True"], "an evaluation never trains"),
         (["trainer.default_local_dir=x"], "out=FOLDER says where results go"),
         (["out=a,b"], "results go into one folder"),

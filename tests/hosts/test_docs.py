@@ -21,7 +21,7 @@ ELSEWHERE = {
 # What a dry run of an NPU's recipe has to complain of on a machine without one.
 LACKS = ("trainer.device=npu: this machine has 0 NPU devices", "rollout.name=vllm: the package is not installed here")
 ONE_NODE = {
-    "python -m rltrain.env_report": (0, ["PyTorch version"]),
+    "python -m rltrain.env": (0, ["PyTorch version"]),
     "bash examples/grpo_gsm8k_npu_8.sh --dry-run": (2, ["samples per step          1,280", LACKS[0]]),
     "python -m rltrain.port run_verl.sh -o run.sh": (0, ["next: bash run.sh --dry-run"]),
     "bash run.sh --dry-run": (2, ["samples per step          640", LACKS[0]]),

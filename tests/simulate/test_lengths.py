@@ -48,7 +48,7 @@ def test_a_run_cuts_what_is_longer():
         ("mean:5,max:9,median:4", "unknown key median"),
         ("mean:9,max:5", "mean: must be below max:"),
         ("mean:-3,max:5", "at least 1"),
-        ("mean:nan,max:5", "at least 1"),
+        ("mean:nan,max:5", "it must be finite"),
         ("10426", "is neither a distribution nor a folder"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -27,15 +28,18 @@ def read_arguments(
     arguments: Sequence[str],
     *,
     where: str = "",
+    hint: str = "",
     others: list[str] | None = None,
+    elsewhere: Sequence[str] = (),
     problems: Sequence[str] = (),
 ) -> T:
     """Return a ``kind`` with the values of ``arguments``; a later argument wins.
 
     kind: a dataclass with fields of type str, bool, int, float, lists of these, and None. Bounds are those of `key`; a
-    field without a default (`required`) must be given. where: prefix of messages, such as
-    "--assume". others: receives the arguments whose key is not a field of ``kind``, instead of an error, unless they
-    look like a misspelt field. problems: found before, reported with those of the arguments. Raises ConfigError.
+    field without a default (`required`) must be given. where: prefix of messages, such as "--assume". hint: last line
+    of the error. others: receives the arguments whose key is not a field of ``kind``, instead of an error, unless they
+    look like a misspelt field of it or of ``elsewhere``, the names that a later reader knows. problems: found before,
+    reported with those of the arguments. Raises ConfigError.
     """
     known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
     kinds = typing.get_type_hints(kind)
@@ -44,13 +48,14 @@ def read_arguments(
         name, equals, text = argument.partition("=")
         shown = f"{where} {short(argument)}".strip()
         if not equals or name not in known:
-            near = difflib.get_close_matches(name, known, n=1) if equals and "." not in name else []
-            hint = f"Did you mean {near[0]}=?" if near else f"Known are {', '.join(known)}."
+            may_be_near = equals and "." not in name and name not in elsewhere
+            near = difflib.get_close_matches(name, [*known, *elsewhere], n=1) if may_be_near else []
+            advice = f"Did you mean {near[0]}=?" if near else f"Known are {', '.join(known)}."
             reason = f"unknown key {short(name)}" if equals else "not of the form KEY=VALUE"
             if others is not None and not near:
                 others.append(argument)
             else:
-                wrong.append(f"{shown}: {reason}. {hint}")
+                wrong.append(f"{shown}: {reason}. {advice}")
             continue
         try:
             values[name] = value = _value(text, kinds[name])
@@ -61,13 +66,15 @@ def read_arguments(
         if rules and rules.among and value not in rules.among:
             wrong.append(f"{shown}: use one of {', '.join(rules.among)}.")
         elif rules and not all(rules.within(one) for one in _numbers(value)):
-            wrong.append(f"{shown}: it must be {rules.bounds()}.")
+            finite = all(map(math.isfinite, _numbers(value)))
+            wrong.append(f"{shown}: it must be {rules.bounds() if finite else 'finite'}.")
     named = {argument.partition("=")[0] for argument in arguments}
     for name, each in known.items():
-        if "meaning" in each.metadata and not values.get(name) and (name not in named or name in values):
+        is_missing = name not in named or values.get(name) in ("", [])
+        if "meaning" in each.metadata and is_missing:
             wrong.append(f"{where} {name}= is not given: {each.metadata['meaning']}.".strip())
     if wrong:
-        raise ConfigError("\n".join(wrong))
+        raise ConfigError("\n".join([*wrong, *filter(None, [hint])]))
     return kind(**values)
 
 
@@ -82,7 +89,7 @@ def _value(text: str, kind: Any) -> Any:
         (inner,) = typing.get_args(kind)
         return [_value(part, inner) for part in listed(text)]
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if types.NoneType in kinds and text.lower() in ("", "null", "none"):
+    if types.NoneType in kinds and text.lower() in ("null", "none"):
         return None
     if bool in kinds:
         if text.lower() not in _SWITCHES:
@@ -93,7 +100,8 @@ def _value(text: str, kind: Any) -> Any:
             try:
                 return number(text)
             except ValueError:
-                raise ValueError(f"{short(text)!r} is not {name}") from None
+                more = " or null" if types.NoneType in kinds else ""
+                raise ValueError(f"{short(text)!r} is not {name}{more}") from None
     return text
 
 

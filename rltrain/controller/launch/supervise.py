@@ -3,7 +3,7 @@
 The supervisor is a small parent process of the standard library alone and no part of the run, so an error of the run
 cannot end it. It adopts the processes that the command leaves behind, because Ray's processes may still hold devices,
 and ends them. The run reports its pid, its folder and its error through a file (`base.attempt.tell_supervisor`). Not
-included: monitoring a live run, which has deadlines of its own, and processes on other nodes.
+included: monitoring a live run, which has its own deadlines, and processes on other nodes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Attempt:
     passing: bool
     """Waiting may remove the cause."""
     uptime: float
-    """Of the machine, when the command ended."""
+    """Uptime of the machine when the command ended."""
     then: str = ""
     """The supervisor's decision."""
 
@@ -155,8 +155,8 @@ class Supervisor:
         has saved, are in the same group."""
         below = descendants(os.getpid())
         runs = [pid for pid in told_supervisor(self._file)["pids"] if pid in below]
-        if number == signal.SIGUSR1:  # only for programs with a handler: it would kill a shell around the run
-            send(runs, number)
+        if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell or a run that ends
+            send((pid for pid in runs if _catches(pid, number)), number)
             return
         self._asked = number
         # A terminal that is closed takes nothing with it: the run saves.
@@ -189,7 +189,7 @@ class Supervisor:
                     file.writelines(json.dumps(asdict(end)) + "\n" for end in self._attempts[self._num_written :])
                 self._num_written = len(self._attempts)
         except OSError as error:
-            _say(f"{error.filename} cannot be written: {error}")
+            _say(f"{self._folder}/attempts.jsonl cannot be written: {error}")
 
     def _end_processes_left_behind(self) -> None:
         """End the processes that the command has left behind: they may hold devices, ports and the run folder."""
@@ -224,7 +224,14 @@ def crash_loop(attempts: list[Attempt], give_up: int) -> str:
         return ""
     if last.passing and last.uptime - attempts[-number].uptime < _AWAY_S:
         return ""
-    return f"it has ended {number} times without a new checkpoint by the same cause, which needs mending first"
+    return f"it has ended {number} times without a new checkpoint by the same cause, fix it first"
+
+
+def _catches(pid: int, number: int) -> bool:
+    with suppress(OSError):
+        match = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
+        return bool(match and int(match[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _say(text: str) -> None:

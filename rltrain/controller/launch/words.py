@@ -16,6 +16,10 @@ from rltrain.config.schema.fields import key
 _PORTS_OF_RAY = (8265, 10001, 52365)
 _PORTS_OF_WORKERS = range(10002, 20000)
 _USAGE = """ray_start.sh [head | worker [ADDRESS] | stop [ADDRESS]] [options] [-- COMMAND]"""
+_SOURCES = (
+    "RANK is NODE_RANK, RANK or SLURM_NODEID; NNODES is --nodes, NNODES, SLURM_NNODES or trainer.nnodes; devices is "
+    "--devices or trainer.n_gpus_per_node; RAY_PORT is RAY_PORT, MASTER_PORT or the port in the address."
+)
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers among arguments and variables; None: not given."""
+    """Numbers among arguments and variables; the defaults stand for those that are not given."""
 
-    RANK: int | None = key(None, least=0)
-    NNODES: int | None = key(None, least=1)
-    devices: int | None = key(None, least=1)
+    RANK: int = key(-1, least=0)
+    NNODES: int = key(0, least=1)
+    devices: int = key(0, least=1)
     WAIT_S: int = key(360, least=0)
     RAY_PORT: int = key(6379, least=1, most=65535)
 
@@ -70,15 +74,15 @@ def read(argv: list[str]) -> Launch:
     if address.count(":") > 1:
         raise ConfigError(f"{address} is an address of IPv6: give one of IPv4, or a name that has one.")
     host, _, port = address.partition(":")
-    texts = {"RANK": rank, "NNODES": given.nodes, "devices": given.devices, "WAIT_S": first_set("WAIT_S")}
-    texts |= {"RAY_PORT": port or first_set("RAY_PORT", "MASTER_PORT")}
-    numbers = read_arguments(_Numbers, [f"{name}={text}" for name, text in texts.items() if text])
-    in_command = int(_value_of("trainer.nnodes", run) or 0)
-    if numbers.NNODES and in_command and in_command != numbers.NNODES:
+    in_command = _value_of("trainer.nnodes", run)
+    texts = {"RANK": rank, "NNODES": given.nodes or in_command, "devices": given.devices}
+    texts |= {"WAIT_S": first_set("WAIT_S"), "RAY_PORT": port or first_set("RAY_PORT", "MASTER_PORT")}
+    numbers = read_arguments(_Numbers, [f"{name}={text}" for name, text in texts.items() if text], hint=_SOURCES)
+    num_nodes = numbers.NNODES or None
+    if in_command and num_nodes != int(in_command):
         raise ConfigError(
-            f"NNODES={numbers.NNODES}, but the command says trainer.nnodes={in_command}: leave one of them out."
+            f"NNODES={num_nodes}, but the command says trainer.nnodes={in_command}: leave one of them out."
         )
-    num_nodes = numbers.NNODES or in_command or None
     if run and role == "head" and not num_nodes:
         raise ConfigError(
             "the command would not wait for other nodes: say how many there are, by NNODES=4 or --nodes=4."
@@ -91,14 +95,14 @@ def read(argv: list[str]) -> Launch:
     default = (rank or role == "stop") and not (address and role != "stop") and os.access(".", os.W_OK)
     return Launch(
         role=role,
-        rank=0 if role == "head" else numbers.RANK,
+        rank=0 if role == "head" else numbers.RANK if rank else None,
         address=f"{host}:{numbers.RAY_PORT}" if host else "",
         file=Path(file or ".ray_head").absolute() if file or default else None,
         port=str(numbers.RAY_PORT),
         job=first_set("LAUNCH_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
         wait_s=numbers.WAIT_S,
         num_nodes=num_nodes,
-        devices=numbers.devices,
+        devices=numbers.devices or None,
         arguments=rest,
         command=run,
     )

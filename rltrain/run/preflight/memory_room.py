@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import pandas as pd
+
 from rltrain.base.device import get_device
 from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema import Config
@@ -54,31 +56,23 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     if ENGINES[rollout.name].embedded:
         said = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
         return "" if gen["cache"] else f"{_R}name={rollout.name}: {said}"
-    longest = longest_cache_bytes(cfg)
-    if gen["cache"] >= longest:
+    if gen["cache"] >= (longest := longest_cache_bytes(cfg)):
         return ""
     # A fifth for keys and values is little, but it starts.
-    least = math.ceil(20 * 1.2 * (weights + longest) / size) / 20
-    size_key, parts = f"{_R}tensor_model_parallel_size", 2 * rollout.tensor_model_parallel_size
-    way_out = f"{_R}gpu_memory_utilization={least:g}, or {size_key}={parts}" if least < 0.9 else f"{size_key}={parts}"
-    share = rollout.gpu_memory_utilization
+    least, share = math.ceil(24 * (weights + longest) / size) / 20, rollout.gpu_memory_utilization
+    way_out = f"{_R}gpu_memory_utilization={least:g}, or " * (least < 0.9)
     return (
         f"{_R}gpu_memory_utilization={share:g} is {share * size / _GIB:,.1f} GiB, and the engine's weights take "
-        f"{weights / _GIB:,.1f} of it, so that no answer of the longest has room. Set {way_out}."
+        f"{weights / _GIB:,.1f} of it, so that the longest response has no room. Set {way_out}"
+        f"{_R}tensor_model_parallel_size={2 * rollout.tensor_model_parallel_size}."
     )
 
 
 def table(found: Mapping[str, Owners], size: int | None) -> str:
     """A row per phase, a column per owner."""
-    owners = [owner for owner in OWNERS if any(row[owner] for row in found.values())]
-    lines = [["", *owners, "together"]]
-    lines += [
-        [phase, *(f"{row[owner] / _GIB:,.2f}" for owner in owners), f"{row.total() / _GIB:,.2f}"]
-        for phase, row in found.items()
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    rows = [row[: widths[0]].strip().ljust(widths[0]) + row[widths[0] :] for row in rows]
+    frame = pd.DataFrame({owner: [row[owner] for row in found.values()] for owner in OWNERS}, list(found)) / _GIB
+    frame = frame.loc[:, frame.any()]
+    rows = frame.assign(together=frame.sum(axis=1)).to_string(float_format="{:,.2f}".format).splitlines()
     has = f"it has {size / _GIB:,.1f}, of which {_KEPT_FREE:.0%} are for driver and communicators" if size else (
         "set trainer.device_memory_gb to its size to be told whether it fits"
     )  # fmt: skip

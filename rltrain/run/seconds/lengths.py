@@ -97,7 +97,7 @@ class _Named:
 
 def _named(text: str) -> Lengths:
     parts = text.replace(":", "=").split(",")
-    named = read_arguments(_Named, parts, where="--lengths")
+    named = read_arguments(_Named, parts, where="--lengths", hint=_WAY_OUT)
     if named.mean >= named.max:
         raise ConfigError(f"--lengths {short(text)}: mean: must be below max:.")
     return lognormal(named.mean, named.max, named.spread, named.alike, named.prompt)

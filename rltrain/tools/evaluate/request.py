@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from rltrain.data.files import files_of
 from rltrain.tools.evaluate.models import Model, digest_of_files, flat, models_of
 
 _ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
+# Short names of keys below it.
+_SHORT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop")
 _OTHER_WORDS = {
     "trainer.val_only": "an evaluation never trains",
     "trainer.default_local_dir": "out=FOLDER says where results go",
@@ -41,19 +43,17 @@ _NOT_COMPARED = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of the command. Those with a default of "" are short names of keys below val_kwargs."""
+    """Arguments of the command that are not keys of the trainer."""
 
     model: list[str] = required("a Hugging Face folder, a checkpoint or a run")
     data: list[str] = required("one or more data files")
     out: str | None = None
-    n: int | None = key(None, least=1)
-    temperature: str = ""
-    top_p: str = ""
-    top_k: str = ""
-    min_p: str = ""
-    repetition_penalty: str = ""
-    max_tokens: str = ""
-    stop: str = ""
+    n: int = key(0, least=1)
+    """Responses to each prompt; 0: as val_kwargs has it."""
+
+
+# All names without a dot that the command knows.
+NAMES = (*(each.name for each in fields(Arguments)), *_SHORT)
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,11 @@ def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[
     wrong += [
         f"{word}: results go into one folder." for word in words if word[:4] == "out=" and len(listed(word[4:])) > 1
     ]
-    own = read_arguments(Arguments, [word for word in words if word not in foreign], others=rest, problems=wrong)
-    short = {name: value for name, value in vars(own).items() if name not in ("model", "data", "out") and value}
-    rest += [f"{_ANSWERS}{name}={value}" for name, value in short.items()]
+    own = read_arguments(
+        Arguments, [word for word in words if word not in foreign], others=rest, elsewhere=_SHORT, problems=wrong
+    )
+    rest = [f"{_ANSWERS}{word}" if word.partition("=")[0] in _SHORT else word for word in rest]
+    rest += [f"{_ANSWERS}n={own.n}"] if own.n else []
     out = Path(own.out).expanduser().resolve() if own.out else None
     return Request(models_of(own.model), own.data, rest, list(files), out)
 

@@ -12,7 +12,7 @@ from rltrain.config.schema.fields import key
 from rltrain.data.files import files_of
 from rltrain.run.checkpoints.mean import mean_at
 from rltrain.tools.evaluate.models import Model, models_of, places
-from rltrain.tools.evaluate.request import Request, read_request
+from rltrain.tools.evaluate.request import NAMES, Request, read_request
 
 NONE, MEAN = "none", "mean"
 _SPLITS = "dev=FILES is searched on, test=FILES is scored at the end"
@@ -97,7 +97,7 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
     elif "model" not in given:
         wrong.append("model= is not given: the model to search for.")
     words = [word for word in words if not word.startswith("data=")]
-    own = read_arguments(Arguments, words, others=rest, problems=wrong)
+    own = read_arguments(Arguments, words, others=rest, elsewhere=NAMES, problems=wrong)
     rest += [f"model={name}" for name in averaged[:1]]
     least, most = list(dict.fromkeys(own.min_pixels)), list(dict.fromkeys(own.max_pixels))
     base = read_request([*rest, f"data={own.dev}"], files, [])

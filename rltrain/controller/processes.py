@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,13 @@ def node_memory() -> dict[str, float]:
     return dict(memory)
 
 
-def ask_nodes(workers: Sequence[Any], nodes: Sequence[int]) -> Callable[[], list[dict[str, float]]]:
-    """Ask every node for `node_memory`. Returns a function that gives the replies so far, without waiting.
+def ask_nodes(group: Any) -> Callable[[], list[dict[str, float]]]:
+    """Ask every node for `node_memory`. Return a function that returns the replies so far, without waiting.
 
-    nodes: the node of each worker, numbered.
+    group: a `WorkerGroup`, which imports this module.
     """
-    references = [workers[nodes.index(node)].measure.remote() for node in dict.fromkeys(nodes)]
+    firsts = [group.nodes.index(node) for node in dict.fromkeys(group.nodes)]
+    references = [group.workers[first].measure.remote() for first in firsts]
 
     def replies() -> list[dict[str, float]]:
         ready, _ = ray.wait(references, num_returns=len(references), timeout=0)

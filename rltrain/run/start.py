@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from rltrain.base import logs
 from rltrain.base.device import Device, get_device, threads_per_worker
@@ -23,6 +24,7 @@ from rltrain.controller.cluster import free, reserve, share
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.lifeline import raise_if_lost, unless_lost
+from rltrain.controller.processes import ask_nodes
 from rltrain.data.rows import Rows
 from rltrain.run.assemble import make_evaluation, make_trainer
 from rltrain.run.changes import write_run_files
@@ -127,7 +129,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     # As a context and not as a callback, because a tracker must learn whether the run failed.
     closing.enter_context(tracker)
     # Callbacks see the archive's metrics; the notice comes last, because a step has ended when all of them have.
-    watchers.add(callbacks, Drift.of(group), tracker, Profile(cfg.trainer, folder.path, group))
+    watchers.add(callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
         watchers.add(closing.enter_context(Details(folder.path, plan)), Notice(stop, lambda: saver.under_way_s))
     return Trainer(

@@ -250,8 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     settings |= {"actor_rollout_ref.model.path": options.model} if options.model else {}
     cfg = load_config(options.settings, [settings]).config
     toolbox, encoder = toolbox_of(cfg), chat_encoder(cfg)
-    data = cfg.data
-    rows = read_rows(options.data, keys=keys_of(data))
+    rows = read_rows(options.data, keys=keys_of(cfg.data))
     if not 0 <= options.row < len(rows):
         raise DataError(f"--row {options.row}: {rows.paths} has the rows 0 to {len(rows) - 1}.")
     row = rows[options.row]

@@ -65,8 +65,9 @@ def read_arguments(
         rules = known[name].metadata.get("rules")
         if rules and rules.among and value not in rules.among:
             wrong.append(f"{shown}: use one of {', '.join(rules.among)}.")
-        elif rules and not all(rules.within(one) for one in _numbers(value)):
-            finite = all(map(math.isfinite, _numbers(value)))
+        numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int | float)]
+        if rules and not all(map(rules.within, numbers)):
+            finite = all(map(math.isfinite, numbers))
             wrong.append(f"{shown}: it must be {rules.bounds() if finite else 'finite'}.")
     named = {argument.partition("=")[0] for argument in arguments}
     for name, each in known.items():
@@ -76,11 +77,6 @@ def read_arguments(
     if wrong:
         raise ConfigError("\n".join([*wrong, *filter(None, [hint])]))
     return kind(**values)
-
-
-def _numbers(value: Any) -> list[float]:
-    values = value if isinstance(value, list) else [value]
-    return [one for one in values if isinstance(one, int | float)]
 
 
 def _value(text: str, kind: Any) -> Any:

@@ -6,8 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.processes import ask_nodes, own_memory_gb
+from rltrain.controller.processes import own_memory_gb
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics import Answered, Metrics
 
@@ -25,11 +24,6 @@ class Drift(Watcher):
         self._ask = ask
         self._replies: Callable[[], list[Metrics]] | None = None
         self._asked_step, self._asked_at = -_STEPS, 0.0
-
-    @classmethod
-    def of(cls, group: WorkerGroup) -> Drift:
-        """Return a watcher of all nodes of these workers."""
-        return cls(lambda: ask_nodes(group.workers, group.nodes))
 
     def before_step(self, step: int) -> None:
         """Ask the nodes if it is time to."""

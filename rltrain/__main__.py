@@ -28,7 +28,11 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {REMOVED[command]}\n")
         return 2
     if command == "data" and rest and rest[0] in _converters():
-        module = f"{data_preprocess.__name__}.{rest.pop(0)}"
+        command = f"data {rest.pop(0)}"
+        module = f"{data_preprocess.__name__}.{command.removeprefix('data ')}"
+    elif command == "data" and rest and rest[0] in ("-h", "--help"):
+        sys.stdout.write(f"usage: rltrain data CONVERTER ...\n\nconverters: {', '.join(_converters())}\n")
+        return 0
     elif command == "data":
         sys.stderr.write(f"error: rltrain data needs the name of a converter: {', '.join(_converters())}.\n")
         return 2
@@ -47,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _converters() -> list[str]:
-    helpers = {"benchmark", "common", "sources", "lint"}
+    helpers = {"benchmark", "common", "messages", "sources", "lint"}
     return [module.name for module in pkgutil.iter_modules(data_preprocess.__path__) if module.name not in helpers]
 
 

@@ -166,6 +166,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}")
     parser.add_argument("--multirun", "-m", action="store_const", const="")
     parser.add_argument("--cfg", "-c", nargs="?", const="")
+    parser.add_argument("--sweep", action="store_const", const="")
+    for flag in ("--from", "--best"):
+        parser.add_argument(flag, nargs="?", const="")
     for flags in _NAMING:
         parser.add_argument(*flags, metavar="NAME")
     try:
@@ -178,8 +181,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if getattr(arguments, flags[0].lstrip("-").replace("-", "_")) is not None
     ]
     arguments.problems += [
-        f"{_REMOVED.get(word.partition('=')[0]) or f'unknown flag {word}'}. Flags: --help, --version, --print-config, "
-        "--dry-run (with --device, --nodes, --lengths, --assume), --config FILE; settings are key=value."
+        f"{sentence}." for flag, sentence in _REMOVED.items() if getattr(arguments, flag.lstrip("-")) is not None
+    ]
+    arguments.problems += [
+        f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run (with --device, --nodes, "
+        "--lengths, --assume), --config FILE; settings are key=value."
         for word in words
         if word.startswith("-")
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rltrain
-from rltrain.__main__ import main
+from rltrain.__main__ import _converters, main
 from rltrain.base import commands
 from tests.ranks import preload
 
@@ -77,6 +77,21 @@ def test_an_imported_command_is_its_module(name):
 def test_an_unknown_module_is_not_found():
     with pytest.raises(ModuleNotFoundError, match=r"rltrain\.nothing"):
         importlib.import_module("rltrain.nothing")
+
+
+@pytest.mark.parametrize("words", [["data"], *(["data", name] for name in _converters())])
+def test_every_converter_has_a_help(words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])  # main changes it
+    with contextlib.suppress(SystemExit):
+        assert main([*words, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: rltrain {' '.join(words)} ")
+
+
+@pytest.mark.parametrize("name", ["average", "checkpoint", "env", "lint", "serve"])
+def test_a_usage_names_the_command(name, capsys):
+    with contextlib.suppress(SystemExit):
+        assert importlib.import_module(commands.COMMANDS[name][0]).main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m rltrain.{name}")
 
 
 @pytest.mark.parametrize("name", commands.REMOVED)

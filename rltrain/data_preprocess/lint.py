@@ -238,7 +238,9 @@ def describe(findings: Findings) -> str:
 @command
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m rltrain.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help="parquet files of one run, so that duplicates are seen"
     )

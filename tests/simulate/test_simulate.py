@@ -121,8 +121,9 @@ def test_a_device_that_would_be_out_of_memory_is_refused(simulate):
             "/none/there",
         ),
         (["--device", "H100", "--sweep"], "--sweep was removed: type one command for each combination"),
-        (["--from=/none/there"], "--from was removed"),
-        (["--from", "/none/there"], "--from was removed: give --config RUN/config.yaml --lengths RUN"),
+        (["--from", "/none/there"], "error: --from was removed: give --config RUN/config.yaml --lengths RUN.\n"),
+        (["--from=/none/there"], "error: --from was removed: give --config RUN/config.yaml --lengths RUN.\n"),
+        (["--sweep", "--best", "5"], "--best was removed together with --sweep.\n"),
         (["--device"], "expected one argument"),
     ],
 )

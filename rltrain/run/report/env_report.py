@@ -83,9 +83,10 @@ def short_facts() -> str:
 @command
 def main(argv: list[str] | None = None) -> int:
     """Print our facts, then those that torch collects."""
-    if sys.argv[1:] if argv is None else argv:
-        sys.stderr.write(f"usage: python -m rltrain.env_report\n\n{main.__doc__}\n")
-        return 2
+    if words := sys.argv[1:] if argv is None else argv:
+        asked = words[0] in ("-h", "--help")
+        (sys.stdout if asked else sys.stderr).write(f"usage: python -m rltrain.env\n\n{main.__doc__}\n")
+        return 0 if asked else 2
     from torch.utils.collect_env import get_pretty_env_info
 
     parts = [json.dumps(facts() | device_facts(), indent=1), get_pretty_env_info()]

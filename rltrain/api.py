@@ -96,8 +96,8 @@ def train(
     your own is a Python object or ``"FILE.py:NAME"``; see docs/api.md. Raises RltrainError for errors that a user can
     mend, with the text that the command prints.
     """
-    code = {"reward": reward, "advantage": advantage, "policy_loss": policy_loss, "sampler": sampler}
-    loaded, objects = _split_callbacks(with_code(read(config), **code), callbacks)
+    loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
+    loaded, objects = _split_callbacks(loaded, callbacks)
     # Outside of the main thread this changes no handlers, so that a run may be started from a thread too.
     with listen() as stop:
         try:
@@ -127,8 +127,8 @@ def build(
     with importing():
         from rltrain.run.build import build as put_together
 
-    code = {"reward": reward, "advantage": advantage, "policy_loss": policy_loss, "sampler": sampler}
-    loaded, objects = _split_callbacks(with_code(read(config), **code), callbacks)
+    loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
+    loaded, objects = _split_callbacks(loaded, callbacks)
     # The log is the trainer's: it ends with the trainer, not with this call.
     return put_together(loaded, callbacks=objects, notes=look_over(loaded))
 

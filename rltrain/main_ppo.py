@@ -166,8 +166,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}")
     parser.add_argument("--multirun", "-m", action="store_const", const="")
     parser.add_argument("--cfg", "-c", nargs="?", const="")
-    parser.add_argument("--sweep", action="store_const", const="")
-    for flag in ("--from", "--best"):
+    for flag in _REMOVED:
         parser.add_argument(flag, nargs="?", const="")
     for flags in _NAMING:
         parser.add_argument(*flags, metavar="NAME")

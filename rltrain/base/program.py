@@ -26,11 +26,9 @@ def explained(usage: str, program: Program, *, estimates: bool = False) -> Progr
         if arguments.help is not None:
             sys.stdout.write(usage)
             return 0
-        given = [flag for flag in ("print_config", "version") if getattr(arguments, flag)]
-        if not estimates:
-            given += [flag for flag in ESTIMATE_FLAGS if getattr(arguments, flag) is not None]
-        for flag in given:
-            raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
+        for flag in ("print_config", "version", *(() if estimates else ESTIMATE_FLAGS)):
+            if getattr(arguments, flag) not in (None, False):
+                raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
         return program(arguments, stop)
 
     return explained_program

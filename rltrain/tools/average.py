@@ -40,10 +40,7 @@ def _shares(text: str | None, number: int) -> list[float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rltrain.average",
-        description="Write a model whose weights are the mean of those of other models.",
-    )
+    parser = argparse.ArgumentParser(prog="python -m rltrain.average", description="Average the weights of models.")
     parser.add_argument("out", metavar="OUT", help="the folder to make")
     parser.add_argument(
         "models", metavar="MODEL", nargs="+",

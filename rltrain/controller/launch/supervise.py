@@ -219,10 +219,9 @@ def crash_loop(attempts: list[Attempt], give_up: int) -> str:
     # Pids and times differ between two ends by one cause.
     ends = [(end.exit_code, re.sub(r"\d+", "0", end.cause)) for end in stalled(attempts)]
     number, last = len(list(takewhile(ends[-1].__eq__, reversed(ends)))), attempts[-1]
+    may_pass = last.passing and last.uptime - attempts[-number].uptime < _AWAY_S
     # Nodes other than the head know neither step nor cause: the head decides for them.
-    if number < give_up or (last.step is None and not last.cause):
-        return ""
-    if last.passing and last.uptime - attempts[-number].uptime < _AWAY_S:
+    if number < give_up or may_pass or (last.step is None and not last.cause):
         return ""
     return f"it has ended {number} times without a new checkpoint by the same cause, fix it first"
 

@@ -123,8 +123,8 @@ def main(argv: list[str] | None = None) -> None:
         "**Fitted** on the 7B table: `step_ms`, `forward_share`, `update_share`, `sync_gb_per_s`, `adv_us`; its reward "
         "is given. **The 1.5B table is the test**: nothing was fitted on it, though `bandwidth_share` and how "
         "activations are counted were chosen with both tables in sight. Its step has 24 s that no published phase "
-        "tells of (ref, reward, resharding); ours has ref, no reward. Devices of the 7B table are not named and are "
-        "taken for H100. The report on NPUs has no phases, and its answers are taken to have 600 tokens.",
+        "contains (ref, reward, resharding); ours has ref, no reward. Devices of the 7B table are not named and are "
+        "taken for H100. The report on NPUs has no phases, and its responses are assumed to have 600 tokens.",
         TITLES,
         rows,
         f"Assumed: {assumed}. Lengths: lognormal, spread 0.7, alike 0.5, prompts of 148 tokens, cut at 27,648.\n\n"

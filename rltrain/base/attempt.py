@@ -25,7 +25,7 @@ def tell_supervisor(**facts: Any) -> None:
 
 
 def told_supervisor(file: str | Path) -> dict[str, Any]:
-    """What was told through ``file``; of ``pids`` the outermost program comes first."""
+    """Return the reports in ``file``; of ``pids`` the outermost program comes first."""
     report: dict[str, Any] = {"pids": []}
     # A line that was cut off when the program died is not whole JSON.
     with suppress(OSError):

@@ -32,12 +32,12 @@ class Verdict:
 
     @property
     def forbids(self) -> bool:
-        """Whether the row is an error; others are notes."""
+        """True if the row is an error; others are notes."""
         return self.row.action != "no effect"
 
     @property
     def refused(self) -> bool:
-        """Whether the key is refused with its value."""
+        """True if the key is refused with its value."""
         return self.forbids and self.applies
 
 

@@ -1,4 +1,4 @@
-"""Weights of five short runs, compared bit by bit with those of another commit: the guard of a refactoring.
+"""Compares the weights of five short runs bit by bit with those runs at another commit: the guard of a refactoring.
 
     python -m bench.bits [--against REV [REV ...]]
 
@@ -32,7 +32,7 @@ STEPS = 3
 _CRITIC = {"critic.ppo_mini_batch_size": 2, "critic.ppo_max_token_len_per_gpu": 64, "critic.optim.lr": 5e-3}
 _LORA = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora_alpha": 8}
 _BYPASS = {"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.actor.use_kl_loss": False}
-# Name -> ranks, settings on top of those of `small_run`.
+# Name -> ranks, settings in addition to the settings of `small_run`.
 RUNS: dict[str, tuple[int, dict[str, object]]] = {
     "GRPO": (2, {}),
     "GAE with critic": (2, {"algorithm.adv_estimator": "gae", **_CRITIC}),

@@ -33,7 +33,7 @@ def heard(signum, frame):
 end = ends[min(number, len(ends) - 1)]
 for each in (signal.SIGTERM, signal.SIGINT, *([] if end.get("deaf") else [signal.SIGUSR1])):
     signal.signal(each, heard)
-tell(pid=os.getpid(), folder=str(folder))
+tell(pid=os.getpid(), **({{}} if end.get("early") else {{"folder": str(folder)}}))
 (folder / "metrics.jsonl").write_text(json.dumps({{"step": end.get("step", 0), "x": 1.5}}) + "\\n" + '{{"step": 9')
 (folder / f"up_{{number}}").touch()
 if "error" in end:
@@ -220,6 +220,11 @@ def test_sigusr1_reaches_only_programs_with_a_handler(supervise, tmp_path):
     assert len(attempts(tmp_path)) == 1
     assert attempts(tmp_path)[0]["exit_code"] == 75
     assert attempts(tmp_path)[0]["cause"] == ""
+
+
+def test_attempts_that_end_before_the_run_has_a_folder_are_in_the_file_too(supervise, tmp_path):
+    assert ended(supervise([{"code": 75, "early": True}, {"code": 75, "early": True}, {"code": 75}, {}]))[0] == 0
+    assert [line["attempt"] for line in attempts(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_full_disk_does_not_stop_the_supervisor(supervise, tmp_path):

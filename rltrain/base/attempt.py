@@ -16,9 +16,9 @@ WITHOUT_A_WORD = "the program has ended without a word (exit code 1)"
 
 
 def tell_supervisor(**facts: Any) -> None:
-    """Tell the supervisor, where there is one: ``pid``, ``folder``, ``error`` and whether it is ``passing`` (waiting
-    may mend it), the code that it ``ends`` with once it has cleaned up and the one it has ``ended`` with, and whether
-    this node was ``stopped`` by a request from another."""
+    """Report to the supervisor if there is one: ``pid``, ``folder``, ``error`` and whether it is ``passing`` (waiting
+    may remove its cause), the exit code with which it ``ends`` after its cleanup, the code with which it has
+    ``ended``, and whether this node was ``stopped`` by a request from another node."""
     if file := os.environ.get(ATTEMPT):
         with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(facts) + "\n")

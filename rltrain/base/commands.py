@@ -26,10 +26,7 @@ COMMANDS = {
     "report": ("rltrain.run.report.table", "print the phase table of a run"),
     "watch": ("rltrain.tools.watch", "follow a running run by its folder"),
     "compare": ("rltrain.tools.compare", "compare runs: curves, paired differences, settings"),
-    "simulate": (
-        "rltrain.tools.simulate",
-        "estimate the seconds of a step: key=value … --device H100",
-    ),
+    "simulate": ("rltrain.tools.simulate", "estimate the seconds of a step: key=value … --device H100"),
     "sweep": ("rltrain.tools.sweep", "one run per combination of settings: key=a,b ..."),
     "view": ("rltrain.run.report.view", "show the samples of a run"),
     "average": ("rltrain.tools.average", "average the weights of several models"),

@@ -127,7 +127,7 @@ class Handle(Generic[_Result]):
         return cast(list[_Result], returned)
 
     def ready(self) -> bool:
-        """Whether `collect` would not wait, or would tell of an error. Raises WorkerLost where it is late."""
+        """Return whether `collect` would end without waiting. Raises WorkerLost if the deadline has passed."""
         finished, late = _look(self._waiting)
         if any(get(reference)[1] for reference in finished):
             return True

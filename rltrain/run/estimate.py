@@ -22,7 +22,7 @@ from rltrain.run.seconds.lengths import Lengths, lognormal, read_lengths
 from rltrain.run.seconds.step import Foretold, foretell
 from rltrain.trainer.plan import Plan, make_plan
 
-# Mean length of the answers as a share of data.max_response_length, where --lengths does not give it.
+# Mean response length as a share of data.max_response_length, if --lengths is not given.
 _MEAN = 0.5
 
 
@@ -73,7 +73,7 @@ def about_seconds(cfg: Config, plan: Plan, device_bytes: int | None) -> list[str
     except RltrainError:  # the model or the room of the engine, which the dry run reports as a problem
         return []
     return [
-        f"about {found.step_s:,.0f} s a step, of which {found.seconds['gen']:,.0f} s are generation, with answers of "
+        f"about {found.step_s:,.0f} s a step, of which {found.seconds['gen']:,.0f} s are generation, with responses of "
         "half of data.max_response_length on average: estimated, not measured on this device (rltrain simulate prints "
         "the phases)"
     ]

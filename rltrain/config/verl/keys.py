@@ -94,7 +94,7 @@ def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: Non
         is_switch = row.action != "section" or not row.to or key.endswith(f".{row.to}")
         operator = row.condition.operator
         holds = is_switch and row.condition.holds(value, lookup) and (operator == "=" or not is_off(value))
-        # Another row may answer other values of the key, and what is off of a recipe's may be a mistyped key of ours.
+        # Another row may answer other values of the key. A key of a recipe that is off may be a mistyped key of ours.
         is_last = row.action in ("section", "no effect") or (row.action == "refused" and operator in ("", "!="))
         if holds or is_last:
             return Verdict(row, row.note.format(**places_of(key), to=row.to), holds)

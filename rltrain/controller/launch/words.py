@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers among arguments and variables; the defaults stand for those that are not given."""
+    """Numbers among arguments and variables, with the defaults of missing ones."""
 
     RANK: int = key(-1, least=0)
     NNODES: int = key(0, least=1)

@@ -1,0 +1,65 @@
+"""Time in tests: no test reads the machine's clock or sleeps for a fixed time (a house rule); this file does it for all.
+
+clock = VirtualClock()              # sleeping moves it at once: an hour's retries take no time
+clock = VirtualClock(manual=True)   # it stands still until `clock.advance(seconds)`: a deadline does not pass
+eventually(lambda: file.exists(), "the worker's file")
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rltrain.base.clock import Clock
+
+T = TypeVar("T")
+# How long to wait for what must come, on a machine with ten other programs. Only a test that fails waits so long.
+PATIENCE_S = 180.0
+
+
+class VirtualClock(Clock):
+    """asked: the seconds of all sleeps and waits so far, in order."""
+
+    def __init__(self, now: float = 1000.0, manual: bool = False) -> None:
+        self._now, self._manual = now, manual
+        self._moved = threading.Condition()
+        self.asked: list[float] = []
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and wake whoever waits for it."""
+        with self._moved:
+            self._now += seconds
+            self._moved.notify_all()
+
+    def sleep(self, seconds: float) -> None:
+        self.wait(threading.Event(), seconds)
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        if seconds is None:
+            return event.wait(PATIENCE_S)
+        self.asked.append(seconds)
+        if event.is_set():
+            return True
+        if not self._manual:
+            self.advance(seconds)
+            return event.is_set()
+        end = self._now + seconds
+        with self._moved:
+            while not event.is_set() and self._now < end:
+                self._moved.wait(0.01)  # an event does not wake a condition
+        return event.is_set()
+
+
+def eventually(condition: Callable[[], T], what: str = "", limit_s: float = PATIENCE_S) -> T:
+    """Poll until condition() is true, and return its value. AssertionError with ``what`` when it does not come."""
+    if not (value := Clock().poll(condition, limit_s, 0.02)):
+        raise AssertionError(f"{what or condition}: not within {limit_s:.0f} s")
+    return value
+
+
+def hang() -> None:
+    """What a stand-in does that never answers: it waits until it is killed, or for so long that a test has failed."""
+    time.sleep(10 * PATIENCE_S)

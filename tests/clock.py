@@ -1,4 +1,4 @@
-"""Time in tests: no test reads the machine's clock or sleeps for a fixed time (a house rule); this file does it for all.
+"""Time in tests: no test reads the machine's clock or sleeps for a fixed time (a house rule); this file does both.
 
 clock = VirtualClock()              # sleeping moves it at once: an hour's retries take no time
 clock = VirtualClock(manual=True)   # it stands still until `clock.advance(seconds)`: a deadline does not pass

@@ -7,13 +7,13 @@ process that needs a prompt reads and processes them itself.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt, has_slot, one_each, with_parts
@@ -107,7 +107,12 @@ class PromptStore:
 
 
 def encode_prompts(
-    rows: Rows, encoder: ChatEncoder, max_prompt_length: int, filter_overlong: bool = False, truncation: str = "error"
+    rows: Rows,
+    encoder: ChatEncoder,
+    max_prompt_length: int,
+    filter_overlong: bool = False,
+    truncation: str = "error",
+    clock: Clock = SYSTEM,
 ) -> PromptStore:
     """Token ids of all rows no longer than ``max_prompt_length``.
 
@@ -117,7 +122,7 @@ def encode_prompts(
     """
     token_ids, row_index, overlong, counts, wrong = [], [], [], [], []
     _ = encoder.tokenizer  # where there is none, no row is to blame
-    for position, outcome in enumerate(_encode_rows(rows, encoder)):
+    for position, outcome in enumerate(_encode_rows(rows, encoder, clock)):
         if isinstance(outcome, str):
             wrong.append(f"{rows.origin(position)}: {outcome}")
             continue
@@ -198,7 +203,7 @@ def truncate(ids: list[int], limit: int, how: str) -> list[int]:
 Encoded = tuple[list[int], tuple[int, int, int]]
 
 
-def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded | str]:
+def _encode_rows(rows: Rows, encoder: ChatEncoder, clock: Clock) -> Iterator[Encoded | str]:
     """Token ids and counts of images, row by row, or what is wrong with a row.
 
     In chunks, and again one by one where a chunk fails. Ends early where the search for wrong rows takes too long.
@@ -216,12 +221,12 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder) -> Iterator[Encoded | str]:
         try:
             yield from _encode_chunk(rows, encoder, start, chunk)
         except DataError:
-            deadline = deadline or time.monotonic() + _SEARCH_S
+            deadline = deadline or clock.monotonic() + _SEARCH_S
             num_wrong = 0
             for outcome in _one_by_one(rows, encoder, start, chunk):
                 num_wrong += isinstance(outcome, str)
                 yield outcome
-                if num_wrong and time.monotonic() > deadline:
+                if num_wrong and clock.monotonic() > deadline:
                     return
             if not num_wrong:
                 raise

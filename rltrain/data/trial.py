@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from rltrain.base.clock import SYSTEM, Clock
 
 # Of what was tried. A template of a real model writes hundreds of conversations within a tenth of a second.
 CPU_S = 10
@@ -26,7 +27,9 @@ _POLL_S = 0.005
 _NO_MEMORY, _TOO_LARGE, _NO_HOST_MEMORY = 3, 4, 5
 
 
-def trouble(work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES) -> str:
+def trouble(
+    work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES, clock: Clock = SYSTEM
+) -> str:
     """Why ``work`` cannot be done here: a phrase, or "" if it can.
 
     work: returns the size of what it has made, of which ``most`` are allowed; an error that it raises is no trouble,
@@ -39,11 +42,11 @@ def trouble(work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes
         child = os.fork()
     if not child:
         _work(work, most, cpu_s, memory_bytes)
-    deadline = time.monotonic() + _WALL_S_PER_CPU_S * cpu_s
+    deadline = clock.monotonic() + _WALL_S_PER_CPU_S * cpu_s
     pid, status, pause = 0, 0, _POLL_S / 10
     try:
-        while not pid and time.monotonic() < deadline:
-            time.sleep(pause)
+        while not pid and clock.monotonic() < deadline:
+            clock.sleep(pause)
             pause = min(2 * pause, _POLL_S)
             pid, status = os.waitpid(child, os.WNOHANG)
     finally:  # a signal may end this process meanwhile

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import xxhash
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.device import get_device
 from rltrain.base.errors import RltrainError
 from rltrain.base.storage import patiently
@@ -111,13 +112,11 @@ def part(_: None = None) -> float:
     return time.time()
 
 
-def unseen(files: Sequence[Path]) -> list[str]:
+def unseen(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
     """Wait for files with their folder's name as text. Returns why each is not there, or nothing."""
     # One for all: of a hundred nodes whose files do not come, each would take the whole wait.
-    deadline = time.monotonic() + SEEN_S
-    while any(problems := [_missing(file) for file in files]) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return problems
+    clock.poll(lambda: not any(map(_missing, files)), SEEN_S, _POLL_S)
+    return [_missing(file) for file in files]
 
 
 def altered(files: Sequence[tuple[Path, str]]) -> list[str]:

@@ -100,16 +100,6 @@ def gpg_paper(scores, groups):
     return [alpha * (score - mean([scores[j] for j in members(groups, i)])) for i, score in enumerate(scores)]
 
 
-def whiten(rows):
-    """Rows of token numbers: mean 0, unbiased variance 1 over all of them."""
-    tokens = [value for row in rows for value in row]
-    if len(tokens) < 2:
-        return rows
-    center = mean(tokens)
-    variance = sum((value - center) ** 2 for value in tokens) / (len(tokens) - 1)
-    return [[(value - center) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
-
-
 def whiten_answers(advantages, lengths):
     """Every token of answer i has advantages[i]; answers without tokens are moved alike."""
     tokens = [a for a, length in zip(advantages, lengths, strict=True) for _ in range(length)]

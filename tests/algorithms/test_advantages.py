@@ -2,11 +2,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import ESTIMATORS, OutcomeInputs, TokenInputs
-from rltrain.algorithms.moments import Moments
 from rltrain.algorithms.normalisation import normalise, shaped_reward
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import declarations
@@ -66,25 +65,10 @@ def test_every_estimator_is_declared_and_has_a_formula():
 @given(batch=answers())
 def test_an_outcome_estimator_equals_its_loop(name, batch):
     assert estimate(name, *batch) == pytest.approx(OUTCOME[name](*batch), abs=1e-6, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["grpo", "grpo_passk"])
-@given(batch=answers())
-def test_without_the_standard_deviation(name, batch):
-    cfg = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
-    assert estimate(name, *batch, cfg=cfg) == pytest.approx(getattr(slow, name)(*batch[:2], by_std=False), abs=1e-9)
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("name", OUTCOME)
-@given(batch=answers(), random=st.randoms(use_true_random=False))
-def test_the_order_of_samples_does_not_matter(name, batch, random):
-    order = list(range(len(batch[0])))
-    random.shuffle(order)
-    shuffled = [[column[i] for i in order] for column in (*batch[:3], *batch[3])]
-    advantages = estimate(name, *shuffled[:3], shuffled[3:])
-    # Whitening may divide by as little as 1e-4, which also magnifies what rounding leaves of a difference.
-    assert advantages == pytest.approx([estimate(name, *batch)[i] for i in order], abs=1e-9, rel=1e-6)
+    if name in ("grpo", "grpo_passk"):
+        cfg = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
+        expected = getattr(slow, name)(*batch[:2], by_std=False)
+        assert estimate(name, *batch, cfg=cfg) == pytest.approx(expected, abs=1e-9)
 
 
 # By verl's formulas: a mean of 0, a deviation of 1 (grpo), no baseline (rloo, opo); gpg: times 4 answers / 3 that earn.
@@ -103,12 +87,6 @@ def test_an_answer_alone_has_its_score_for_an_advantage(name, factor):
     assert advantages[1] == 0.0
 
 
-def test_an_answer_alone_takes_nothing_from_the_groups_beside_it():
-    scores, groups = [1.0, 0.0, 0.5], [0, 0, 1]
-    assert estimate("rloo", scores, groups, [1, 1, 1]) == [1.0, -1.0, 0.5]
-    assert estimate("grpo", scores, groups, [1, 1, 1]) == pytest.approx([0.5**0.5, -(0.5**0.5), 0.5], abs=1e-5)
-
-
 def test_estimators_that_need_a_second_answer_say_so():
     """The lead on the second best, and counts of mixed groups, are nothing without others; verl's vectorized RLOO gives
     0, so a run would learn nothing."""
@@ -118,12 +96,6 @@ def test_estimators_that_need_a_second_answer_say_so():
     alone = {name for name, traits in declarations.ESTIMATORS.items() if traits.compares and not traits.takes_one}
     # A run with one answer a prompt is refused beside estimators over turns: verl has none to follow.
     assert alone == {"grpo_passk", "gpg_paper", "maxrl", "lite_ppo", "rloo_vectorized", "turn_rloo", "gigpo"}
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "gpg", "gpg_paper", "maxrl", "lite_ppo"])
-def test_a_group_that_scores_alike_has_exactly_no_advantage(name):
-    """0.1 three times over has a mean that is not 0.1 in floating point."""
-    assert estimate(name, [0.1, 0.1, 0.1, 1.0, 0.0], [0, 0, 0, 1, 1], [3, 1, 2, 2, 2])[:3] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", OUTCOME)
@@ -147,19 +119,6 @@ def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
     assert advantages(1e-9)[4] > 0
 
 
-def test_gpg_counts_no_answer_that_earns_its_rounding():
-    scores, groups = torch.tensor([1.0, 0.0, 1e-10, -1e-10], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
-    rounding = torch.full((4,), 1e-9, dtype=torch.float64)
-    advantages = ESTIMATORS["gpg"](OutcomeInputs(scores, groups, torch.ones(4), rounding=rounding), TERMS)
-    assert advantages.tolist() == [2.0, -2.0, 0.0, 0.0]
-
-
-def test_a_batch_that_differs_by_its_rounding_alone_is_whitened_to_nothing():
-    moments = Moments.of(torch.tensor([1.0, 1 + 1e-9, 1 - 1e-9], dtype=torch.float64))
-    assert moments.whitening(1e-8)[1] == 0
-    assert moments.whitening(1e-9)[1] > 1
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -178,22 +137,6 @@ def test_outcome_estimators_by_hand(name, expected):
     assert estimate(name, scores, groups, lengths) == pytest.approx(expected, abs=1e-5)
 
 
-def test_gpg_counts_earning_answers_and_its_paper_mixed_groups():
-    # Two groups, one all wrong; the mixed one has three right of four. verl: 8 / 3; the paper: 8 / 4.
-    batch = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0] * 4 + [1] * 4, [1] * 8
-    assert estimate("gpg", *batch) == pytest.approx([8 / 3 * a for a in (0.25, 0.25, 0.25, -0.75, 0, 0, 0, 0)])
-    assert estimate("gpg_paper", *batch) == pytest.approx([2 * a for a in (0.25, 0.25, 0.25, -0.75, 0, 0, 0, 0)])
-    # Wrong answers that earn -1 are counted by verl.
-    assert estimate("gpg", [1.0, -1.0, -1.0, -1.0], [0, 0, 1, 1], [1] * 4) == pytest.approx([1, -1, 0, 0])
-    assert estimate("gpg_paper", [1.0, -1.0, -1.0, -1.0], [0, 0, 1, 1], [1] * 4) == pytest.approx([2, -2, 0, 0])
-
-
-def test_a_group_that_earns_nothing_has_no_advantage_under_maxrl():
-    assert estimate("maxrl", [-1.0, 1.0, -1.0, 0.0, 0.25, 0.0, 0.0, 0.0], [0, 0, 0, 0, 1, 1, 1, 1], [1] * 8) == [
-        *(0.0, 0.0, 0.0, 0.0), *(3.0, -1.0, -1.0, -1.0),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("mean_level", [None, "batch", "group"])
 @pytest.mark.parametrize("std_level", [None, "batch", "group"])
 @given(batch=answers())
@@ -209,22 +152,9 @@ def test_normalised_advantages_equal_their_loop_over_tokens(mean_level, std_leve
     assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-6, rel=1e-6)
 
 
-def test_normalisation_by_hand():
-    """AReaL's Lite PPO: the mean of the group, the deviation of the batch; the second answer has three tokens."""
-    values, groups, lengths = torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.tensor([0, 0, 5, 5]), torch.tensor([1, 3, 1, 1])
-    found = normalise(values, groups, lengths, AdvNormConfig("group", "batch"))
-    # Tokens after the mean: 3/4, three times -1/4, 0, 0; their squares add up to 3/4.
-    assert found.tolist() == pytest.approx([a / math.sqrt(0.75 / 5) for a in (0.75, -0.25, 0.0, 0.0)], abs=1e-4)
-
-
 def test_a_reward_is_moved_before_it_is_scaled():
     cfg = AlgorithmConfig(reward_scaling=10.0, reward_bias=-0.5)
     assert shaped_reward(torch.tensor([0.0, 1.0]), cfg).tolist() == [-5.0, 5.0]
-
-
-def test_pass_at_k_rewards_the_best_by_its_lead():
-    cfg = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
-    assert estimate("grpo_passk", [3.0, 1.0, 2.0], [0, 0, 0], [1, 1, 1], cfg=cfg) == [1.0, 0.0, 0.0]
 
 
 # -- token estimators --------------------------------------------------------------------------------------------------
@@ -288,18 +218,6 @@ def test_optimal_token_baseline_equals_its_loop(rows, random):
     assert estimated.returns.values.tolist() == flat(slow.returns(rewards, 1.0))
 
 
-def test_optimal_token_baseline_by_hand():
-    """Two answers of scores 1 and 0. At 0 the squared lengths of their gradients are 1 - 2 / 2 + 1 / 2 = 0.5 and
-    1 - 2 / 10 + 0.7 = 1.5, so B = 0.5 / 2. The second token of the first has none beside it."""
-    rewards, log_probs = ragged([[0.0, 1.0], [0.0]]), ragged([[math.log(0.5)] * 2, [math.log(0.1)]])
-    squares, groups = ragged([[0.5, 0.5], [0.7]]), torch.tensor([3, 3])
-    inputs = TokenInputs(rewards, groups=groups, log_probs=log_probs, sum_pi_squared=squares)
-    found = ESTIMATORS["optimal_token_baseline"](inputs, AlgorithmConfig()).advantages.values
-    assert found.tolist() == pytest.approx([0.75, 1.0, -0.25])
-    alike = TokenInputs(ragged([[0.0, 0.3], [0.0, 0.3]]), None, None, groups, *[ragged([[-0.3, -0.9]] * 2)] * 2)
-    assert ESTIMATORS["optimal_token_baseline"](alike, AlgorithmConfig()).advantages.values.tolist() == [0.0] * 4
-
-
 def test_gae_by_hand():
     # delta = [1 - 2, 1/2 * 0 + 4 - 1] with gamma 1/2: delta_0 = 0 + 1/2 * 1 - 2 = -3/2, delta_1 = 4 - 1 = 3.
     estimated = ESTIMATORS["gae"](
@@ -307,22 +225,3 @@ def test_gae_by_hand():
     )
     assert estimated.advantages.values.tolist() == [-1.5 + 0.25 * 3, 3.0]
     assert estimated.returns.values.tolist() == [-1.5 + 0.25 * 3 + 2, 4.0]
-
-
-def test_with_lambda_one_gae_is_return_minus_value():
-    rewards, values = [[0.0, 0.0, 1.0]], [[0.3, 0.2, 0.9]]
-    estimated = ESTIMATORS["gae"](TokenInputs(ragged(rewards), ragged(values)), AlgorithmConfig())
-    assert estimated.advantages.values.tolist() == pytest.approx([0.7, 0.8, 0.1])
-    assert estimated.returns.values.tolist() == pytest.approx([1.0, 1.0, 1.0])
-
-
-@given(token_rows())
-def test_moments_whiten_as_the_loop_does_and_add_up(rows):
-    values = torch.tensor([value for row in rows[0] for value in row], dtype=torch.float64)
-    assume(len(values) < 2 or float(values.std()) > 1e-3)
-    parts = values.split(3)
-    moments = sum((Moments.of(part) for part in parts[1:]), start=Moments.of(parts[0]))
-    shift, scale = moments.whitening()
-    assert ((values - shift) * scale).tolist() == pytest.approx(
-        [x for row in slow.whiten(rows[0]) for x in row], abs=1e-6
-    )

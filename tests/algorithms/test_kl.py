@@ -1,4 +1,3 @@
-import math
 from typing import get_args
 
 import pytest
@@ -26,13 +25,6 @@ def test_an_estimate_equals_its_formula(kind, deltas):
     assert kl.tolist() == pytest.approx([slow.kl_value(kind, delta) for delta in deltas], abs=1e-9, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"), [("kl", 0.5), ("abs", 0.5), ("mse", 0.125), ("low_var_kl", math.exp(-0.5) - 1 + 0.5)]
-)
-def test_estimates_by_hand(kind, value):
-    assert float(kl_per_token(torch.tensor([-1.0]), torch.tensor([-1.5]), kind)) == pytest.approx(value, abs=1e-6)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("+")])
 def test_a_plus_has_the_gradient_of_k2(kind):
     log_probs = torch.tensor([-1.0, -2.0, -0.3], dtype=torch.float64, requires_grad=True)
@@ -46,35 +38,6 @@ def test_the_gradient_is_that_of_finite_differences(kind):
     log_probs = torch.tensor([-1.0, -2.0, -0.3], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -1.0, -0.2], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: kl_per_token(x, reference, kind), (log_probs,))
-
-
-@pytest.mark.parametrize("kind", ["k2", "k3", "k1+", "k3+", "abs+", "full"])
-def test_a_step_on_the_kl_loss_lowers_the_kl(kind):
-    torch.manual_seed(0)
-    logits, reference = torch.randn(8, dtype=torch.float64, requires_grad=True), torch.randn(8, dtype=torch.float64)
-
-    def exact() -> torch.Tensor:
-        log_pi, log_ref = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
-        return (log_pi.exp() * (log_pi - log_ref)).sum()
-
-    before = float(exact().detach())
-    if kind == "full":
-        exact().backward()
-    else:
-        log_pi, log_ref = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
-        # Expectation over pi of the per-token estimate, differentiated as in training: through the log-prob only.
-        (log_pi.exp().detach() * kl_per_token(log_pi, log_ref, kind)).sum().backward()
-    with torch.no_grad():
-        logits -= 0.05 * logits.grad
-    assert float(exact().detach()) < before
-
-
-def test_the_expected_gradient_of_k1_is_nothing():
-    """Why k1 alone is no KL loss, and k1+ is."""
-    logits = torch.randn(8, dtype=torch.float64, requires_grad=True)
-    log_pi = torch.log_softmax(logits, -1)
-    (log_pi.exp().detach() * kl_per_token(log_pi, torch.randn(8, dtype=torch.float64), "k1")).sum().backward()
-    assert float(logits.grad.abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize(("kl", "error"), [(0.1, 0.0), (10.0, 0.2), (0.0, -0.2), (0.11, 0.1)])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.losses import actor_loss
-from rltrain.algorithms.policy_losses import POLICY_LOSSES, BatchMeans, PolicyLossInputs, clip_range
+from rltrain.algorithms.policy_losses import POLICY_LOSSES, BatchMeans, PolicyLossInputs
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig, declarations
 from tests.algorithms import references as slow
@@ -127,69 +127,30 @@ def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
 @pytest.mark.parametrize(
     ("name", "ratio", "advantage", "loss"),
     [
-        ("vanilla", 1.0, 2.0, -2.0),
         ("vanilla", 1.5, 1.0, -1.3),  # a good answer that got likelier is held at 1 + high
         ("vanilla", 0.5, 1.0, -0.5),  # a good answer that got less likely is not
         ("vanilla", 0.5, -1.0, 0.8),  # a bad answer that got less likely is held at 1 - low
-        ("vanilla", 2.0, -1.0, 2.0),
         ("vanilla", 9.0, -1.0, 3.0),  # dual clip
         ("gspo", 9.0, -1.0, 9.0),  # no dual clip
-        ("gspo", 1.5, 1.0, -1.3),
         ("cispo", 1.5, 1.0, -1.3 * math.log(0.6)),
         ("sapo", 1.0, 1.0, -2.0),  # 4 sigmoid(0)
-        ("geo_mean", 1.5, 1.0, -math.exp(0.3)),
-        ("geo_mean", 0.5, -1.0, math.exp(-0.2)),
-        ("clip_cov", 9.0, -1.0, 9.0),
         ("kl_cov", 1.5, 1.0, -1.5),  # nothing is clipped
-        ("dppo_tv", 1.5, 1.0, -1.5 * math.log(0.6)),  # moved by 0.2, less than 0.3
         ("dppo_tv", 2.0, 1.0, 0.0),  # moved by 0.4
         ("dppo_tv", 2.0, -1.0, 2.0 * math.log(0.8)),  # but not in the direction of the advantage
         ("dro", 1.5, 2.0, -2 * math.log(0.6) + 0.05 * math.log(1.5) ** 2),
         ("luspo", 1.5, 1.0, -1.3),  # times the length: by the sum over the tokens of an answer
-        ("vespo", 1.0, 2.0, -2 * math.log(0.4)),  # the weight is 1 where nothing has moved
         ("vespo", 2.0, 1.0, -4 * math.exp(-3) * math.log(0.8)),  # W^2 e^(3 (1 - W))
         ("vespo", 2.0, -1.0, 8 * math.exp(-2) * math.log(0.8)),  # W^3 e^(2 (1 - W))
         ("topr", 2.0, 1.0, -math.log(0.8)),  # a good answer has the weight 1
         ("topr", 2.0, -1.0, math.log(0.8)),  # a bad one at most
-        ("topr", 0.5, -1.0, 0.5 * math.log(0.2)),
         ("future_kl", 1.1, 1.0, -1.1 * 1.1),  # the influence is the ratio of what follows, here of the token itself
         ("future_kl", 1.25, 1.0, -1.2 * 1.25),  # at most 1.2
-        ("future_kl", 0.5, 1.0, -0.5),  # at least 1
-        ("future_kl", 2.2, -1.0, 1.2 * 2.2),
     ],
 )
 def test_losses_by_hand(name, ratio, advantage, loss):
     """The old probability is 0.4."""
     policy_loss = POLICY_LOSSES[name].function(one(math.log(0.4 * ratio), math.log(0.4), advantage), CFG)
     assert float(policy_loss.token_losses) == pytest.approx(loss)
-
-
-def test_the_influence_of_a_token_by_hand():
-    """FIPO with a half-life of one token: log 2 + log(1/2) / 2, and log(1/2); a token beyond the dual clip is no
-    influence; a bad token beyond safety_thresh has at most 1."""
-    cfg = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
-    cfg.policy_loss.decay_rate, cfg.policy_loss.future_kl_clip_ratio = 1.0, 0.9
-    cfg.policy_loss.future_kl_clip_high_only = False
-
-    def influence(ratios, advantage):
-        new = [math.log(0.2 * ratio) for ratio in ratios]
-        columns = [(new, [math.log(0.2)] * len(new), [advantage] * len(new), [1.0] * len(new), [False] * len(new))]
-        statistics = POLICY_LOSSES["future_kl"].function(inputs_of(columns), cfg).statistics
-        return statistics["future_kl_influence"].tolist()
-
-    assert influence([2.0, 0.5], 1.0) == pytest.approx([2**0.5, 0.5])
-    assert influence([1.5, 3.5], 1.0) == pytest.approx([1.5, 1.0])
-    assert influence([4.5, 1.8], -1.0) == pytest.approx([1.0, 1.8])
-
-
-def test_a_sum_over_an_answer_makes_luspo_gspo_times_the_length():
-    """Liu et al. 2026: J = 1/G sum_i s_i A_i |y_i|."""
-    columns = [([-1.0] * n, [-1.1] * n, [1.0] * n, [1.0] * n, [False] * n) for n in (2, 5)]
-    share = actor_loss(
-        inputs_of(columns), Denominators(7, 2, 8), CFG, POLICY_LOSSES["luspo"].function,
-        declarations.POLICY_LOSSES["luspo"].aggregation,
-    )  # fmt: skip
-    assert float(share.loss) == pytest.approx(-(2 + 5) / 2 * math.exp(0.1))
 
 
 # Scores, labels and groups of answers: ragged groups, one answer alone, a group that scores alike, all of one label,
@@ -224,29 +185,6 @@ def test_real_has_the_gradient_of_the_papers_loss(case):
     assert own.grad.tolist() == pytest.approx(tensor.grad.tolist(), abs=1e-12)
 
 
-def test_the_selected_tokens_of_clip_cov_and_kl_cov_by_hand():
-    chosen = one(math.log(0.6), math.log(0.4), 1.0, selected=True)
-    assert float(POLICY_LOSSES["clip_cov"].function(chosen, CFG).token_losses) == 0.0
-    assert float(POLICY_LOSSES["kl_cov"].function(chosen, CFG).token_losses) == pytest.approx(
-        -1.5 + 0.1 * math.log(1.5)
-    )
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_step_raises_good_tokens_and_lowers_bad_ones(name):
-    torch.manual_seed(0)
-    logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
-    labels, advantages = torch.arange(6) % 5, torch.tensor([1.0, -1, 1, -1, 1, -1], dtype=torch.float64)
-    mask = Ragged(torch.ones(6, dtype=torch.float64), torch.ones(6, dtype=torch.long))
-    log_probs = torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0]
-    inputs = PolicyLossInputs(
-        log_probs, log_probs.detach(), advantages, mask, torch.full((6,), name == "m2po"), torch.ones(6)
-    )
-    POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
-    after = torch.log_softmax(logits - 0.1 * logits.grad, -1).gather(1, labels[:, None])[:, 0]
-    assert ((after - log_probs).sign() == advantages.sign()).all()
-
-
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", LOSSES)
 @given(columns=rows())
@@ -259,36 +197,12 @@ def test_a_silent_loss_has_no_gradient_without_advantage(name, columns):
 
 
 def test_the_losses_that_select_tokens_promise_nothing():
-    assert {name for name, traits in declarations.POLICY_LOSSES.items() if not traits.silent_at_zero} == {
-        "clip_cov",
-        "kl_cov",
-        "dro",
-        "m2po",
-    }
+    loud = {name for name, traits in declarations.POLICY_LOSSES.items() if not traits.silent_at_zero}
+    assert loud == {"clip_cov", "kl_cov", "dro", "m2po"}
     inputs = one(math.log(0.6), math.log(0.4), 0.0, selected=True)
     inputs.log_probs.requires_grad_()
     POLICY_LOSSES["kl_cov"].function(inputs, CFG).token_losses.sum().backward()
     assert float(inputs.log_probs.grad) != 0
-
-
-@pytest.mark.few(8)
-@pytest.mark.parametrize("name", LOSSES)
-@given(columns=rows(), cut=st.integers(0, 4), random=st.randoms(use_true_random=False))
-def test_any_cut_and_order_give_the_same_loss(name, columns, cut, random):
-    counted = [sum(mask) for _, _, _, mask, _ in columns]
-    denominators = Denominators(int(sum(counted)), sum(count > 0 for count in counted), 8)
-
-    def loss(rows):
-        function = POLICY_LOSSES[name].function
-        share = actor_loss(inputs_of(rows), denominators, CFG, function, "seq-mean-token-mean") if rows else None
-        return float(share.loss) if share else 0.0
-
-    whole = loss(columns)
-    assert loss(columns[:cut]) + loss(columns[cut:]) == pytest.approx(whole, abs=1e-9)
-    nothing, masked = ([], [], [], [], []), ([-1.0, -2.0], [-3.0, -1.0], [1.0, 1.0], [0.0, 0.0], [False, True])
-    mixed = [*columns, nothing, masked]
-    random.shuffle(mixed)
-    assert loss(mixed) == pytest.approx(whole, abs=1e-9)
 
 
 def test_an_infinite_loss_of_a_masked_token_counts_for_nothing():
@@ -311,40 +225,17 @@ def test_clip_cov_draws_within_the_bounds_among_unclipped_tokens():
     assert keys.tolist() == [0.0, math.inf, math.inf, math.inf, math.inf]
 
 
-def test_m2po_counts_the_tokens_that_count():
-    inputs = inputs_of([([-1.0, -2.0, -1.0], [-1.5] * 3, [1.0, -2.0, 1.0], [1.0, 1.0, 0.0], [False] * 3)])
-    entry = POLICY_LOSSES["m2po"]
-    keys = entry.selection.keys(inputs, torch.zeros(3), BatchMeans(0.0, 0.0), ActorConfig())
-    assert keys.tolist() == [0.25, 0.25, math.inf]
-    assert float(entry.function(one(0.0, -1.0, 1.0, selected=False), CFG).token_losses) == 0.0
-
-
-def test_kl_cov_takes_the_largest_covariances():
-    inputs = inputs_of([([-1.0, -2.0, -0.5], [-1.0] * 3, [1.0, -2.0, 1.0], [1.0, 1.0, 0.0], [False] * 3)])
-    keys = POLICY_LOSSES["kl_cov"].selection.keys(inputs, torch.zeros(3), BatchMeans(0.5, -1.5), ActorConfig())
-    assert keys.tolist() == [-0.25, -1.25, math.inf]
-
-
-def test_clip_ratio_alone_works_and_the_pair_wins():
-    assert clip_range(ActorConfig(clip_ratio=0.1)) == (0.1, 0.1)
-    assert clip_range(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.28)) == (0.1, 0.28)
-
-
 @pytest.mark.parametrize(
     ("name", "ratio", "advantage", "clipped"),
     [
         ("vanilla", 1.5, 1.0, 1),
-        ("vanilla", 1.5, -1.0, 0),
         ("gspo", 0.5, -1.0, 1),
         ("cispo", 1.5, 1.0, 1),
         ("cispo", 0.5, 1.0, 1),  # the weight is raised as well as lowered
-        ("cispo", 1.1, 1.0, 0),
         ("geo_mean", 1.5, 1.0, 1),
         ("geo_mean", 1.5, -1.0, 0),  # pessimistic: not in this direction
-        ("geo_mean", 1.5, 0.0, 0),
         ("dppo_tv", 2.0, 1.0, 1),
         ("dppo_kl", 2.4, 1.0, 1),
-        ("dppo_kl", 1.1, 1.0, 0),
     ],
 )
 def test_the_share_of_clipped_tokens_by_hand(name, ratio, advantage, clipped):
@@ -355,9 +246,21 @@ def test_the_share_of_clipped_tokens_by_hand(name, ratio, advantage, clipped):
     assert float(statistics["ppo_kl"]) == pytest.approx(-math.log(ratio))
 
 
-def test_the_dual_clip_is_counted_where_it_holds_and_only_there():
-    fractions = [float(vanilla.statistics["pg_clipfrac_lower"]) for vanilla in (
-        POLICY_LOSSES["vanilla"].function(one(math.log(0.1 * ratio), math.log(0.1), advantage), CFG)
-        for ratio, advantage in ((9.0, -1.0), (2.0, -1.0), (9.0, 1.0))
-    )]  # fmt: skip
-    assert fractions == [1.0, 0.0, 0.0]
+@pytest.mark.few(8)
+@pytest.mark.parametrize("name", LOSSES)
+@given(columns=rows(), cut=st.integers(0, 4), random=st.randoms(use_true_random=False))
+def test_any_cut_and_order_give_the_same_loss(name, columns, cut, random):
+    counted = [sum(mask) for _, _, _, mask, _ in columns]
+    denominators = Denominators(int(sum(counted)), sum(count > 0 for count in counted), 8)
+
+    def loss(rows):
+        function = POLICY_LOSSES[name].function
+        share = actor_loss(inputs_of(rows), denominators, CFG, function, "seq-mean-token-mean") if rows else None
+        return float(share.loss) if share else 0.0
+
+    whole = loss(columns)
+    assert loss(columns[:cut]) + loss(columns[cut:]) == pytest.approx(whole, abs=1e-9)
+    nothing, masked = ([], [], [], [], []), ([-1.0, -2.0], [-3.0, -1.0], [1.0, 1.0], [0.0, 0.0], [False, True])
+    mixed = [*columns, nothing, masked]
+    random.shuffle(mixed)
+    assert loss(mixed) == pytest.approx(whole, abs=1e-9)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.algorithms.advantages import ESTIMATORS, TurnInputs, suffix_sums
+from rltrain.algorithms.advantages import ESTIMATORS, TurnInputs
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import AlgorithmConfig, GiGPOConfig
 from tests.algorithms import references as slow
@@ -61,12 +61,6 @@ def test_gigpo_by_hand():
     assert by_std[0] == pytest.approx([-(2**0.5), -(0.5**0.5) - (2 / 3) * 3**0.5], abs=1e-5)
 
 
-def test_a_turn_alone_in_its_state_has_the_advantage_of_its_answer():
-    assert estimate("gigpo", [[0.0, 1.0], [1.0, 2.0]], [0, 0], [[0, 7], [0, 8]], **WITHOUT_STD) == [
-        [-2.0, -1.0], [2.0, 1.0],
-    ]  # fmt: skip
-
-
 @given(batch=trajectories(), gamma=st.sampled_from([1.0, 0.7, 0.0]))
 def test_turn_rloo_equals_its_loop(batch, gamma):
     rewards, groups, states = batch
@@ -82,81 +76,9 @@ def test_gigpo_equals_its_loop(batch, gamma, by_std):
     assert flat(estimate("gigpo", *batch, **keys)) == pytest.approx(flat(wanted), rel=1e-6, abs=1e-9)
 
 
-def test_a_score_at_the_end_is_compared_as_by_rloo():
-    scores, turns = [1.0, 0.0, 0.5, 2.0], [1, 3, 2, 3]
-    rewards = [[0.0] * (count - 1) + [score] for score, count in zip(scores, turns, strict=True)]
-    alone = slow.rloo(scores, [0] * 4)
-    wanted = [[value] * count for value, count in zip(alone, turns, strict=True)]
-    assert estimate("turn_rloo", rewards, [0] * 4) == [pytest.approx(row) for row in wanted]
-
-
 @pytest.mark.parametrize("name", ["turn_rloo", "gigpo"])
 def test_turns_that_are_paid_alike_have_exactly_no_advantage(name):
     rewards, groups = [[0.1, 0.2], [0.1, 0.2], [0.1, 0.2], [1.0], [0.0]], [0, 0, 0, 1, 1]
     advantages = estimate(name, rewards, groups, [[0, 4], [0, 4], [0, 4], [0], [0]])
     assert advantages[:3] == [[0.0, 0.0]] * 3
     assert advantages[3][0] > 0
-
-
-def going_on(theta):
-    """A policy that goes on or stops in turns 1 and 2, and says something good or bad in turn 3: for every trajectory
-    the log-probs of its turns and what they are paid."""
-
-    def sure(place):
-        return torch.nn.functional.logsigmoid(theta[0] + theta[1] * place)
-
-    def not_sure(place):
-        return torch.nn.functional.logsigmoid(-theta[0] - theta[1] * place)
-
-    return [
-        ([not_sure(1)], [1.0]),
-        ([sure(1), not_sure(2)], [0.3, 0.2]),
-        ([sure(1), sure(2), sure(-1)], [0.3, 0.3, 2.0]),
-        ([sure(1), sure(2), not_sure(-1)], [0.3, 0.3, -1.0]),
-    ]
-
-
-def expected_gradient(advantages_of, n=3):
-    """Of the surrogate sum A log pi, over all groups of n trajectories that there are, each with its probability."""
-    theta = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
-    chosen = list(itertools.product(going_on(theta), repeat=n))
-    rewards = [paid for group in chosen for _, paid in group]
-    advantages = advantages_of(inputs_of(rewards, [place // n for place in range(len(rewards))]))
-    shares = [torch.stack([log_prob for turns, _ in group for log_prob in turns]).sum().exp() for group in chosen]
-    log_probs = torch.stack([log_prob for group in chosen for turns, _ in group for log_prob in turns])
-    weights = torch.stack(shares).detach().repeat_interleave(n)
-    (gradient,) = torch.autograd.grad(
-        (advantages.broadcast(weights).values * advantages.values * log_probs).sum(), theta
-    )
-    return gradient / n
-
-
-def rloo_of(gamma):
-    return lambda inputs: ESTIMATORS["turn_rloo"](inputs, AlgorithmConfig(gamma=gamma))
-
-
-def mean_per_turn(inputs):
-    """What is naive: each reward less the mean of the group's rewards of the same turn, and their sum from there on."""
-    rows = inputs.rewards.rows()
-    centred = []
-    for row, group in zip(rows, inputs.groups.tolist(), strict=True):
-        fellows = [other for other, of in zip(rows, inputs.groups.tolist(), strict=True) if of == group]
-        means = [torch.stack([other[t] for other in fellows if len(other) > t]).mean() for t in range(len(row))]
-        centred.append(row - torch.stack(means))
-    return suffix_sums(Ragged.from_rows(centred), 1.0)
-
-
-def test_the_baseline_of_turn_rloo_moves_no_expected_gradient():
-    theta = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
-    worth = sum(torch.stack(turns).sum().exp() * sum(paid) for turns, paid in going_on(theta))
-    (true,) = torch.autograd.grad(worth, theta)
-    assert torch.allclose(expected_gradient(rloo_of(1.0)), true, atol=1e-12)
-    # With a discount: that of the discounted returns without any baseline.
-    plain = expected_gradient(lambda inputs: suffix_sums(inputs.rewards, 0.5))
-    assert torch.allclose(expected_gradient(rloo_of(0.5)), plain, atol=1e-12)
-    assert not torch.allclose(plain, true, atol=1e-2)
-
-
-def test_a_mean_per_turn_is_biased_where_the_policy_chooses_to_go_on():
-    true = expected_gradient(lambda inputs: suffix_sums(inputs.rewards, 1.0))
-    assert (expected_gradient(mean_per_turn) - true).abs().max() > 0.05

@@ -44,30 +44,14 @@ def tokenizer_folder(tmp_path_factory):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [
-        "<unk>",
-        "<|start|>",
-        "<|end|>",
-        "<|stop|>",
-        "<pad>",
-        "user",
-        "assistant",
-        "system",
-        "what",
-        "is",
-        "+",
-        "?",
-    ]
-    words += [str(number) for number in range(50)]
+    words = ["<unk>", "<|start|>", "<|end|>", "<|stop|>", "<pad>", "user", "assistant", "system", "what", "is"]
+    words += ["+", "?", *map(str, range(50))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<unk>",
-        eos_token="<|end|>",
-        pad_token="<pad>",
+        tokenizer_object=core, unk_token="<unk>", eos_token="<|end|>", pad_token="<pad>",
         additional_special_tokens=["<|start|>", "<|stop|>"],
-    )
+    )  # fmt: skip
     fast.chat_template = TEMPLATE
     folder = tmp_path_factory.mktemp("tokenizer")
     fast.save_pretrained(folder)

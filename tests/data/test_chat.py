@@ -1,7 +1,5 @@
 import json
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ from rltrain.base.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows
+from tests.clock import VirtualClock
 from tests.pictures import RED
 
 ASK = [{"role": "user", "content": "what is 3 + 4 ?"}]
@@ -36,17 +35,11 @@ def copy_folder(source, target, **generation):
     return target
 
 
-def test_a_conversation_ends_where_the_answer_begins(encoder):
+def test_prompts_become_token_ids_and_answers_text(encoder, rows):
     assert encoder.encode(ASK) == ASK_IDS
-    assert all(type(token) is int for token in encoder.encode(ASK))
-
-
-def test_a_batch_encodes_as_one_by_one(encoder):
-    other = [{"role": "system", "content": "is"}, {"role": "user", "content": "5"}]
-    assert encoder.encode_batch([ASK, other]) == [encoder.encode(ASK), encoder.encode(other)]
-
-
-def test_decode_leaves_special_tokens_out(encoder):
+    store = encode_prompts(rows, encoder, 99)
+    assert (store.values.dtype, store.lengths.tolist(), store.num_dropped) == (np.int32, [8, 16, 9, 19], 0)
+    assert [store.prompt(i).tolist() for i in range(4)] == encoder.encode_batch([row.prompt for row in rows])
     assert encoder.decode_batch([[16, 2], np.array([16, 10, 2], dtype=np.int32), []]) == ["4", "4 +", ""]
 
 
@@ -124,7 +117,9 @@ def test_a_template_that_would_not_end_is_refused(tokenizer_folder, template, sa
         "{{ range(10 ** 9)|list }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ 1 / 0 }}",
-        "{{ 'a'|center(none) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('id') }}",
+        "{% include '/etc/passwd' %}",
     ],
 )
 def test_whatever_a_template_raises_is_the_data_s_fault(tokenizer_folder, template):
@@ -132,14 +127,6 @@ def test_whatever_a_template_raises_is_the_data_s_fault(tokenizer_folder, templa
     encoder.try_template([ASK])
     with pytest.raises(DataError, match=r"the chat template of .* refuses the conversation"):
         encoder.encode(ASK)
-
-
-def test_a_row_that_a_template_never_ends_on_is_named(tmp_path, write, good_row, tokenizer_folder):
-    picky = "{% if 'a' in messages[0]['content'] %}{{ 'a' * 10 ** 10 }}{% endif %}what"
-    rows = [good_row(0, prompt=[{"role": "user", "content": text}]) for text in ("1", "2", "a", "3")]
-    path = write(tmp_path / "r.parquet", rows)
-    with pytest.raises(DataError, match=r"r\.parquet' row 2: the chat template in custom_chat_template asks for more"):
-        encode_prompts(read_rows(path), ChatEncoder(str(tokenizer_folder), chat_template=picky), 9)
 
 
 def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
@@ -150,17 +137,6 @@ def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
         encoder.encode([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}])
 
 
-def test_prompts_are_stored_end_to_end_without_padding(rows, encoder):
-    store = encode_prompts(rows, encoder, 99)
-    assert len(store) == 4
-    assert store.num_dropped == 0
-    assert (store.values.dtype, store.offsets.dtype, store.row_index.dtype) == (np.int32, np.int64, np.int64)
-    assert [store.prompt(i).tolist() for i in range(4)] == [encoder.encode(row.prompt) for row in rows]
-    assert store.lengths.tolist() == [8, 16, 9, 19]
-    with pytest.raises(IndexError):
-        store.prompt(4)
-
-
 def test_overlong_prompts_are_filtered_and_rows_follow(rows, encoder):
     store = encode_prompts(rows, encoder, 9, filter_overlong=True)
     assert store.row_index.tolist() == [0, 2]
@@ -169,6 +145,22 @@ def test_overlong_prompts_are_filtered_and_rows_follow(rows, encoder):
     assert [encoder.encode(row.prompt) for row in kept] == [store.prompt(i).tolist() for i in range(2)]
     with pytest.raises(DataError, match=r"leaves no prompt.*max_prompt_length=3.*shortest has 8"):
         encode_prompts(rows, encoder, 3, filter_overlong=True)
+
+
+class Ticking(VirtualClock):
+    """Two seconds pass between two questions for the time."""
+
+    def monotonic(self) -> float:
+        self.advance(2.0)
+        return super().monotonic()
+
+
+def test_the_search_for_wrong_rows_ends(tmp_path, write, good_row, tokenizer_folder):
+    """One by one they may take long: the rows that are found in time are reported."""
+    strict = "{{ raise_exception('no') }}"
+    rows = read_rows(write(tmp_path / "r.parquet", [good_row(i) for i in range(9)]))
+    with pytest.raises(DataError, match=r"(?s)3 or more prompts .* row 2: "):
+        encode_prompts(rows, ChatEncoder(str(tokenizer_folder), chat_template=strict), 99, clock=Ticking())
 
 
 def test_overlong_prompts_are_an_error_with_file_row_and_length(rows, encoder):
@@ -193,35 +185,3 @@ def test_overlong_prompts_are_an_error_with_file_row_and_length(rows, encoder):
 )
 def test_truncation_keeps_the_named_side(how, limit, expected):
     assert truncate([1, 2, 3, 4, 5, 6], limit, how) == expected
-
-
-@pytest.mark.parametrize("how", ["left", "right", "middle"])
-def test_truncated_prompts_fit_and_none_is_dropped(rows, encoder, how):
-    store = encode_prompts(rows, encoder, 9, truncation=how)
-    assert store.lengths.tolist() == [8, 9, 9, 9]
-    assert store.prompt(1).tolist() == truncate(encoder.encode(rows[1].prompt), 9, how)
-
-
-def test_a_prompt_store_is_read_without_torch_or_transformers(rows, encoder, tmp_path):
-    (tmp_path / "store.pickle").write_bytes(pickle.dumps(encode_prompts(rows, encoder, 99)))
-    code = (
-        "import pickle, sys; store = pickle.load(open(sys.argv[1], 'rb')); print(len(store), store.prompt(0)[0]);"
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    process = subprocess.run([sys.executable, "-c", code, tmp_path / "store.pickle"], capture_output=True, text=True)
-    assert (process.returncode, process.stdout) == (0, "4 1\n"), process.stderr
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os.system('id') }}",
-        "{{ messages.append(1) }}",
-        "{% include '/etc/passwd' %}",
-    ],
-)
-def test_a_template_that_reaches_for_python_is_refused(tmp_path, write, good_row, tokenizer_folder, template):
-    rows = read_rows(write(tmp_path / "r.parquet", [good_row(0)]))
-    with pytest.raises(DataError, match=r"r\.parquet' row 0: "):
-        encode_prompts(rows, ChatEncoder(str(tokenizer_folder), chat_template=template), 9)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import pickle
 import struct
 import zlib
 
@@ -19,10 +18,8 @@ from rltrain.data.images import (
     bounded,
     family_of,
     measured,
-    mrope_positions,
     open_image,
     with_parts,
-    without_parts,
 )
 from tests.pictures import RED
 
@@ -112,30 +109,7 @@ def test_positions_of_prompt_and_answer_are_the_models(folder, number):
     assert positions[:, 0, prompt:].tolist() == [[*range(start, start + answer)]] * 3
 
 
-def test_positions_of_large_grids_are_the_models(folders):
-    model = AutoModelForImageTextToText.from_pretrained(folders["qwen3_vl"]).model
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        grids = np.stack([[1, *(2 * random.integers(1, 9, 2))] for _ in range(random.integers(1, 4))])
-        tokens: list[int] = []
-        for grid in grids:
-            tokens += [7] * random.integers(1, 6) + [IMAGE] * (grid.prod() // 4)
-        tokens += [8] * random.integers(0, 3)
-        ids = torch.tensor([tokens])
-        expected, _ = model.get_rope_index(
-            ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=torch.from_numpy(grids)
-        )
-        assert mrope_positions(np.array(tokens), IMAGE, grids, 2).tolist() == expected[:, 0].tolist()
-
-
 # -- slots -------------------------------------------------------------------------------------------------------------
-
-
-def test_content_may_come_in_parts(folder):
-    messages, images = PROMPTS[0]
-    whole = ChatEncoder(folder).encode_prompt(messages, images)
-    in_parts = ChatEncoder(folder).encode_prompt(parts(messages), images)
-    assert whole.tokens.tolist() == in_parts.tokens.tolist()
 
 
 @pytest.mark.parametrize(("content", "count", "message"), [
@@ -154,15 +128,6 @@ def test_a_placeholder_in_the_text_is_no_image(folder):
     messages = [{"role": "user", "content": f"1<|image_pad|>{SLOT}"}]
     with pytest.raises(DataError, match=r"2 times .*for 1 images"):
         ChatEncoder(folder).encode_prompt(messages, [SMALL])
-
-
-def test_a_template_that_joins_images_is_refused(folders):
-    joined = (
-        "{% for part in messages[0]['content'] %}{% if part['type'] == 'image' %}<|image_pad|>{% endif %}{% endfor %}"
-    )
-    encoder = ChatEncoder(folders["qwen3_vl"], chat_template=joined)
-    with pytest.raises(DataError, match="side by side"):
-        encoder.encode_prompt([{"role": "user", "content": SLOT * 2}], [SMALL, SMALL])
 
 
 def test_a_model_of_text_and_a_family_unknown_are_refused(tiny_model):
@@ -200,32 +165,25 @@ def test_what_is_see_through_is_white_and_pictures_are_upright():
     assert open_image(as_file(Image.new("L", (3, 3), 7))).getpixel((0, 0)) == (7, 7, 7)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-@pytest.mark.parametrize("order", ["<", ">"])
-def test_greys_of_16_bits_keep_their_shades(kind, order):
-    greys = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
-    found = np.asarray(open_image(as_file(Image.fromarray(greys.astype(f"{order}u2")), kind)))
-    assert np.array_equal(found, np.repeat(greys[..., None] // 257, 3, axis=-1))
-
-
-def test_see_through_greys_of_16_bits_are_white():
-    greys = Image.fromarray(np.array([[0, 514, 771]], dtype=np.uint16))
-    assert np.asarray(open_image(as_file(greys, transparency=514)))[0, :, 0].tolist() == [0, 255, 3]
-
-
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_greys_of_unknown_range_are_refused(mode):
-    with pytest.raises(DataError, match="nothing says which of them is white: save it as a PNG of 8 or 16"):
-        open_image(as_file(Image.new(mode, (3, 3), 7), "TIFF"))
-
-
-def test_a_file_that_starts_a_program_is_not_opened(monkeypatch):
+def test_a_file_that_starts_a_program_is_not_opened(tmp_path, monkeypatch):
+    """Pillow starts Ghostscript for EPS."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     figure = as_file(Image.new("RGB", (3, 3)), "EPS")
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **kwargs: pytest.fail("started"))
-    with pytest.raises(DataError, match="cannot identify image file"):
-        open_image(figure)
-    with pytest.raises(DataError, match="cannot identify image file"):
-        measured(figure)
+    for look in (open_image, measured):
+        with pytest.raises(DataError, match="cannot identify image file"):
+            look(figure)
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_greys_of_16_bits_keep_their_shades(order):
+    greys = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    found = np.asarray(open_image(as_file(Image.fromarray(greys.astype(f"{order}u2")))))
+    assert np.array_equal(found, np.repeat(greys[..., None] // 257, 3, axis=-1))
+    with pytest.raises(DataError, match="nothing says which of them is white: save it as a PNG of 8 or 16"):
+        open_image(as_file(Image.new("F", (3, 3), 7), "TIFF"))
 
 
 def bomb() -> bytes:
@@ -250,19 +208,25 @@ def test_an_image_that_cannot_be_used_says_why(folders, image, message):
         ChatEncoder(folders["qwen2_5_vl"]).encode_prompt(messages, [SMALL, image])
 
 
-def test_bounds_scale_as_qwens_processor_does():
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        width, height = (int(edge) for edge in random.integers(28, 400, 2))
-        low, high = 56 * 56, 28 * 28 * int(random.integers(8, 60))
-        found = bounded(Image.new("RGB", (width, height)), low, high, 28).size
-        expected = smart_resize(height, width, 28, low, high)
-        # What is within the bounds is left to the processor, which then rounds it.
-        rounded = tuple(round(edge / 28) * 28 for edge in (height, width))
-        assert found == ((width, height) if rounded == expected else expected[::-1])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_text_behind_another_has_the_images_and_positions_of_both(folders, family):
+    encoder = ChatEncoder(folders[family])
+    images = [picture(60, 90, 1), picture(120, 60, 2), picture(60, 60, 3)]
+    ask = [{"role": "user", "content": "1<image>2<image>3"}]
+    prompt, other = encoder.encode_prompt(ask, images[:2]), encoder.encode_prompt(ask[:1], images[1:])
+    sampled = EncodedPrompt(np.arange(6, 11, dtype=np.int32))
+    whole = prompt.followed_by(sampled).followed_by(other)
+    assert whole.tokens.tolist() == [*prompt.tokens, *sampled.tokens, *other.tokens]
+    expected = encoder.with_pictures(whole.tokens, encoder.open_images([*images[:2], *images[1:]]))
+    for name, part in vars(expected.images).items():
+        assert np.array_equal(getattr(whole.images, name), part), name
+    assert whole.position_shift == expected.position_shift
+    assert sampled.followed_by(sampled).images is None
+    # A text of its own that is continued begins at 0, wherever it will stand.
+    assert sampled.followed_by(other).images.places.tolist() == (other.images.places + 5).tolist()
 
 
-@pytest.mark.parametrize("size", [(240, 60), (60, 240), (150, 150)])
+@pytest.mark.parametrize("size", [(240, 60), (60, 240)])
 @pytest.mark.parametrize(("low", "high"), [(None, 60 * 60), (300 * 300, None)])
 def test_a_figure_is_scaled_whole_and_never_cropped(size, low, high):
     corners = {(0, 0): (255, 0, 0), (1, 0): (0, 255, 0), (0, 1): (0, 0, 255), (1, 1): (0, 0, 0)}
@@ -286,43 +250,13 @@ def test_a_thin_figure_has_tokens_along_both_edges(folder, size):
         assert images.grids[0, 1:].min() >= 2  # patches: an edge of one token is two
 
 
-def test_bounds_count_for_tokens_and_pixels(folder):
-    messages, images = [{"role": "user", "content": SLOT}], [picture(300, 150)]
-    plain = ChatEncoder(folder).encode_prompt(messages, images)
-    small = ChatEncoder(folder, max_pixels=56 * 56, min_pixels=28).encode_prompt(messages, images)
-    assert small.images.nbytes <= plain.images.nbytes
-    assert small.images.num_tokens.sum() <= plain.images.num_tokens.sum()
-    if small.images.grids is not None:
-        assert small.images.num_tokens.sum() < plain.images.num_tokens.sum()
-
-
-def test_the_images_of_a_prompt_pickle(folder):
-    messages, images = PROMPTS[0]
-    found = ChatEncoder(folder).encode_prompt(messages, images).images
-    again = pickle.loads(pickle.dumps(found))
-    assert np.array_equal(again.pixel_values, found.pixel_values)
-    assert repr(found).startswith("<PromptImages: 2 images")
-
-
-def test_a_model_of_texts_reads_a_slot_for_an_image():
-    parts = [{"type": "image", "text": None}, {"type": "text", "text": "1+1=?"}]
-    messages = [{"role": "system", "content": "<image>s"}, {"role": "user", "content": parts}]
-    assert [each["content"] for each in without_parts(messages)] == ["<image>s", "<image>1+1=?"]
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
-def test_a_text_behind_another_has_the_images_and_positions_of_both(folders, family):
-    encoder = ChatEncoder(folders[family])
-    images = [picture(60, 90, 1), picture(120, 60, 2), picture(60, 60, 3)]
-    ask = [{"role": "user", "content": "1<image>2<image>3"}]
-    prompt, other = encoder.encode_prompt(ask, images[:2]), encoder.encode_prompt(ask[:1], images[1:])
-    sampled = EncodedPrompt(np.arange(6, 11, dtype=np.int32))
-    whole = prompt.followed_by(sampled).followed_by(other)
-    assert whole.tokens.tolist() == [*prompt.tokens, *sampled.tokens, *other.tokens]
-    expected = encoder.with_pictures(whole.tokens, encoder.open_images([*images[:2], *images[1:]]))
-    for name, part in vars(expected.images).items():
-        assert np.array_equal(getattr(whole.images, name), part), name
-    assert whole.position_shift == expected.position_shift
-    assert sampled.followed_by(sampled).images is None
-    # A text of its own that is continued begins at 0, wherever it will stand.
-    assert sampled.followed_by(other).images.places.tolist() == (other.images.places + 5).tolist()
+def test_bounds_scale_as_qwens_processor_does():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        width, height = (int(edge) for edge in random.integers(28, 400, 2))
+        low, high = 56 * 56, 28 * 28 * int(random.integers(8, 60))
+        found = bounded(Image.new("RGB", (width, height)), low, high, 28).size
+        expected = smart_resize(height, width, 28, low, high)
+        # What is within the bounds is left to the processor, which then rounds it.
+        rounded = tuple(round(edge / 28) * 28 for edge in (height, width))
+        assert found == ((width, height) if rounded == expected else expected[::-1])

@@ -28,13 +28,6 @@ def test_a_batch_depends_on_seed_and_step_alone():
     assert first.rows(39) == forward[39]
 
 
-def test_epochs_and_seeds_have_their_own_order():
-    order = BatchOrder(64, 64, 1)
-    assert len({tuple(order.rows(step)) for step in range(5)}) == 5
-    assert BatchOrder(64, 64, 2).rows(0) != order.rows(0)
-    assert [order.epoch(step) for step in (0, 1, 4)] == [0, 1, 4]
-
-
 def test_the_order_of_old_runs_stays():
     assert BatchOrder(10, 5, 1).rows(0) == FROZEN[0]
     assert BatchOrder(10, 5, 1).rows(3) == FROZEN[1]

@@ -1,10 +1,10 @@
 import base64
+import json
 import os
 import pickle
 import random
 import shutil
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -37,14 +37,8 @@ def test_rows_come_back_as_written_with_lists_as_lists(tmp_path, write, good_row
 
 def test_several_files_with_different_structs_are_one_sequence(tmp_path, write, good_row):
     one = write(tmp_path / "a.parquet", [good_row(0), good_row(1)])
-    two = write(
-        tmp_path / "b.parquet",
-        [
-            good_row(
-                7, reward_model={"style": "model", "ground_truth": 8}, extra_info={"question": "q"}, data_source="x/y"
-            )
-        ],
-    )
+    other = {"reward_model": {"style": "model", "ground_truth": 8}, "extra_info": {"question": "q"}}
+    two = write(tmp_path / "b.parquet", [good_row(7, data_source="x/y", **other)])
     rows = read_rows([one, two])
     assert [row.ground_truth for row in rows] == ["1", "2", 8]
     assert rows[2].extra_info == {"question": "q"}
@@ -52,15 +46,6 @@ def test_several_files_with_different_structs_are_one_sequence(tmp_path, write, 
     assert rows.data_sources() == {"openai/gsm8k": 0, "x/y": 2}
     assert [row.ground_truth for row in rows.select([2, 0])] == [8, "1"]
     assert rows.select([2, 0]).data_sources() == {"x/y": 0, "openai/gsm8k": 1}
-
-
-def test_optional_columns_and_message_keys_may_be_absent(tmp_path, write, good_row):
-    row = good_row()
-    del row["ability"], row["extra_info"]
-    row["prompt"] = [{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": "u"}]
-    got = read_rows(write(tmp_path / "a.parquet", [row]))[0]
-    assert (got.ability, got.extra_info) == (None, {})
-    assert got.prompt[1] == {"role": "user", "content": "u"}
 
 
 def test_other_prompt_and_source_columns_are_used(tmp_path, write, good_row):
@@ -72,93 +57,62 @@ def test_other_prompt_and_source_columns_are_used(tmp_path, write, good_row):
     assert "data.prompt_key" in problem(path, keys=Keys(source="origin"))
 
 
-def test_max_rows_counts_over_all_files(tmp_path, write, good_row):
-    paths = [write(tmp_path / f"{name}.parquet", [good_row(i) for i in range(3)]) for name in "ab"]
-    assert [row.ground_truth for row in read_rows(paths, max_rows=4)] == ["1", "2", "3", "1"]
-    assert len(read_rows(paths, max_rows=2)) == 2
-    assert len(read_rows(paths, max_rows=0)) == len(read_rows(paths, max_rows=9, seed=1)) == 6
-
-
 def test_a_seed_draws_the_rows_that_max_rows_keeps(tmp_path, write, good_row):
     paths = [
         write(tmp_path / f"{name}.parquet", [good_row(i + at) for i in range(50)]) for name, at in (("a", 0), ("b", 50))
     ]
-    drawn = {
-        seed: [int(row.ground_truth) - 1 for row in read_rows(paths, max_rows=20, seed=seed)] for seed in (1, 1, 2)
-    }
-    for rows in drawn.values():
+    assert [row.ground_truth for row in read_rows(paths, max_rows=51)][-2:] == ["50", "51"], "without a seed the first"
+    drawn = [[int(row.ground_truth) - 1 for row in read_rows(paths, max_rows=20, seed=seed)] for seed in (1, 1, 2)]
+    for rows in drawn:
         assert rows == sorted(set(rows)), "in file order, each once"
         assert len(rows) == 20
         assert rows[0] < 50 <= rows[-1]
-    assert drawn[1] != drawn[2]
-    assert drawn[1] == [int(row.ground_truth) - 1 for row in read_rows(paths, max_rows=20, seed=1)]
-    # Drawn evenly: of 400 draws every row is in about a fifth.
-    taken = np.zeros(100)
-    for seed in range(400):
-        taken[[row.extra_info["index"] for row in read_rows(paths, max_rows=20, seed=seed)]] += 1 / 400
-    assert abs(taken - 0.2).max() < 0.1
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_drawn_row_is_named_by_its_place_in_the_file(tmp_path, write, good_row):
-    path = write(tmp_path / "a.parquet", [good_row(i) for i in range(30)])
-    rows = read_rows(path, max_rows=5, seed=3)
-    assert [rows.origin(at) for at in range(5)] == [f"{path!r} row {row.extra_info['index']}" for row in rows]
-    bad = write(tmp_path / "b.parquet", [good_row(i, data_source="" if i == 17 else "s") for i in range(30)])
-    found = [scan_rows(bad, max_rows=5, seed=seed)[1] for seed in range(40)]
-    assert all("row 17: " in line for lines in found for line in lines)
-    assert 0 < sum(map(len, found)) < 20, "only a row that is drawn is looked at"
-
-
-@pytest.mark.parametrize(
-    ("changes", "field", "fix"),
-    [
-        ({"prompt": None}, "'prompt'", "non-empty list of messages"),
-        ({"prompt": []}, "'prompt'", "non-empty list of messages"),
-        ({"prompt": [{"role": "user", "content": None}]}, "'prompt[0].content'", "must be text"),
-        ({"prompt": [{"role": None, "content": "a"}]}, "'prompt[0].role'", "'user'"),
-        ({"prompt": [None]}, "'prompt[0]'", "'role'"),
-        ({"data_source": None}, "'data_source'", "openai/gsm8k"),
-        ({"data_source": ""}, "'data_source'", "openai/gsm8k"),
-        ({"reward_model": None}, "'reward_model'", "ground_truth"),
-        ({"reward_model": {"style": "rule", "ground_truth": None}}, "'reward_model.ground_truth'", "style"),
-    ],
-)
-def test_a_bad_row_is_named_with_file_row_and_field(tmp_path, write, good_row, changes, field, fix):
-    path = write(tmp_path / "bad.parquet", [good_row(0), good_row(1), good_row(2, **changes)])
-    message = problem(path)
-    for part in ("bad.parquet", "row 2", field, fix):
-        assert part in message
-    rows, problems = scan_rows(path)
-    assert (len(rows), len(problems)) == (2, 1)
+RULE = {"style": "rule", "ground_truth": "1"}
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"prompt": "what is 1 + 1 ?"}, ["row 0", "plain string", "'role': 'user'"]),
-        ({"prompt": {"role": "user", "content": "x"}}, ["row 0", "'prompt' is dict"]),
-        ({"data_source": 7}, ["row 0", "'data_source' is int 7"]),
-        ({"ability": 7}, ["row 0", "'ability' is int 7"]),
-        ({"extra_info": "{}"}, ["row 0", "'extra_info' is str"]),
-        ({"reward_model": "72"}, ["'reward_model' is string", "'ground_truth': '72'"]),
-        ({"reward_model": {"style": "rule"}}, ["'reward_model' is struct", "'ground_truth': '72'"]),
-        ({"reward_model": {"style": 3, "ground_truth": "1"}}, ["row 0", "'reward_model.style' is int 3"]),
+        ({"prompt": []}, ["'prompt'", "non-empty list of messages"]),
+        ({"prompt": [{"role": "user", "content": None}]}, ["'prompt[0].content'", "must be text"]),
+        ({"prompt": [{"role": None, "content": "a"}]}, ["'prompt[0].role'", "'user'"]),
+        ({"prompt": [None]}, ["'prompt[0]'", "'role'"]),
+        ({"prompt": "what is 1 + 1 ?"}, ["plain string", "'role': 'user'"]),
+        ({"prompt": {"role": "user", "content": "x"}}, ["'prompt' is dict"]),
+        ({"data_source": None}, ["'data_source'", "openai/gsm8k"]),
+        ({"data_source": ""}, ["'data_source'", "openai/gsm8k"]),
+        ({"data_source": 7}, ["'data_source' is int 7"]),
+        ({"ability": 7}, ["'ability' is int 7"]),
+        ({"extra_info": "{}"}, ["'extra_info' is str"]),
+        ({"reward_model": None}, ["'reward_model'", "ground_truth"]),
+        ({"reward_model": RULE | {"ground_truth": None}}, ["'reward_model.ground_truth'", "style"]),
+        ({"reward_model": RULE | {"style": 3}}, ["'reward_model.style' is int 3"]),
     ],
 )
-def test_wrong_types_are_named(tmp_path, write, good_row, changes, parts):
-    message = problem(write(tmp_path / "bad.parquet", [good_row(**changes)]))
-    assert all(part in message for part in parts), message
+def test_a_bad_row_is_named_with_file_row_and_field(tmp_path, write, good_row, changes, parts):
+    rows = [json.dumps(row) for row in (good_row(0), good_row(1), good_row(2, **changes))]
+    (tmp_path / "bad.jsonl").write_text("\n".join(rows))
+    message = problem(str(tmp_path / "bad.jsonl"))
+    for part in ("bad.jsonl' row 2: ", *parts):
+        assert part in message
+    rows, problems = scan_rows(str(tmp_path / "bad.jsonl"))
+    assert (len(rows), len(problems)) == (2, 1)
 
 
-def test_a_missing_column_lists_what_is_there(tmp_path, write, good_row):
+def test_a_column_that_is_missing_or_of_another_type_is_named(tmp_path, write, good_row):
     row = good_row()
     del row["reward_model"]
-    message = problem(write(tmp_path / "bad.parquet", [row]))
-    assert "no column 'reward_model'" in message
-    assert "'data_source'" in message
+    assert "no column 'reward_model'; it has 'data_source'" in problem(write(tmp_path / "a.parquet", [row]))
+    for reward, said in (("72", "is string"), ({"style": "rule"}, "is struct")):
+        message = problem(write(tmp_path / "a.parquet", [good_row(reward_model=reward)]))
+        assert f"'reward_model' {said}" in message
+        assert "'ground_truth': '72'" in message
 
 
-def test_up_to_five_problems_are_reported_together(tmp_path, write, good_row):
+def test_the_first_five_problems_are_reported(tmp_path, write, good_row):
     rows = [good_row(i, data_source=None if i % 2 else "openai/gsm8k") for i in range(20)]
     message = problem(write(tmp_path / "bad.parquet", rows))
     assert message.startswith("10 bad rows:")
@@ -179,23 +133,6 @@ def test_files_that_are_not_there_or_not_parquet_are_named(tmp_path):
     assert "is a folder without a parquet or jsonl file" in problem(str(tmp_path / "folder"))
     assert "remote address" in problem("hdfs://host/a.parquet")
     assert "no data file" in problem([])
-
-
-def test_a_file_without_rows_is_an_error(tmp_path, good_row):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist([good_row()]).slice(0, 0), tmp_path / "none.parquet")
-    assert "no usable row" in problem(str(tmp_path / "none.parquet"))
-
-
-def test_a_truncated_file_is_an_error(tmp_path, write, good_row):
-    path = tmp_path / "a.parquet"
-    write(path, [good_row(i) for i in range(50)])
-    whole = path.read_bytes()
-    for size in (3, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        assert "cannot be read as parquet" in problem(str(path))
 
 
 def test_a_flipped_bit_never_changes_a_row_silently(tmp_path, write, good_row):
@@ -222,7 +159,6 @@ def test_the_fingerprint_notices_every_change_and_nothing_else(tmp_path, write, 
     path = write(tmp_path / "a.parquet", rows)
     base = read_rows(path).fingerprint()
     shutil.copy(path, tmp_path / "moved.parquet")
-    assert read_rows(path).fingerprint() == base
     assert read_rows(str(tmp_path / "moved.parquet")).fingerprint() == base
     changed = [*rows[:9], good_row(9, reward_model={"style": "rule", "ground_truth": "11"})]
     others = [
@@ -230,8 +166,12 @@ def test_the_fingerprint_notices_every_change_and_nothing_else(tmp_path, write, 
         read_rows(write(tmp_path / "c.parquet", rows[:9])),
         read_rows(write(tmp_path / "d.parquet", [rows[1], rows[0], *rows[2:]])),
         read_rows([path, path]),
+        *(
+            read_rows(write(tmp_path / f"{at}.parquet", [good_row(images=[{"bytes": image}])]))
+            for at, image in enumerate((RED, BLUE))
+        ),
     ]
-    assert len({base, *(other.fingerprint() for other in others)}) == 5
+    assert len({base, *(other.fingerprint() for other in others)}) == 7
     # The same rows chosen otherwise.
     assert read_rows(path, max_rows=9).fingerprint() == others[1].fingerprint()
     assert read_rows(path).select(range(9)).fingerprint() == others[1].fingerprint()
@@ -251,43 +191,15 @@ def test_rows_that_another_program_saved_again_are_the_same(tmp_path, write, goo
     assert base.identity() == f"{base.fingerprint()} 10 rows of {path}"
 
 
-def test_images_count_for_the_fingerprint(tmp_path, write, good_row):
-    one, other = (
-        write(tmp_path / f"{number}.parquet", [good_row(0, images=[{"bytes": image}])])
-        for number, image in enumerate((RED, BLUE))
-    )
-    assert read_rows(one).fingerprint() != read_rows(other).fingerprint()
-
-
-def test_rows_survive_a_pickle(tmp_path, write, good_row):
-    rows = read_rows(write(tmp_path / "a.parquet", [good_row(i) for i in range(4)])).select([3, 1])
-    copy = pickle.loads(pickle.dumps(rows))
-    assert list(copy) == list(rows)
-    assert copy.fingerprint() == rows.fingerprint()
-    assert copy.origin(0) == rows.origin(0)
-
-
-def test_images_are_kept_but_not_carried_by_a_row(tmp_path, write, good_row):
-    rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[{"bytes": RED}]), good_row(1, images=[])]))
-    assert rows.images(0) == [{"bytes": RED}]
-    assert rows.images(1) == []
-    assert rows.num_images.tolist() == [1, 0]
-    assert rows[0].ground_truth == "1"
-
-
 CODE = base64.b64encode(RED)
 NO_PICTURE = base64.b64encode(b"<html>404: the picture that you asked for is not here</html>" * 9)
 
 
 @pytest.mark.parametrize("image", [
-    {"bytes": CODE},
     {"bytes": b"data:image/png;base64," + CODE, "path": "a.png"},
     {"bytes": base64.encodebytes(RED)},
-    {"bytes": CODE.decode()},
     {"path": CODE.decode()},
-    {"path": "data:image/png;base64," + CODE.decode()},
     CODE,
-    CODE.decode(),
 ])  # fmt: skip
 def test_base64_is_a_picture_as_text_and_as_bytes(tmp_path, write, good_row, image):
     rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[image])]))
@@ -297,13 +209,8 @@ def test_base64_is_a_picture_as_text_and_as_bytes(tmp_path, write, good_row, ima
 
 @pytest.mark.parametrize("image", [
     {"bytes": NO_PICTURE},
-    {"bytes": b"data:image/png;base64," + NO_PICTURE},
-    {"path": NO_PICTURE.decode()},
     {"path": "data:image/png;base64," + NO_PICTURE.decode()},
-    {"path": "/9j/" + "A" * 5000},
     {"path": "/9j/" + "A" * 5000 + ".png"},
-    NO_PICTURE.decode(),
-    NO_PICTURE.decode()[:60],
 ])  # fmt: skip
 def test_base64_of_no_picture_is_told_in_a_few_words(tmp_path, write, good_row, image):
     path = write(tmp_path / "a.parquet", [good_row(0, images=[image])])

@@ -72,15 +72,6 @@ def test_without_tools_no_turn_has_a_call(family):
     assert said.text == '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 
 
-def test_a_function_of_ones_own_reads_calls(own):
-    call_format = own(PARSE)
-    assert call_format.stop_tokens == ("<|over|>",)
-    parsed = call_format.parse("First call look_up(text=a), then call f(x=1)<|im_end|>", SCHEMAS)
-    assert parsed.calls == [Call("look_up", {"text": "a", "of": 2}), Call("f", {"x": "1", "of": 2})]
-    assert parsed.problems == []
-    assert parsed.text.endswith("f(x=1)")
-
-
 def test_the_function_of_the_page_reads_what_it_says(own):
     code = re.search(r"```python\n(# calls.py.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
     call_format = own(code)
@@ -95,14 +86,10 @@ def test_what_it_raises_or_returns_is_a_call_that_cannot_be_read(own, caplog):
     assert call_format.parse("call f(3)", SCHEMAS).problems == ["an argument is written KEY=VALUE."]
     assert "a call is a JSON object" in call_format.parse("bare", SCHEMAS).problems[0]
     assert not caplog.records
-    for _ in range(3):
-        assert call_format.parse("die", SCHEMAS).problems == ["the call cannot be read."]
-        assert call_format.parse("nothing", SCHEMAS).problems == ["the call cannot be read."]
-    # Once in a process, with the user's lines alone.
-    assert len(caplog.records) == 1
+    for text in ("die", "die", "nothing"):
+        assert call_format.parse(text, SCHEMAS).problems == ["the call cannot be read."]
+    assert len(caplog.records) == 1, "once in a process"
     assert "LookupError: a mistake" in caplog.text
-    assert "own.py" in caplog.text
-    assert "formats/own.py" not in caplog.text
     assert len(call_format.parse("call f(a=b) " * 1000, SCHEMAS).calls) == 64
 
 
@@ -111,16 +98,12 @@ def test_what_it_raises_or_returns_is_a_call_that_cannot_be_read(own, caplog):
     [
         ("def parse(text, schemas): return None", "returned NoneType, not a list"),
         ("def parse(text): return []", "takes 1 positional argument but 2 were given"),
-        ("def parse(text, schemas): return [('f', {})]", "a call is a JSON object with the keys name and arguments"),
         (
             "def parse(text, schemas): return [{'name': 'f', 'arguments': '{}'}]",
             "arguments of a call are a JSON object",
         ),
-        ("def parse(text, schemas): raise ValueError('no call')", "no call"),
         ("def parse(text, schemas): return [{'name': 'f', 'arguments': {}}]", "finds calls in the turn ''"),
-        ("def parse(text, schemas): return {}", "returned dict, not a list"),
         ("def parse(text, schemas): return []\nparse.stop_tokens = '<x>'", "stop_tokens is '<x>'"),
-        ("def other(text, schemas): return []", "has no function 'parse'; it defines other"),
         ("import no_such_package", "cannot be imported"),
     ],
 )

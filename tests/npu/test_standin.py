@@ -5,7 +5,7 @@ import pytest
 from tests.npu.standin import run
 
 
-@pytest.mark.parametrize("check", ["trains", "is_strict", "has_streams_and_randomness"])
+@pytest.mark.parametrize("check", ["trains", "is_strict"])
 def test_the_device(check):
     run(f"tests.npu.checks:{check}")
 

@@ -10,20 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch_npu
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import device_memory as bench
 from rltrain.base.columns.batch import Batch
-from rltrain.base.device import get_device
 from rltrain.base.errors import WorkerLost
 from rltrain.config.load import load_config
 from rltrain.config.passes import device_phases
@@ -103,7 +98,7 @@ def no_wait_per_micro_batch(folder: str) -> None:
                 call(parts)
             counts.append(len(found))
             print(name, parts, len(found), Counter(found).most_common(), sep="\n  ")
-        assert counts[0] == counts[1], name
+        assert 0 < counts[0] == counts[1], name
 
 
 def offloads(folder: str) -> None:
@@ -126,8 +121,6 @@ def offloads(folder: str) -> None:
     saves_move_nothing(*all_workers, Path(folder))
     worker.residency.enter("gen")
     moved = [*worker.policy.parameters(), *worker.reference.parameters(), *states(worker)]
-    peaks_by_phase(worker.residency, *(sum(each.to_local().nbytes for each in part) / 2**30 for part in (
-        list(worker.policy.parameters()), list(worker.reference.parameters()), states(worker))))  # fmt: skip
     assert {each.to_local().device.type for each in moved} == {"cpu"}
     assert all(each.to_local().is_pinned() for each in moved)
     addresses = [each.to_local().data_ptr() for each in moved]
@@ -145,41 +138,6 @@ def offloads(folder: str) -> None:
     assert count_copies_to_host(worker.residency, "gen") > 0
     assert [each.to_local().data_ptr() for each in moved] == addresses, "host memory is kept"
     assert all(map(torch.equal, trained(worker), results[-1][1:])), "what a checkpoint reads has arrived"
-    dist.destroy_process_group()
-    padded_shards_rest_too()
-
-
-def peaks_by_phase(residency: Residency, policy: float, reference: float, moments: float) -> None:
-    """A phase has what it needs and its own work; sizes in GiB."""
-    found = residency.memory_gb()
-    expected = {"old_log_prob": (policy, 0), "ref": (reference, 0), "update_actor": (policy, moments)}
-    for phase, (weights, optimizer) in expected.items():
-        own = {name: found[f"perf/memory_gb/{phase}/{name}"] for name in ("weights", "optimizer", "work", "others")}
-        assert own["weights"] == weights, phase
-        assert own["optimizer"] == pytest.approx(optimizer, rel=0.01), "beside the moments there are step counters"
-        assert 0 < own["work"] < found["perf/max_memory_allocated_gb"], phase
-        assert own["weights"] + own["optimizer"] + own["work"] <= found["perf/max_memory_allocated_gb"], phase
-    assert not residency.resting().total(), "in generation all that can rest on the host does"
-
-
-def padded_shards_rest_too() -> None:
-    """Of 5 rows on 3 ranks the last has one, and FSDP pads it: neither the row nor its copy for gathers is lost."""
-    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
-    model = fully_shard(torch.nn.Linear(4, 5).to("npu"), mesh=init_device_mesh("npu", (3,)))
-    residency = Residency(get_device("npu"))
-    residency.add_model("ref", model, "ref", offload=True)
-    gathered = [parameter._sharded_param_data for parameter in model._get_fsdp_state()._fsdp_param_group.fsdp_params]
-    before = [each.cpu().clone() for each in [*(weight.to_local() for weight in model.parameters()), *gathered]]
-    for _ in range(2):
-        residency.enter("gen")
-        residency.enter("ref")
-        model._get_fsdp_state()._fsdp_param_group.lazy_init()
-        gathered = [
-            parameter._sharded_param_data for parameter in model._get_fsdp_state()._fsdp_param_group.fsdp_params
-        ]
-        after = [each.cpu() for each in [*(weight.to_local() for weight in model.parameters()), *gathered]]
-        assert all(map(torch.equal, after, before))
-    dist.destroy_process_group()
 
 
 def states(worker: Any) -> list[torch.Tensor]:
@@ -252,47 +210,6 @@ def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
     assert residency.phase == "update_actor"
 
 
-def adapters_and_critics_save(folder: str) -> None:
-    """As all weights of an actor: saves with and without offload are the same, wherever the state is."""
-    make, standin = workers(folder), torch_npu.npu.standin
-    critics = {"algorithm__adv_estimator": "gae"}
-    critics_rest = critics | {f"critic__model__fsdp_config__{each}_offload": True for each in ("param", "optimizer")}
-    found = []
-    for changes in (critics, OFFLOAD | critics_rest):
-        critic = (worker := make("npu", **changes)).critic
-        batch = scored(worker)
-        early = save(critic, Path(folder) / f"early critic {len(changes)}", export=False)
-        batch.update(critic.values(batch, [8, 8])[0])
-        values = batch.ragged("values")
-        batch.update(
-            {name: values.like(torch.linspace(-1, 1, len(values.values))) for name in ("returns", "advantages")}
-        )
-        critic.update(batch, update(batch, 2).mini_batches, 1e-3)
-        worker.update(batch, update(batch, 2))
-        count = standin.num_allocations(0)
-        found.append([early, *(save(each, Path(folder) / f"{number} {len(changes)}", export=False)
-                               for number, each in enumerate((critic, worker)))])  # fmt: skip
-        assert standin.num_allocations(0) == count
-        critic.load(f"{folder}/0 {len(changes)}", False)
-        again = save(critic, Path(folder) / f"again {len(changes)}", export=False)
-        assert again == found[-1][1], "what was loaded is what was saved"
-    assert found[0] == found[1]
-    found = []
-    for changes in ({}, OFFLOAD):
-        worker = make("npu", actor_rollout_ref__model__lora_rank=4, **changes)
-        batch = scored(worker)
-        worker.update(batch, update(batch, 2))
-        here = save(worker, Path(folder) / f"lora {len(changes)}")
-        worker.generate(TASK)
-        assert save(worker, Path(folder) / f"lora at rest {len(changes)}") == here
-        if changes:  # the adapters are gathered, and what no save gathers stays at rest
-            assert worker.residency.phase == "old_log_prob"
-            assert {local(each).device.type for each in states(worker)} == {"cpu"}
-        found.append(here)
-    assert found[0] == found[1]
-    assert "adapter_model.safetensors" in here["digests"]
-
-
 def count_copies_to_host(residency: Any, phase: str) -> int:
     """Copies from the device to the host while a phase is entered."""
 
@@ -311,9 +228,14 @@ def count_copies_to_host(residency: Any, phase: str) -> int:
 def fuses(folder: str) -> None:
     """With the key, norms, MLPs and rotary embeddings go through torch_npu's kernels, and train to the same weights."""
     called: Counter[str] = Counter()
-    for name in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul"):
-        counted = functools.partial(_count, called, name, getattr(torch_npu, name))
-        setattr(torch_npu, name, counted)
+    names = ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul")
+    for name in names:
+
+        def counted(kernel: Any, *given: Any, **keys: Any) -> Any:
+            called[kernel.__name__] += 1
+            return kernel(*given, **keys)
+
+        setattr(torch_npu, name, functools.partial(counted, getattr(torch_npu, name)))
     make = workers(folder)
     results = []
     for wanted in (False, True):
@@ -322,13 +244,8 @@ def fuses(folder: str) -> None:
         worker.update(batch, update(batch, 2))
         results.append([batch.ragged("old_log_probs").values, *trained(worker)])
         assert (sum(called.values()) > 0) == wanted
-    assert set(called) == {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul"}
+    assert set(called) == set(names)
     assert distance(*results) < 1e-5
-
-
-def _count(called: Counter[str], name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    called[name] += 1
-    return kernel(*args, **kwargs)
 
 
 def tells_a_full_device(folder: str) -> None:

@@ -84,27 +84,12 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return standin.cap(index) - standin.reserved(index), standin.cap(index)
 
 
-def memory_stats(device: Any = None) -> dict[str, int]:
-    index = _index(device)
-    return {
-        "allocated_bytes.all.current": standin.allocated(index),
-        "allocated_bytes.all.peak": standin.peak(index),
-        "reserved_bytes.all.current": standin.reserved(index),
-        "reserved_bytes.all.peak": standin.reserved_peak(index),
-        "allocation.all.allocated": standin.num_allocations(index),
-    }
-
-
 def get_device_name(device: Any = None) -> str:
     return _NAME
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(name=_NAME, total_memory=standin.cap(_index(device)))
-
-
-def get_device_capability(device: Any = None) -> None:
-    return None
 
 
 def manual_seed(seed: int) -> None:
@@ -126,10 +111,6 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "npu") -> None:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
-
-
-def is_bf16_supported() -> bool:
-    return True
 
 
 def is_initialized() -> bool:

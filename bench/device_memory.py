@@ -197,7 +197,7 @@ def claim(worker: HybridWorker, ledger: Ledger) -> None:
         for state in role.updater.optimizer.state.values() if role is not None else ():
             ledger.claim("optimizer", [each for each in state.values() if isinstance(each, Tensor) and each.dim()])
     if hasattr(worker, "rollout"):
-        own = worker.rollout.engine._model.parameters()
+        own = worker.rollout.engine.model.parameters()
         ledger.claim("engine weights", [each for each in own if not each.is_meta], but="weights")
 
 

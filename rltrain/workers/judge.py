@@ -69,7 +69,7 @@ class JudgeWorker(Judge):
         self._longest_message, self._longest_reply = judge_lengths(cfg)
         self.residency, device = residency, residency.device
         self._encoder, spec = judge_encoder(cfg), judge_spec(cfg, device)
-        self._model = load_role("judge", cfg, passes, residency)
+        self.model = load_role("judge", cfg, passes, residency)
         self._vocabulary = spec.load_config().get_text_config().vocab_size
         rollout = self._rollout
         settings = EngineSettings(
@@ -93,7 +93,7 @@ class JudgeWorker(Judge):
         residency.enter(JUDGE_PHASE)
         self.engine: RolloutEngine = make_engine(settings)
         self._weight_sync = WeightSync(
-            self._model,
+            self.model,
             self.engine,
             device,
             spec.compute_dtype,
@@ -162,7 +162,7 @@ class JudgeWorker(Judge):
         mask = answers.like(torch.ones_like(answers.values, dtype=torch.bool))
         prompts = DictionaryColumn(Ragged.from_rows([tokens[:1]]), index)
         batch = Batch({c.PROMPT: prompts, c.RESPONSE: answers, c.RESPONSE_MASK: mask})
-        return measure(self._model, [batch], self.residency.device, 1.0)[0]
+        return measure(self.model, [batch], self.residency.device, 1.0)[0]
 
     def _release(self) -> None:
         if self.engine.sleep():

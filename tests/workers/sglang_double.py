@@ -14,7 +14,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.workers.rollout.contract import RolloutEngine, Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
+from tests.clock import hang
 from tests.conformance.record import recorded
 from tests.conformance.uses import SGLANG
 from tests.workers.engines import engine_of
@@ -42,13 +42,6 @@ _LISTED = {
     "ServerArgs": "sglang.srt.server_args:*",
     "SamplingParams": "sglang.srt.sampling.sampling_params:SamplingParams",
     "memory tags": "sglang.srt.constants",
-}
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
 }
 
 
@@ -87,31 +80,15 @@ def as_recorded(method):
     return call
 
 
-class Fused(nn.Module):
-    """The weights as SGLang keeps them: parts side by side, the embedding padded.
-
-    Loads them by their checkpoint names.
-    """
+class Loader:
+    """A model whose weights are loaded by their checkpoint names."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.rows: dict[str, torch.Tensor] = {}
-        parts: dict[str, list[tuple[str, nn.Parameter]]] = {}
-        for name, weight in model.named_parameters():
-            leaf = name.split(".")[-2]
-            parts.setdefault(name.replace(leaf, FUSED.get(leaf, leaf)), []).append((name, weight))
-        for own, members in parts.items():
-            padding = 44 if "embed" in own else 0
-            sizes = [len(weight) for _, weight in members]
-            whole = torch.randn(sum(sizes) + padding, *members[0][1].shape[1:])
-            for (name, weight), rows in zip(members, whole.split([*sizes, padding]), strict=False):
-                self.rows[name] = weight.data = rows
+        self.model, self.weights = model, {name: weight.data for name, weight in model.named_parameters()}
 
     def load_weights(self, weights) -> None:
         for name, weight in weights:
-            own = self.rows[name]
-            own.copy_(weight.narrow(0, 0, len(own)))
+            self.weights[name].copy_(weight)
 
 
 class MultiprocessingSerializer:
@@ -141,14 +118,9 @@ def monkey_patch_torch_reductions() -> None:
 
 
 # What the adapter imports, with the packages above it.
-MODULES = dict.fromkeys(
-    [
-        "sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.utils.patch_torch", "sglang.srt.model_executor",
-        "sglang.srt.model_executor.model_runner_components",
-        "sglang.srt.model_executor.model_runner_components.weight_updater",
-    ],
-    sys.modules[__name__],
-)  # fmt: skip
+_PARTS = ["utils", "utils.patch_torch", "model_executor", "model_executor.model_runner_components"]
+_PARTS.append("model_executor.model_runner_components.weight_updater")
+MODULES = dict.fromkeys(["sglang", "sglang.srt", *(f"sglang.srt.{part}" for part in _PARTS)], sys.modules[__name__])
 
 
 class Part:
@@ -156,7 +128,7 @@ class Part:
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self.model = Fused(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).eval())
+        self.model = Loader(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).eval())
 
     def load(self, payload: bytes, loader: str) -> None:
         named = MultiprocessingSerializer.deserialize(payload)
@@ -167,13 +139,13 @@ class Part:
         getattr(importlib.import_module(module), function)(self.model, named)
 
     def release(self) -> None:
-        for rows in self.model.rows.values():
-            rows.normal_()
+        for weight in self.model.weights.values():
+            weight.normal_()
 
     @torch.inference_mode()
-    def logits(self, rows: list[list[int]]) -> np.ndarray:
-        """Of this device's share of the vocabulary: [row, position, token]."""
-        logits = self.model.model(torch.tensor(rows), use_cache=False).logits
+    def logits(self, ids: list[int]) -> np.ndarray:
+        """Of this device's share of the vocabulary: [position, token]."""
+        logits = self.model.model(torch.tensor([ids]), use_cache=False).logits[0]
         return logits.tensor_split(self._size, -1)[self._rank].numpy()
 
 
@@ -204,8 +176,7 @@ class Process:
         try:
             return method(*args)
         except (EOFError, OSError):
-            time.sleep(60)  # as for an answer of the real one, which raises nothing
-            raise
+            hang()  # as for an answer of the real one, which raises nothing
 
 
 def _answer(pipe: Connection, *settings) -> None:
@@ -237,11 +208,9 @@ class Engine:
         for name, value in json.loads(settings["json_model_override_args"]).items():
             setattr(config, name, value)
         self._eos = config.eos_token_id
-        self.model = None if self.processes else self._here[0].model
         self._released: set[str] = set()
         self._updating = False
         self._cache: dict[tuple[int, ...], torch.Tensor] = {}
-        self._wanted: list[tuple[tuple[int, ...], asyncio.Future]] = []
         self._running: set[object] = set()
         self._abort_before: set[object] = set()
         self.most_running = 0
@@ -296,13 +265,7 @@ class Engine:
         assert load_format in self.settings["custom_weight_loader"]
         if not self._updating:
             return False, "no session is open"
-        payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.settings["tp_size"])]
-        for process, payload in zip(self.processes, payloads, strict=bool(self.processes)):
-            process.ask("load", (payload, load_format))
-        for part in self._here:
-            part.load(payloads[0], load_format)
-        for process in self.processes:
-            process.answer()
+        self._all("load", MultiprocessingSerializer.serialize(named_tensors), load_format)
         if flush_cache:
             self._cache.clear()
         return True, "Success"
@@ -312,7 +275,7 @@ class Engine:
         """Without an answer: the log-probs of the prompt."""
         assert arguments["sampling_params"]["max_new_tokens"] == arguments["logprob_start_len"] == 0
         ids = arguments["input_ids"]
-        log_probs = torch.log_softmax(self._forward([ids])[0, :-1], -1)
+        log_probs = torch.log_softmax(self._forward(ids)[:-1], -1)
         values = [None, *log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
         return {
             "meta_info": {"input_token_logprobs": [(value, id, None) for value, id in zip(values, ids, strict=True)]}
@@ -325,13 +288,15 @@ class Engine:
         request = object()
         self._running.add(request)
         self.most_running = max(self.most_running, len(self._running))
-        await asyncio.sleep(0)
         found, reason = [], "length"
         while len(found) < sampling_params["max_new_tokens"]:
             if request in self._abort_before:
                 reason = "abort"
                 break
-            logits = (await self._logits((*input_ids, *(entry[1] for entry in found)))).clone()
+            tick = self.loop.create_future()
+            self.loop.call_soon(tick.set_result, None)
+            await tick  # the others' turn
+            logits = self._logits((*input_ids, *(entry[1] for entry in found))).clone()
             for banned, bias in (sampling_params.get("logit_bias") or {}).items():
                 logits[..., int(banned)] += bias
             token, log_prob = self._draw(logits, len(input_ids) + len(found), sampling_params)
@@ -348,29 +313,15 @@ class Engine:
         assert arguments == {"abort_all": True}
         self._abort_before |= self._running
 
-    async def _logits(self, ids: tuple[int, ...]):
-        """Kept until the cache is flushed, as the engine keeps what it computed of a prefix.
-
-        All that wait are computed at once.
-        """
+    def _logits(self, ids: tuple[int, ...]) -> torch.Tensor:
+        """Kept until the cache is flushed, as the engine keeps what it computed of a prefix."""
         if ids not in self._cache:
-            self._wanted.append((ids, self.loop.create_future()))
-            if len(self._wanted) == 1:
-                self.loop.call_soon(self._tick)
-            await self._wanted[-1][1]
+            self._cache[ids] = self._forward([*ids])[-1]
         return self._cache[ids]
 
-    def _tick(self) -> None:
-        wanted, self._wanted = self._wanted, []
-        for (ids, future), logits in zip(wanted, self._forward([ids for ids, _ in wanted]), strict=True):
-            self._cache[ids] = logits[len(ids) - 1]
-            future.set_result(None)
-
-    def _forward(self, rows):
+    def _forward(self, ids: list[int]) -> torch.Tensor:
         assert not self._released
-        width = max(len(ids) for ids in rows)
-        parts = self._all("logits", [[*ids, *[0] * (width - len(ids))] for ids in rows])
-        return torch.from_numpy(np.concatenate(parts, -1))
+        return torch.from_numpy(np.concatenate(self._all("logits", ids), -1))
 
     def _draw(self, logits, number, params):
         """number: the place of the token in the sequence, as SGLang's sampler counts."""

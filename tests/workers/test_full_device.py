@@ -9,12 +9,10 @@ from tests.tiny import small_run
 A, C, R = "actor_rollout_ref.actor.", "critic.", "actor_rollout_ref.rollout."
 GAE = {"algorithm.adv_estimator": "gae"}
 CASES = {
-    "an actor's own optimizer is needed in its update": ({}, "update_actor", (), ("fsdp_config.optimizer_offload",)),
     "samples decide": (
         {f"{A}ppo_micro_batch_size_per_gpu": 4}, "update_actor", (f"{A}ppo_micro_batch_size_per_gpu less than 4",),
         ("ppo_max_token_len_per_gpu",),
     ),
-    "tokens decide": ({}, "old_log_prob", (f"{A}ppo_max_token_len_per_gpu less than 64",), ()),
     "the least tokens, then more devices": (
         {f"{A}ppo_max_token_len_per_gpu": 24}, "update_actor",
         (f"{A}ulysses_sequence_parallel_size=2 with {A}ppo_max_token_len_per_gpu less than 24",), (),
@@ -24,10 +22,6 @@ CASES = {
         (f"{A}ppo_max_token_len_per_gpu less than 64", f"{A}fsdp_config.optimizer_offload=True"),
         ("critic.model.fsdp",),
     ),
-    "a critic's own devices": (
-        GAE | {f"{C}ppo_max_token_len_per_gpu": 24}, "values",
-        (f"{C}ulysses_sequence_parallel_size=2 with {C}ppo_max_token_len_per_gpu less than 24",), (f"{A}ulysses",),
-    ),
     "a reward model rests on the host": (
         {"reward_model.enable": True, "reward_model.model.path": "/no"}, "update_actor",
         ("reward_model.model.fsdp_config.param_offload=True",), (),
@@ -35,10 +29,6 @@ CASES = {
     "the share of an engine": (
         {f"{R}name": "vllm"}, "gen", (f"{R}gpu_memory_utilization less than 0.5",), (f"{R}free_cache_engine",),
     ),
-    "an engine that is not freed": (
-        {f"{R}name": "vllm", f"{R}free_cache_engine": False}, "update_actor", (f"{R}free_cache_engine=True",), (),
-    ),
-    "no reference": ({f"{A}use_kl_loss": False}, "update_actor", (), ("actor_rollout_ref.ref",)),
 }  # fmt: skip
 
 

@@ -1,20 +1,15 @@
 """A mini-batch that is not finite is kept, and the lines of docs/recovery.md load it and compute it again."""
 
-import dataclasses
 import os
 import pickle
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.errors import NonFiniteError
 from rltrain.config.load import load_config, to_yaml
-from rltrain.data.images import PromptImages
-from rltrain.workers.incidents import _samples
 from tests.trainer.steps import GAE
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -91,14 +86,3 @@ def test_a_crafted_incident_is_refused_and_not_run(tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         exec(snippet(tmp_path), {})
     assert not (tmp_path / "trace").exists()
-
-
-def test_pixels_survive_being_kept(tmp_path):
-    images = PromptImages(np.ones((4, 2), np.float32), None, np.array([4]), np.array([1]), np.array([0]), None)
-    batch = Batch({"images": DictionaryColumn([images, None], torch.tensor([0, 1, 0]))})
-    torch.save(_samples(batch), tmp_path / "batch.pt")
-    first, second, third = (sample["images"] for sample in torch.load(tmp_path / "batch.pt", weights_only=True))
-    assert second is None
-    for found in (first, third):
-        for name, value in dataclasses.asdict(images).items():
-            assert np.array_equal(found[name], value) if value is not None else found[name] is None

@@ -59,21 +59,22 @@ def gradient(folder, dtype, role, factor=1.0, scale=LossScale.FIRST):
     with torch.no_grad():  # a head of zeros would hand no gradient on
         worker.critic.model.score.weight.to_local().normal_()
     if updater_of(worker, role).loss_scale:
-        updater_of(worker, role).loss_scale._become(scale)
-    loss = getattr(worker, role)._loss
-
-    def scaled(*arguments):
-        return _times(loss(*arguments), factor)
-
-    getattr(worker, role)._loss = scaled
+        updater_of(worker, role).loss_scale.state[0] = scale
+    scale_loss(getattr(worker, role), factor)
     record_gradients(updater_of(worker, role), model_of(worker, role), found)
     while not found:  # the scale comes down to where nothing overflows
         update(worker, role, sample_batch())
     return found[0].double() / factor
 
 
-def _times(share, factor):
-    return dataclasses.replace(share, loss=share.loss * factor)
+def scale_loss(role, factor: float) -> None:
+    loss = role._loss
+
+    def scaled(*arguments):
+        share = loss(*arguments)
+        return dataclasses.replace(share, loss=share.loss * factor)
+
+    role._loss = scaled
 
 
 @pytest.fixture
@@ -98,14 +99,14 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale(folder, role):
     with torch.no_grad():
         worker.critic.model.score.weight.to_local().normal_()
     before = weights(model_of(worker, role))
-    scale._become(2.0**60)
+    scale.state[0] = 2.0**60
     numbers = update(worker, role, sample_batch(), steps=3)
     assert numbers.overflowed.tolist() == [1, 1, 1]
     assert numbers.skipped.tolist() == [0, 0, 0]
     assert (numbers.loss_scale, numbers.num_made, updater_of(worker, role).num_steps) == (2.0**57, 0, 0)
     assert torch.equal(weights(model_of(worker, role)), before)
     assert not updater_of(worker, role).optimizer.state
-    scale._become(2.0**10)
+    scale.state[0] = 2.0**10
     assert update(worker, role, sample_batch()).num_made == 1
     assert not torch.equal(weights(model_of(worker, role)), before)
     assert not (folder / "incidents").exists()
@@ -125,9 +126,8 @@ def test_a_loss_that_is_not_finite_is_no_overflow(folder):
 def test_gradients_that_overflow_at_every_scale_end_the_run(folder, rule):
     worker, batch = make(folder, "float16", trainer__on_nonfinite=rule), sample_batch()
     updater = updater_of(worker, "actor")
-    updater.loss_scale._become(4.0)
-    loss = worker.actor._loss
-    worker.actor._loss = lambda *arguments: _times(loss(*arguments), 1e30)
+    updater.loss_scale.state[0] = 4.0
+    scale_loss(worker.actor, 1e30)
     if rule == "skip":  # and then it is a step that is skipped, of which the trainer takes three
         numbers = update(worker, "actor", batch, steps=3)
         assert (numbers.overflowed.tolist(), numbers.skipped.tolist()) == ([1, 1, 0], [0, 0, 1])
@@ -143,7 +143,7 @@ def test_the_scale_doubles_after_two_thousand_steps_and_has_a_bound():
     assert scale.value == LossScale.FIRST
     scale.made()
     assert scale.state.tolist() == [2 * LossScale.FIRST, 0]
-    scale._become(LossScale.HIGHEST)
+    scale.state[0] = LossScale.HIGHEST
     for _ in range(LossScale.STEPS_TO_DOUBLE):
         scale.made()
     assert scale.value == LossScale.HIGHEST
@@ -152,9 +152,8 @@ def test_the_scale_doubles_after_two_thousand_steps_and_has_a_bound():
 def one_overflows(rank: int, world: int, folder) -> None:
     """The gradients of rank 1 alone overflow."""
     worker = make(folder, "float16")
-    loss = worker.actor._loss
     if rank == 1:
-        worker.actor._loss = lambda *arguments: _times(loss(*arguments), 1e30)
+        scale_loss(worker.actor, 1e30)
     before = weights(worker.actor.policy)
     numbers = update(worker, "actor", sample_batch())
     everybody = [None] * world

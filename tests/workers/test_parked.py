@@ -1,7 +1,5 @@
 """Keys and values that the embedded engine keeps of conversations that wait: no token knows of it."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -9,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from rltrain.models.attention.recurrent import bytes_per_row
 from rltrain.workers.rollout.answering import Reply
 from rltrain.workers.rollout.contract import Job, Sampling, Turn
 from rltrain.workers.rollout.conversations import Conversations
-from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues
+from rltrain.workers.rollout.embedded.engine import bytes_per_token
+from rltrain.workers.rollout.embedded.kv import KeyValues
 from rltrain.workers.rollout.embedded.parked import KeptRow, ParkedRows
 from rltrain.workers.rollout.embedded.running import EndedTurn
 from tests.distance import distance
@@ -25,16 +25,11 @@ SAMPLING = Sampling(60, temperature=1.2)
 
 def engine_of(plain, **limits):
     """A third of the tokens end a turn."""
-    engine = make_engine(plain, **limits)
-    engine._is_end[::3] = True
-    return engine
+    return make_engine(plain, ends=range(0, plain.config.vocab_size, 3), **limits)
 
 
-def talk(engine, *, keeps=True, given=None) -> Talk:
-    jobs = jobs_of(PROMPTS, 3)
-    if given:
-        jobs = [replace(job, given=part) for job, part in zip(jobs, given, strict=True)]
-    source = Talk(jobs, 60, keeps=keeps)
+def talk(engine, *, keeps=True) -> Talk:
+    source = Talk(jobs_of(PROMPTS, 3), 60, keeps=keeps)
     engine.generate(source, SAMPLING)
     return source
 
@@ -91,39 +86,10 @@ def test_a_next_turn_computes_what_is_new_alone_and_says_the_same(family):
     assert distance(ours, trainer_log_probs(plain, text, torch.tensor(turns[-1].tokens), 1.2)) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3", *(name for name in KINDS if "qwen3_5" in name)])
-def test_an_answer_of_an_earlier_step_is_kept_from_its_first_turn_on(family):
-    plain = plain_model(family)
-    given = [tuple(np.arange(2, 2 + (place + number) % 4, dtype=np.int32) for number in range(3)) for place in range(6)]
-    found = talk(engine_of(plain, **LIMITS), given=given)
-    assert_the_same(found, talk(engine_of(plain), keeps=False, given=given))
-    assert sum(turn.num_reused for turn in all_turns(found)) > 300
-
-
-def rows_of_memory(monkeypatch, count: float) -> None:
-    """Memory for so many rows of `SIZES` of 128 tokens, with a block of 4 more."""
-    one = (128 + 4) * 2 * 2 * 2 * 16 * 4
-    monkeypatch.setattr("rltrain.base.device.Device.free_memory_bytes", lambda self: int(one * count * ROOM))
-
-
-def test_where_room_is_short_what_is_parked_goes_and_is_computed_again(monkeypatch):
+def test_where_room_is_short_what_is_parked_goes_and_is_computed_again():
     plain = plain_model("qwen3")
-    expected = talk(engine_of(plain), keeps=False)
-    rows_of_memory(monkeypatch, 3.2)
-    engine = engine_of(plain, gpu_memory_utilization=1.0, block=4)
-    beyond, dropped, fit = [], [], ParkedRows.fit
-
-    def watched(parked: ParkedRows, room_bytes: int) -> None:
-        before = len(parked)
-        fit(parked, room_bytes)
-        dropped.append(before - len(parked))
-        beyond.append(sum(row.num_bytes for _, row in parked._rows.values()) - max(0, room_bytes))
-
-    monkeypatch.setattr(ParkedRows, "fit", watched)
-    found = talk(engine)
-    assert_the_same(found, expected)
-    assert max(beyond) <= 0
-    assert sum(dropped) > 0
+    found = talk(engine_of(plain, rows=3.2, gpu_memory_utilization=1.0, block=4))
+    assert_the_same(found, talk(engine_of(plain), keeps=False))
     computed, needed = computed_by_follow_ups(found)
     assert computed > needed
     assert any(turn.num_reused for turn in all_turns(found))
@@ -146,11 +112,6 @@ def next_turn(sample: int, *tokens: int) -> Job:
     return Job(0, np.array([sample]), np.zeros(3, dtype=np.int32), np.zeros(1, dtype=np.uint64), (given,))
 
 
-def waits_for(*samples: int) -> SimpleNamespace:
-    is_waited_for: Callable[[int, int], bool] = lambda place, sample: sample in samples  # noqa: E731
-    return SimpleNamespace(goes_on=is_waited_for)
-
-
 def test_the_row_that_waits_longest_goes_first():
     parked = parked_of(2, 0, 1)
     parked.fit(240)
@@ -162,16 +123,12 @@ def test_the_row_that_waits_longest_goes_first():
 
 
 def test_a_row_is_taken_once_and_for_its_own_text_alone():
-    parked = parked_of(0, 1)
+    parked = parked_of(0, 1, 2)
     assert parked.take([next_turn(0, *range(7), 9, 9)]) == {}
     assert list(parked.take([next_turn(1, *range(9))])) == [(0, 1)]
     assert parked.take([next_turn(1, *range(9))]) == {}
-
-
-def test_a_row_goes_with_its_conversation():
-    parked = parked_of(0, 1, 2)
-    parked.drop_over(waits_for(1))
-    assert list(parked._rows) == [(0, 1)]
+    parked.drop_over(SimpleNamespace(goes_on=lambda place, sample: sample != 2))  # its conversation is over
+    assert not len(parked)
 
 
 class Told:
@@ -208,19 +165,18 @@ def test_a_conversation_goes_on_as_long_as_another_turn_may_come():
     assert source.wait()
 
 
-def test_a_copy_of_a_row_changes_no_more():
-    """Neither with what the row computes next, nor with what takes its place."""
-    engine = engine_of(plain_model("qwen3_5, gated delta net"))
-    cache = KeyValues(torch.device("cpu"), 4)
+@pytest.mark.parametrize("family", [name for name in KINDS if "delta" in name])
+def test_a_copy_of_a_row_keeps_its_values_and_has_the_planned_size(family):
+    """Neither what the row computes next nor what takes its place changes the copy."""
+    engine = engine_of(plain_model(family))
+    config, prefill, cache = engine.model.config, engine._prefill, KeyValues(torch.device("cpu"), 4)
     with torch.inference_mode():
-        engine._prefill(jobs_of(PROMPTS, 1), cache)
+        prefill(jobs_of(PROMPTS, 1), cache)
         row = cache.copy_of(2)
         kept = [tensor.clone() for part in (*row.pairs.values(), *row.states.values()) for tensor in part]
-        cache.begin_step()
-        engine._forward(torch.ones(6, 1, dtype=torch.long), torch.full((6, 1), 30), rltrain_cache=cache)
-        assert cache.copy_of(2).length == row.length + 1
         cache.drop_dead_rows(np.arange(6) != 2)
-        engine._prefill(jobs_of(PROMPTS[:1], 1), cache)
-    assert row.length == len(PROMPTS[2])
+        prefill(jobs_of(PROMPTS[:1], 1), cache)
     tensors = [tensor for part in (*row.pairs.values(), *row.states.values()) for tensor in part]
     assert all(torch.equal(*pair) for pair in zip(tensors, kept, strict=True))
+    by_token, by_row = bytes_per_token(config, torch.float32), bytes_per_row(config, torch.float32)
+    assert (row.length, row.num_bytes) == (len(PROMPTS[2]), len(PROMPTS[2]) * by_token + by_row)

@@ -84,14 +84,10 @@ def test_chosen_phases_of_chosen_steps_are_profiled_on_chosen_ranks():
     ("words", "said"),
     [
         (["trainer.profile_steps=[0]"], "there is no step 0. Steps are counted from 1"),
-        (["global_profiler.steps=[9]", "trainer.total_training_steps=4"], "Steps are from 1 to trainer.total_trai"),
-        (
-            ["trainer.profile_steps=[1]", "trainer.profile_phases=[generate]"],
-            "there is no phase 'generate'. A step",
-        ),
-        (["trainer.profile_steps=[1]", "trainer.profile_ranks=[2]"], "there is no rank 2. With 2 devices"),
+        (["trainer.profile_phases=[generate]"], "there is no phase 'generate'. A step"),
+        (["trainer.profile_ranks=[2]"], "there is no rank 2. With 2 devices"),
     ],
 )
 def test_what_a_run_does_not_have_is_named(words, said):
-    loaded = load_config(["trainer.n_gpus_per_node=2", "trainer.device=cpu", *words])
+    loaded = load_config(["trainer.n_gpus_per_node=2", "trainer.device=cpu", "trainer.profile_steps=[1]", *words])
     assert [problem for problem in broken_rules(loaded) if said in problem]

@@ -1,6 +1,5 @@
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +9,8 @@ import torch.distributed as dist
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.columns.ragged import Ragged
-from rltrain.data.images import EncodedPrompt
 from rltrain.workers.rollout.contract import Job, Turn
 from rltrain.workers.rollout.conversations import Conversations, begun_conversations, payload_of
-from rltrain.workers.rollout.images import PicturesOfTask
 from rltrain.workers.rollout.queue import JobQueue, Replica, give_up
 from tests.workers.engines import ALONE, queue_of
 
@@ -22,23 +19,6 @@ PROMPT = np.array([2, 5], dtype=np.int32)
 
 def job(place, *samples):
     return Job(place, np.array(samples), PROMPT, np.zeros(len(samples), dtype=np.uint64))
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_pixels_end_with_their_last_job_unless_they_are_kept(keep):
-    jobs = [job(0, 0), job(0, 1), job(1, 0)]
-    store = SimpleNamespace(num_images=np.array([0, 1, 1]), encoded=lambda row: EncodedPrompt(PROMPT, f"of {row}"))
-    store.pictures = SimpleNamespace(as_they_stand=lambda rows: np.arange(len(rows)))
-    pictures = PicturesOfTask(store, np.array([2, 0], dtype=np.int32), keep=keep)
-    queue = JobQueue(jobs, 3, ALONE, dist.HashStore(), "call", prepare=pictures.prepare)
-    taken = queue.take(3)
-    assert [each.images for each in taken] == ["of 2", "of 2", None]
-    assert [each.images for each in queue.taken] == [None] * 3
-    found = []
-    for each in taken:
-        pictures.ended(each)
-        found.append(pictures.of(0))
-    assert found == ["of 2", *(["of 2"] * 2 if keep else [None] * 2)]
 
 
 def turn_of(place, sample, tokens, reason="stop"):

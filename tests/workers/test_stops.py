@@ -5,7 +5,6 @@ import pytest
 from rltrain.config.budgets import longest_sequence, longest_text
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
-from rltrain.config.notes import other_meanings
 from rltrain.trainer.validation import sampling_of
 from rltrain.workers.rollout.stops import StopTexts
 from tests.tiny import small_run
@@ -41,14 +40,6 @@ def test_it_is_found_with_the_token_that_completes_it(given, tokens, known, end)
     # Token by token.
     ends = [count for count in range(1, len(tokens) + 1) if stops.end_of(given, tokens[:count], count - 1)]
     assert ends[:1] == ([] if end is None else [end])
-
-
-def test_a_character_of_several_tokens_is_one():
-    assert StopTexts(["\u00e9x"], text).end_of([6], [7, 8, 1], 0) == 2
-
-
-def test_without_texts_nothing_is_read():
-    assert StopTexts([], lambda tokens: 1 / 0).end_of([1], [2, 3], 0) is None
 
 
 def settings(tmp_path, **changes):
@@ -87,9 +78,6 @@ def test_validation_has_its_own_limit_and_the_run_s_stop_texts(tmp_path):
     assert (longest_sequence(cfg), longest_text(cfg)) == (24, 46)
     none = settings(tmp_path, **changes, **{R + "val_kwargs__stop": "[]"}).config
     assert sampling_of(none, none.actor_rollout_ref.rollout.val_kwargs, greedy=False).stop == ()
-    assert any("repetition_penalty=1.2: answers are drawn from another law" in note for note in other_meanings(loaded))
-    judged = settings(tmp_path, **changes, reward_model__enable=True, reward_model__model__path=tmp_path)
-    assert any("judges answers of at most data.max_response_length=8 tokens" in line for line in broken_rules(judged))
 
 
 def test_a_run_ends_answers_and_validates_longer_ones(process_group, tiny_trainer):

@@ -58,7 +58,7 @@ class HFRollout:
         if settings.adapted:
             assert settings.model.lora
             add_adapters(model, settings.model.lora)
-        self._model = model.eval()
+        self.model = model.eval()
         self._adapted, self.holds_base = bool(settings.adapted), False
         self._routing = Routing(model, config) if settings.with_experts else None
         self._rollout, self._section, self._longest = settings.rollout, settings.section, settings.longest
@@ -82,23 +82,23 @@ class HFRollout:
         """
         self._cache_bytes = int(self._memory_share * self._device.free_memory_bytes())
         # An answer may begin in the middle of a block, and then takes part of one block more.
-        longest = (self._max_model_len + self._block) * bytes_per_token(self._model.config, self._dtype)
-        self._row_bytes = longest + bytes_per_row(self._model.config, self._dtype)
+        longest = (self._max_model_len + self._block) * bytes_per_token(self.model.config, self._dtype)
+        self._row_bytes = longest + bytes_per_row(self.model.config, self._dtype)
         self._most_rows = min(self._rollout.max_num_seqs, int(self._cache_bytes / ROOM / self._row_bytes))
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
         """Keep the values themselves: with one process and equal dtypes these are the training weights."""
         for name, values, _ in weights:
             path, _, leaf = name.rpartition(".")
-            module, values = self._model.get_submodule(path), values.to(self._device.torch_device)
+            module, values = self.model.get_submodule(path), values.to(self._device.torch_device)
             # The module gets the tensors themselves; a copy into tensors of its own would need room for a second model.
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
             else:
                 module._buffers[leaf] = values
         # Tied weights come once, under their first name.
-        self._model.tie_weights()
-        if missing := [name for name, parameter in self._model.named_parameters() if parameter.is_meta]:
+        self.model.tie_weights()
+        if missing := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
             raise RuntimeError(
                 f"the weight sync left {len(missing)} weights of the rollout engine empty: {missing[:3]}"
             )
@@ -109,7 +109,7 @@ class HFRollout:
         # of one process they are the trainer's own.
         if self.holds_base and self._device.is_cpu:
             return False
-        self._model.to("meta")
+        self.model.to("meta")
         self.holds_base = False
         return True
 
@@ -117,7 +117,7 @@ class HFRollout:
     def log_probs(self, text: EncodedPrompt) -> Tensor:
         ids = torch.from_numpy(text.tokens.astype(np.int64)).to(self._device.torch_device)
         hidden = self._read(ids, [(text, 0, len(ids))], {PLAN: AttentionPlan.of_lengths([len(ids)])})[:-1]
-        return torch.log_softmax(final_logits(self._model, hidden), -1).gather(-1, ids[1:, None])[:, 0].cpu()
+        return torch.log_softmax(final_logits(self.model, hidden), -1).gather(-1, ids[1:, None])[:, 0].cpu()
 
     @torch.inference_mode()
     def generate(self, source: Source, sampling: Sampling) -> None:
@@ -126,7 +126,7 @@ class HFRollout:
         # Which tokens stand before, per row, where that counts.
         seen = self._seen_of([]) if sampling.repetition_penalty != 1 else None
         rows = np.zeros(0, dtype=np.int64)
-        hidden = torch.empty(0, self._model.config.get_text_config().hidden_size, dtype=self._dtype)
+        hidden = torch.empty(0, self.model.config.get_text_config().hidden_size, dtype=self._dtype)
         hidden = hidden.to(self._device.torch_device)
         while True:
             if jobs := self._take(source, turns.num_running):
@@ -207,7 +207,7 @@ class HFRollout:
         noise = torch.from_numpy(random_numbers(turns.seeds[rows], (turns.given + turns.lengths)[rows])).to(
             hidden.device
         )
-        tokens, log_probs = choose(final_logits(self._model, hidden), noise, sampling, self._never, seen)
+        tokens, log_probs = choose(final_logits(self.model, hidden), noise, sampling, self._never, seen)
         if seen is not None:
             seen.scatter_(-1, tokens[:, None], True)
         drawn = tokens.cpu().numpy()
@@ -285,7 +285,7 @@ class HFRollout:
         # A part of a long prompt has some of its images, or none.
         if packed is None or (packed := packed.within(0, end)) is None:
             return self._forward(tokens[None], rows[None] if rows.dim() == 1 else rows[:, None], **arguments)[0]
-        return read_with_images(self._model, tokens.to(device), rows, packed, use_cache=False, **arguments)
+        return read_with_images(self.model, tokens.to(device), rows, packed, use_cache=False, **arguments)
 
     def _watch(self) -> None:
         if self._routing:
@@ -296,12 +296,12 @@ class HFRollout:
         return self._routing.recorded().cpu().numpy() if self._routing else None
 
     def _check_layers(self, kv: KeyValues) -> None:
-        text = self._model.config.get_text_config()
+        text = self.model.config.get_text_config()
         stateless = sum(kind in STATELESS for kind in getattr(text, "layer_types", None) or ())
         expected = text.num_hidden_layers - stateless
         if kv.num_layers < expected:
             raise ConfigError(
-                f"{kv.num_layers} of the {expected} layers of {type(self._model).__name__} keep keys and values "
+                f"{kv.num_layers} of the {expected} layers of {type(self.model).__name__} keep keys and values "
                 "through transformers' attention interface; the engine "
                 f"{self._section}.name=hf needs all of them to."
             )
@@ -330,7 +330,7 @@ class HFRollout:
     def _forward(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
         """[rows, tokens] -> last hidden states [rows, tokens, h]."""
         device = self._device.torch_device
-        return trunk(self._model)(
+        return trunk(self.model)(
             input_ids=tokens.to(device), position_ids=positions.to(device), use_cache=False, **arguments
         ).last_hidden_state
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.env import chosen_devices, prepare_sglang, showing
 from rltrain.base.errors import ConfigError, SyncError
 from rltrain.config.schema.engines import ENGINES
@@ -56,9 +57,9 @@ class SGLangRollout:
     names_in_memory = False
     holds_base = False
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, clock: Clock = SYSTEM) -> None:
         rollout, device = settings.rollout, settings.device
-        self._device = device
+        self._device, self._clock = device, clock
         self._replica = settings.replica
         self._max_num_seqs = rollout.max_num_seqs
         self._max_model_len = settings.max_model_len
@@ -107,13 +108,13 @@ class SGLangRollout:
         current.authkey = settings.replica.agree(bytes(current.authkey))
         devices = settings.replica.gather(_own_device(settings))  # and all have made room
         arguments |= ENGINES["sglang"].handed_on(rollout.engine_kwargs.get("sglang") or {})
-        self._engine: Any = _start(arguments, device.kind, devices) if settings.replica.leads else None
+        self.engine: Any = _start(arguments, device.kind, devices) if settings.replica.leads else None
         self.sleep()
 
     def close(self) -> None:
         """End the engine's processes (SGLang ends every child process of this one)."""
-        if self._engine:
-            self._engine.shutdown()
+        if self.engine:
+            self.engine.shutdown()
 
     def wake_weights(self) -> None:
         self._replica.gather(None)  # all have made room
@@ -121,43 +122,38 @@ class SGLangRollout:
 
     def wake_cache(self) -> None:
         self._resume(_CACHE)
-        if self._engine:
+        if self.engine:
             self._forget()
 
     def sleep(self) -> bool:
-        if self._sleeps and self._engine and not self._released:
+        if self._sleeps and self.engine and not self._released:
             self._forget()  # SGLang must be idle
-            self._engine.release_memory_occupation(tags=[_CACHE, _WEIGHTS])
+            self.engine.release_memory_occupation(tags=[_CACHE, _WEIGHTS])
             self._released = {_CACHE, _WEIGHTS}
         self._replica.agree(None)  # a member may fill its device only now
         return self._sleeps
 
     def _resume(self, tag: str) -> None:
         if tag in self._released:
-            self._engine.resume_memory_occupation(tags=[tag])
+            self.engine.resume_memory_occupation(tags=[tag])
             self._released.remove(tag)
 
     def _forget(self) -> None:
         """Reset the prefix cache; waits until the engine is idle."""
-        deadline = time.monotonic() + _IDLE_WITHIN_S
-        while not self._engine.flush_cache().success:
-            if time.monotonic() > deadline:
-                raise SyncError(
-                    f"SGLang did not reset its cache within {_IDLE_WITHIN_S:.0f} s: requests are still running"
-                )
-            time.sleep(0.01)
+        if not self._clock.poll(lambda: self.engine.flush_cache().success, _IDLE_WITHIN_S, 0.01):
+            raise SyncError(f"SGLang did not reset its cache within {_IDLE_WITHIN_S:.0f} s: requests are still running")
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        if self._engine:
-            _expect(self._engine.begin_weight_update())
+        if self.engine:
+            _expect(self.engine.begin_weight_update())
         for handful in _handfuls(weights, self._bucket_bytes // 2):
             self._send(handful, _LOAD)
         with tempfile.TemporaryDirectory() as folder:
             self._send([(folder, torch.zeros(1, device=self._device.torch_device))], _REPORT)
             # One of each of the engine's processes; they are at the leader alone.
             reports = [json.loads(file.read_text("utf-8")) for file in Path(folder).iterdir()]
-        if self._engine:
-            _expect(self._engine.end_weight_update())
+        if self.engine:
+            _expect(self.engine.end_weight_update())
         for report in reports:
             if not report["refused"]:
                 continue
@@ -175,20 +171,18 @@ class SGLangRollout:
         self._device.synchronize()
         if self._replica.size > 1:
             members = self._replica.gather([_handle(values) for _, values in handed])
-            if self._engine:
+            if self.engine:
                 by_weight = zip(named, zip(*members, strict=True), strict=True)
                 handed = [(name, _by_device(handles)) for (name, _), handles in by_weight]
-        if self._engine:
-            _expect(
-                self._engine.update_weights_from_tensor(named_tensors=handed, load_format=loader, flush_cache=False)
-            )
+        if self.engine:
+            _expect(self.engine.update_weights_from_tensor(named_tensors=handed, load_format=loader, flush_cache=False))
         self._replica.agree(None)  # until then the engine reads from every member
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
-        return torch.tensor(self._replica.agree(self._score(text.tokens.tolist()) if self._engine else None))
+        return torch.tensor(self._replica.agree(self._score(text.tokens.tolist()) if self.engine else None))
 
     def _score(self, tokens: list[int]) -> list[float]:
-        output = self._engine.generate(
+        output = self.engine.generate(
             input_ids=tokens,
             sampling_params={"max_new_tokens": 0, "temperature": 0.0},
             return_logprob=True,
@@ -197,8 +191,8 @@ class SGLangRollout:
         return [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]]
 
     def generate(self, source: Source, sampling: Sampling) -> None:
-        if self._engine:
-            self._engine.loop.run_until_complete(self._serve(source, sampling))
+        if self.engine:
+            self.engine.loop.run_until_complete(self._serve(source, sampling))
         self._replica.agree(None)  # the engine computes on the devices of all
 
     async def _serve(self, source: Source, sampling: Sampling) -> None:
@@ -209,7 +203,7 @@ class SGLangRollout:
         while True:
             stopped = stopped or (bool(running) and source.stopped())
             if stopped:
-                self._engine.tokenizer_manager.abort_request(abort_all=True)
+                self.engine.tokenizer_manager.abort_request(abort_all=True)
             for job in [] if stopped else source.take(self._max_num_seqs - len(running)):
                 for number, turn in enumerate(turns_of(job)):
                     running[asyncio.ensure_future(self._answer(job, number, sampling, turn, started))] = turn
@@ -239,7 +233,7 @@ class SGLangRollout:
                 # SGLang takes the same bits as a signed number.
                 "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
             }
-        output = await self._engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+        output = await self.engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
         sampled = output["meta_info"].get("output_token_logprobs") or []
         turn.tokens = [entry[1] for entry in sampled]
         turn.log_probs = [entry[0] for entry in sampled]

@@ -111,18 +111,18 @@ class VLLMRollout:
             arguments |= adapter_arguments(settings.adapted)
         with _own_shared_memory(replica):
             arguments |= ENGINES["vllm"].handed_on(rollout.engine_kwargs.get("vllm") or {})
-            self._llm = _make_llm(arguments, settings if sees else None)
+            self.llm = _make_llm(arguments, settings if sees else None)
         # The call returns the worker object of this process itself.
-        self._worker = self._llm.collective_rpc(lambda worker: worker)[0]
+        self.worker = self.llm.collective_rpc(lambda worker: worker)[0]
         if has_fp32_head(config) and settings.dtype != torch.float32:
-            _refuse_half_head(self._worker.model_runner.get_model())
+            _refuse_half_head(self.worker.model_runner.get_model())
         takes = sees and settings.images
-        self._image_input = ImageInput(self._llm.llm_engine.model_config, settings.dtype) if takes else None
+        self._image_input = ImageInput(self.llm.llm_engine.model_config, settings.dtype) if takes else None
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
-        self._experts = ExpertNotes(self._worker.model_runner, config) if settings.with_experts else None
-        self._sampler = CountedSampler.put_into(self._worker.model_runner, never, self._experts)
-        self._loader = WeightLoader(self._worker, config, on_cpu=device.is_cpu)
-        self._slot = AdapterSlot(self._worker.model_runner) if settings.adapted else None
+        self._experts = ExpertNotes(self.worker.model_runner, config) if settings.with_experts else None
+        self._sampler = CountedSampler.put_into(self.worker.model_runner, never, self._experts)
+        self.loader = WeightLoader(self.worker, config, on_cpu=device.is_cpu)
+        self._slot = AdapterSlot(self.worker.model_runner) if settings.adapted else None
         self.holds_base = False
         self._num_requests = self._num_calls = 0
         device.grow_segments()
@@ -130,36 +130,36 @@ class VLLMRollout:
 
     def wake_weights(self) -> None:
         if self._sleeps:
-            self._llm.wake_up(tags=["weights"])
+            self.llm.wake_up(tags=["weights"])
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
         if not self._slot:
-            self._loader.load(weights)
+            self.loader.load(weights)
             return
         adapters: list[Weight] = []
         base = set_aside(weights, adapters)
         if self.holds_base:
             assert not any(True for _ in base), "only adapters come to an engine that has the weights under them"
         else:
-            self._loader.load(base)
+            self.loader.load(base)
         self._slot.load(adapters)
         self.holds_base = True
 
     def wake_cache(self) -> None:
         if self._sleeps:
-            self._llm.wake_up(tags=["kv_cache"])
-        if not self._llm.reset_prefix_cache():
+            self.llm.wake_up(tags=["kv_cache"])
+        if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         # Features of images were computed with earlier weights as well.
         for name in ("reset_mm_cache", "reset_encoder_cache"):
-            if hasattr(self._llm.llm_engine, name):
-                getattr(self._llm.llm_engine, name)()
+            if hasattr(self.llm.llm_engine, name):
+                getattr(self.llm.llm_engine, name)()
 
     def sleep(self) -> bool:
         if self._sleeps:
             # Level 2 drops the weights, which come anew with every sync. Level 1 copies them to the host, from where
             # those under adapters come back.
-            self._llm.sleep(level=1 if self._slot else 2)
+            self.llm.sleep(level=1 if self._slot else 2)
         return self._sleeps
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
@@ -174,12 +174,12 @@ class VLLMRollout:
         )
         outputs: list[Any] = []
         while not outputs:
-            outputs = self._llm.llm_engine.step()
+            outputs = self.llm.llm_engine.step()
         return torch.tensor(list(outputs[0].prompt_logprobs.logprobs))
 
     def generate(self, source: Source, sampling: Sampling) -> None:
         started = time.perf_counter()
-        engine = self._llm.llm_engine
+        engine = self.llm.llm_engine
         running: dict[str, _Running] = {}
         stops, deltas = self._stop_texts(sampling.stop), source.may_stop or bool(sampling.stop)
         self._sampler.set_sampling(sampling)
@@ -231,7 +231,7 @@ class VLLMRollout:
         turn.num_reused = output.num_cached_tokens or 0
         if (end := stops.end_of(given, turn.tokens, known)) is not None:
             if not output.finished:
-                self._llm.llm_engine.abort_request([output.request_id])
+                self.llm.llm_engine.abort_request([output.request_id])
             turn.tokens, turn.log_probs, turn.reason = turn.tokens[:end], turn.log_probs[:end], "stop"
             return True
         if output.finished:
@@ -272,7 +272,7 @@ class VLLMRollout:
         self._num_requests += 1
         name = str(self._num_requests)
         try:
-            self._llm.llm_engine.add_request(
+            self.llm.llm_engine.add_request(
                 name,
                 {"prompt_token_ids": list(tokens), **images},
                 params,

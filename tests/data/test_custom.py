@@ -78,11 +78,6 @@ def test_the_class_reads_its_config_as_in_verl(made):
     assert len(made(code, own_keys=own)) == 3
 
 
-def test_an_older_class_without_max_samples_is_cut(made):
-    code = GOOD.replace(", max_samples=-1", "").replace(" if max_samples < 0 else max_samples", "")
-    assert len(made(code, max_rows=2)) == 2
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

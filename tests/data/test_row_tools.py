@@ -102,11 +102,6 @@ def test_what_a_row_asks_for_in_vain_is_an_error_that_names_it(encoder, rows, tm
     encode_prompts(found, encoder(enabled=False, **changes), 99)
 
 
-def test_a_default_that_the_run_lacks_is_told_by_its_key(encoder, rows):
-    with pytest.raises(DataError, match=r"row 0: .*agent.default_agent_loop is 'env_agent', and"):
-        encode_prompts(rows((None, {})), encoder(default_agent="env_agent"), 99)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

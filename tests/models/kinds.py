@@ -18,13 +18,11 @@ DELTA = {
 }  # fmt: skip
 TABLE = {
     "gemma2, capped": ("Gemma2Config", CAPPED),
-    "vaultgemma, capped": ("VaultGemmaConfig", CAPPED),
     "gpt_oss, sinks": ("GptOssConfig", {**WINDOWS, **EXPERTS}),
     "mimo_v2_flash, sinks in windows": ("MiMoV2FlashConfig", {
         **WINDOWS, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "mlp_layer_types": ["dense", "sparse"],
     }),
-    "granite_swa, sinks": ("GraniteSWAConfig", WINDOWS),
     "llama4, chunks and temperature": ("Llama4TextConfig", {
         **EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "attention_chunk_size": 5,
         "no_rope_layers": [1, 0], "floor_scale": 3, "attn_scale": 0.8,
@@ -37,7 +35,7 @@ TABLE = {
     "olmo_hybrid, gated delta net": ("OlmoHybridConfig", DELTA),
 }  # fmt: skip
 # Families that transformers 5.5 does not have, or builds otherwise.
-LATER = ("MiMoV2FlashConfig", "GraniteSWAConfig", "OlmoHybridConfig")
+LATER = ("MiMoV2FlashConfig", "OlmoHybridConfig")
 OLD = transformers.__version__.startswith("5.5.")
 KINDS = {
     name: getattr(transformers, kind)(**SIZES, **keys)

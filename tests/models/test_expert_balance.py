@@ -3,7 +3,6 @@ steps of a bias."""
 
 import pytest
 import torch
-import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rltrain.algorithms.expert_balance import balance_weights, bias_steps, load_of
@@ -16,23 +15,6 @@ from tests.models.test_routing import FAMILIES, batch, model_of
 CPU = torch.device("cpu")
 # Families whose model gives the logits of its routers in transformers.
 SOFTMAX = [name for name in FAMILIES if name.startswith(("qwen3_moe", "mixtral", "gpt_oss"))]
-
-
-def test_the_weights_by_hand():
-    choices = torch.tensor([[[0, 1]], [[0, 2]], [[0, 1]]], dtype=torch.uint8)
-    load = load_of(choices, 4)
-    assert load.tolist() == [[3, 2, 1, 0]]
-    weights = balance_weights(load, 2)
-    # Three tokens: f = 1, 2/3, 1/3, 0; the loss is 4 sum_e f_e (sum_t p_te) / 3.
-    assert weights[0].tolist() == pytest.approx([4 / 3, 8 / 9, 4 / 9, 0.0])
-    shares = torch.rand(3, 4).softmax(1)
-    expected = load_balancing_loss_func((shares.log(),), 4, 1)
-    alone = balance_weights(load_of(shares.argmax(1)[:, None, None], 4), 1)
-    assert float(shares.sum(0) @ alone[0]) == pytest.approx(float(expected.detach()))
-    # An even load costs as much as there are experts to a token, whatever the shares are.
-    even = balance_weights(torch.full((3, 4), 6), 2)
-    assert float(sum(torch.rand(12, 4).softmax(1).sum(0) @ even[layer] for layer in range(3))) == pytest.approx(2)
-    assert balance_weights(torch.zeros(1, 4), 0).tolist() == [[0.0] * 4]
 
 
 def test_the_steps_of_a_bias_by_hand():
@@ -95,25 +77,3 @@ def test_neither_parts_nor_recomputed_activations_change_it(name):
     assert again == pytest.approx(loss)
     for weight, grad in whole.items():
         torch.testing.assert_close(parts[weight], grad, rtol=1e-4, atol=1e-6)
-
-
-def test_nothing_is_computed_that_nobody_asks_for():
-    policy = PolicyModel(model_of("qwen3_moe"))
-    assert policy(pack(batch(), CPU)).balance_loss is None
-    policy.balance(torch.ones(2, 8))
-    with torch.no_grad():
-        assert policy(pack(batch(), CPU)).balance_loss is None
-    policy.balance(None)
-    assert policy(pack(batch(), CPU)).balance_loss is None
-
-
-def test_sigmoids_count_as_their_share_of_all():
-    policy, given = PolicyModel(model_of("deepseek_v3, groups of experts")), batch().select([0])
-    seen = []
-    router = next(part for part in policy.modules() if isinstance(part, transformers.models.deepseek_v3
-                  .modeling_deepseek_v3.DeepseekV3TopkRouter))  # fmt: skip
-    router.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[0].detach()))
-    weights = torch.rand(1, 8).double()
-    loss, _ = balanced(policy, [given], weights)
-    scores = seen[0].double().sigmoid()
-    assert loss == pytest.approx(float((scores / scores.sum(1, keepdim=True)).sum(0) @ weights[0]), rel=1e-5)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from rltrain.base.columns.batch import Batch
@@ -20,9 +19,8 @@ from rltrain.models.experts import experts_problem
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.weights import shard
-from rltrain.models.weights.lora import Lora
 from rltrain.models.weights.names import CheckpointNames, whole_weights
-from rltrain.models.weights.shard import empty_packed, reshard, sharded_model
+from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.slices import NotSliceable
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import load_training_state, moments, save_training_state
@@ -51,7 +49,6 @@ ANSWERS = [(6, 3, 5), (1, 2, 9), (4, 4, 4), ()]  # of each rank; the last one on
 CPU = torch.device("cpu")
 # With a larger eps, as a gradient that is rounding alone would make a whole step.
 OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5, eps=1e-3)
-ADAPTERS = Lora("model", 2, 4.0, ["q_proj", "v_proj"], None, None, torch.float32, 0)
 
 
 def given(part: int) -> Batch:
@@ -198,63 +195,6 @@ def goes_between_layouts(rank: int, world: int, folder: Path) -> None:
 def test_states_and_files_go_between_all_layouts(tmp_path):
     save("qwen3_moe", tmp_path / "model")
     run_on_ranks(goes_between_layouts, WORLD, tmp_path)
-
-
-def learns_beside_adapters(rank: int, world: int, folder: Path) -> None:
-    found = []
-    for size in (1, 2):
-        own = ModelSpec(str(folder), fsdp=ShardingConfig(expert_parallel_size=size), lora=ADAPTERS)
-        policy = sharded_model(PolicyModel, own, get_device("cpu")).train()
-        policy(pack(given(rank), CPU)).log_probs.sum().backward()
-        gradients = {name: each.grad for name, each in policy.named_parameters() if each.grad is not None}
-        assert {name.partition(".lora_")[1] for name in gradients} == {".lora_"}
-        found.append({name: whole(each) for name, each in gradients.items()})
-    assert distance(found[1], found[0]) < 1e-5
-
-
-def test_adapters_of_attention_learn_what_they_learn_without(tmp_path):
-    save("mixtral", tmp_path)
-    run_on_ranks(learns_beside_adapters, 2, tmp_path)
-
-
-def merges_and_learns(rank: int, world: int, folder: Path, expected: dict[str, torch.Tensor] | None = None):
-    """Merged weights, and gradients over the samples of all ranks, of adapters of experts."""
-    own = ModelSpec(str(folder), lora=replace(ADAPTERS, target_modules=["q_proj", "experts"]))
-    policy = sharded_model(PolicyModel, own, get_device("cpu")).train()
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(distribute(parameter, torch.linspace(-0.2, 0.2, parameter.numel()).sin()))
-    found = {f"weight {name}": each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12)}
-    for part in range(3) if world == 1 else [rank]:
-        (policy(pack(given(part), CPU)).log_probs.sum() * world).backward()
-    found |= {name: whole(each.grad) for name, each in policy.named_parameters() if each.grad is not None}
-    assert expected is None or distance(found, expected) < 1e-5
-    return found
-
-
-def distribute(like, values):
-    """The part of ``values`` that this rank holds."""
-    return distribute_tensor(values.view(like.shape), like.device_mesh, like.placements)
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss, softmax of the chosen"])
-def test_adapters_of_experts_merge_and_learn_on_ranks_as_in_one_process(tmp_path, family):
-    """On three ranks, which have 3, 3 and 2 of the eight experts."""
-    save(family, tmp_path)
-    run_on_ranks(merges_and_learns, 3, tmp_path, merges_and_learns(0, 1, tmp_path))
-
-
-def test_adapted_experts_are_not_shared_by_ranks(tmp_path):
-    save("mixtral", tmp_path)
-    own = ModelSpec(str(tmp_path), lora=replace(ADAPTERS, target_modules=["experts"]))
-    config = own.load_config()
-    problem = experts_problem(empty_packed(PolicyModel, own, config).model, config, 2, 4)
-    assert problem == (
-        "its experts have adapters, which are made of all experts of a layer at once. Leave it out, or name no "
-        "experts in target_modules."
-    )
 
 
 @pytest.mark.parametrize(("family", "size", "shards", "message"), [

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from rltrain.base.device import get_device
 from rltrain.base.errors import NonFiniteError
-from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.finite import all_finite
 from rltrain.models.weights.lora import Lora
 from rltrain.models.weights.shard import sharded_model
@@ -20,15 +20,12 @@ NORM, KEY = "model.norm.weight", "actor_rollout_ref.model.path"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def damaged(model, folder, name=NORM, value=float("nan"), pickled=False):
+def damaged(model, folder, name=NORM, value=float("nan")):
     """A copy of the folder of a model in which one number, the last of a weight, is another one."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
     weights[name].view(-1)[-1] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    if pickled:
-        torch.save(weights, folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
     return folder
 
 
@@ -38,7 +35,7 @@ def told(folder, kind=PolicyModel, **spec):
     return str(error.value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_such_a_number_is_told_by_weight_and_file(value, tiny_model, tmp_path, process_group):
     said = told(folder := damaged(tiny_model, tmp_path / "model", value=value))
     assert said == (
@@ -46,18 +43,6 @@ def test_such_a_number_is_told_by_weight_and_file(value, tiny_model, tmp_path, p
         "Give another copy of the model."
     )
     assert NonFiniteError.exit_code == 70
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_the_dtypes_of_frozen_weights_too(dtype, tiny_model, tmp_path, process_group):
-    folder = damaged(tiny_model, tmp_path / "model")
-    assert "critic.model.path=" in (said := told(folder, ScalarModel, role="critic", master_dtype=dtype))
-    assert "not finite (NaN or infinity): norm.weight" in said
-
-
-def test_in_a_file_that_rank_0_reads_for_all(tiny_model, tmp_path, process_group):
-    folder = damaged(tiny_model, tmp_path / "model", pickled=True)
-    assert f"1 weight of pytorch_model.bin with numbers that are not finite (NaN or infinity): {NORM}" in told(folder)
 
 
 @pytest.mark.parametrize("held", [torch.float32, torch.float16])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -16,13 +15,11 @@ from transformers import (
 
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import get_device
-from rltrain.models.attention import packed as attention
 from rltrain.models.attention.packing import pack, pack_whole
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.weights.names import whole_weights
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.spec import ModelSpec
-from tests.batches import batch_of_rows, rows_of
+from tests.batches import batch_of_rows, prompt_lengths, rows_of
 from tests.distance import distance
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -64,13 +61,25 @@ def make_batch() -> Batch:
 
 
 def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the answers and entropies at TEMPERATURE, sample by sample."""
     log_probs, entropies = [], []
-    for row, (prompt, response) in zip(rows_of(batch), LENGTHS, strict=True):
-        log_pi = torch.log_softmax(model(row.long()[None], use_cache=False).logits[0].float() / TEMPERATURE, -1)
-        log_pi = log_pi[prompt - 1 : prompt + response - 1]
+    for row, prompt in zip(rows_of(batch), prompt_lengths(batch), strict=True):
+        logits = model(input_ids=row.long()[None], use_cache=False).logits[0, prompt - 1 : -1]
+        log_pi = torch.log_softmax(logits.float() / TEMPERATURE, -1)
         log_probs.append(log_pi.gather(-1, row.long()[prompt:, None])[:, 0])
         entropies.append(-(log_pi.exp() * log_pi).sum(-1))
     return torch.cat(log_probs), torch.cat(entropies)
+
+
+def gradients_of(policy) -> dict[str, torch.Tensor]:
+    """By transformers' names; they are cleared."""
+    found = {
+        name.removeprefix("model."): each.grad.full_tensor().clone()
+        for name, each in policy.named_parameters()
+        if each.grad is not None
+    }
+    policy.zero_grad()
+    return found
 
 
 def test_packed_values_and_gradients_equal_transformers(model_folder):
@@ -83,38 +92,8 @@ def test_packed_values_and_gradients_equal_transformers(model_folder):
     assert distance(entropy, expected_entropy) < 5e-6
     (log_probs.sum() + 0.3 * entropy.sum()).backward()
     (expected.sum() + 0.3 * expected_entropy.sum()).backward()
-    found = {
-        name.removeprefix("model."): p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None
-    }
-    assert distance(found, {name: parameter.grad for name, parameter in plain.named_parameters()}) < 1e-5
-
-
-def test_layers_recomputed_from_the_host_have_the_gradients_of_others(tmp_path, monkeypatch):
-    """Bit for bit, and nothing but the inputs of the layers goes there."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
-    shapes, gradients = [], []
-
-    def save_elsewhere(**_):
-        def pack(tensor):
-            shapes.append(tuple(tensor.shape))
-            return tensor.clone()
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
-
-    # On a CPU what is to go to the host is there already.
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", save_elsewhere)
-    for offload in (False, True):
-        spec = ModelSpec(str(tmp_path), gradient_checkpointing=True, activation_offload=offload)
-        policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
-        scores = policy(pack(make_batch(), torch.device("cpu")), TEMPERATURE, True)
-        (scores.log_probs.sum() + 0.3 * scores.entropy.sum()).backward()
-        gradients.append([parameter.grad.full_tensor() for parameter in policy.parameters()])
-        if not offload:
-            assert shapes == []
-    tokens, config = len(pack(make_batch(), torch.device("cpu")).tokens), policy.model.config
-    assert shapes == [(1, tokens, config.hidden_size)] * config.num_hidden_layers
-    assert all(map(torch.equal, *gradients))
+    theirs = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert distance(gradients_of(policy), theirs) < 1e-5
 
 
 # (prompt, answers): a group, an empty answer in a group, an answer too long to share, one answer alone, a group again.
@@ -139,13 +118,7 @@ def both_ways(model, scores):
         inputs = pack(make_groups(), torch.device("cpu"), share=share)
         each = scores(model(inputs, 0.7, True) if isinstance(model, PolicyModel) else model(inputs))
         (each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum().backward()
-        found.append(
-            (
-                each.detach(),
-                torch.cat([p.grad.full_tensor().flatten() for p in model.parameters() if p.grad is not None]),
-            )
-        )
-        model.zero_grad()
+        found.append((each.detach(), list(gradients_of(model).values())))
     return found
 
 
@@ -176,56 +149,12 @@ def test_a_shared_prompt_is_computed_once():
     assert torch.equal(inputs.labels, make_groups().ragged("response").values.long())
 
 
-def test_prompts_that_only_begin_alike_are_not_shared():
-    rows = [torch.tensor([2, 5, 6, 9]), torch.tensor([2, 5, 7, 9]), torch.tensor([2, 5, 6, 9])]
-    batch = batch_of_rows(rows, [3, 3, 2])
-    assert not pack(batch, torch.device("cpu")).plan.has_prefixes
-
-
 def test_an_idle_pass_has_zero_gradient(tiny_model):
     policy = make_policy(str(tiny_model))
     log_probs, *_ = policy(pack(Batch(), torch.device("cpu")), 1.0, False)
     assert log_probs.shape == (0,)
     log_probs.sum().backward()
     assert all(not p.grad.full_tensor().any() for p in policy.parameters() if p.grad is not None)
-
-
-def test_embedding_and_head_are_gathered_once_a_micro_batch(tiny_model):
-    policy = make_policy(str(tiny_model))
-    embedding = policy.model.get_input_embeddings()
-    log_probs, *_ = policy(pack(make_groups(), torch.device("cpu")))
-    assert not isinstance(embedding.weight, DTensor)
-    log_probs.sum().backward()
-    assert isinstance(embedding.weight, DTensor)
-    with torch.no_grad():
-        policy(pack(make_groups(), torch.device("cpu")))
-    reshard(policy)
-    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
-
-
-def test_samples_do_not_see_each_other(tiny_model):
-    policy = make_policy(str(tiny_model)).eval()
-    first, second = torch.tensor([2, 5, 6, 7], dtype=torch.int32), torch.tensor([2, 9, 9, 9, 9], dtype=torch.int32)
-
-    def log_probs(rows):
-        batch = batch_of_rows(rows, [2] * len(rows))
-        with torch.no_grad():
-            return policy(pack(batch, torch.device("cpu")), 1.0, False)[0]
-
-    assert distance(log_probs([first, second])[2:], log_probs([second])) < 5e-6
-
-
-def test_a_model_that_drops_keyword_arguments_is_refused(tiny_model):
-    q = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(NotImplementedError, match="packed sequences cannot be trained"):
-        attention.packed_attention(torch.nn.Identity(), q, q, q, None)
-
-
-def test_weights_come_out_as_they_went_in(model_folder):
-    plain = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
-    found = {weight.name: weight.values for weight in whole_weights(make_policy(model_folder), torch.float32)}
-    for name, parameter in plain.items():
-        assert torch.equal(found[name], parameter), name
 
 
 def test_values_are_the_head_before_every_answer_token(model_folder):
@@ -251,10 +180,27 @@ def test_values_are_the_head_before_every_answer_token(model_folder):
     assert distance(whole, torch.stack(last)) < 1e-5
 
 
-def test_one_plan_serves_all_layers_of_a_pass(tiny_model, monkeypatch):
-    policy, inputs = make_policy(str(tiny_model)), pack(batch_of_rows([torch.arange(9)], [3]), torch.device("cpu"))
-    attend, plans = attention.attend, []
-    monkeypatch.setattr(attention, "attend", lambda *each: plans.append(each[3]) or attend(*each))
-    policy(inputs, 1.0)
-    assert len(plans) > 1
-    assert all(plan is inputs.plan for plan in plans), "what is made once would be made per layer"
+def test_layers_recomputed_from_the_host_have_the_gradients_of_others(tmp_path, monkeypatch):
+    """Bit for bit, and nothing but the inputs of the layers goes there."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
+    shapes, gradients = [], []
+
+    def save_elsewhere(**_):
+        def pack(tensor):
+            shapes.append(tuple(tensor.shape))
+            return tensor.clone()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
+
+    # On a CPU what is to go to the host is there already.
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", save_elsewhere)
+    for offload in (False, True):
+        spec = ModelSpec(str(tmp_path), gradient_checkpointing=True, activation_offload=offload)
+        policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
+        policy(pack(make_batch(), torch.device("cpu")), TEMPERATURE).log_probs.sum().backward()
+        gradients.append(list(gradients_of(policy).values()))
+        assert bool(shapes) == offload
+    tokens, config = len(pack(make_batch(), torch.device("cpu")).tokens), policy.model.config
+    assert shapes == [(1, tokens, config.hidden_size)] * config.num_hidden_layers
+    assert all(map(torch.equal, *gradients))

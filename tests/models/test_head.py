@@ -9,7 +9,7 @@ from torch import nn
 from bench.memory import plain_log_probs
 from rltrain.algorithms.distillation import JSD, ForwardKL, ReverseKL
 from rltrain.base import device
-from rltrain.models.head import ReferenceStates, Scaling, head_product, token_log_probs
+from rltrain.models.head import ReferenceStates, Scaling, token_log_probs
 from tests.distance import distance
 
 SCALINGS = {
@@ -133,37 +133,6 @@ def test_the_exact_kl_of_equal_models_is_nothing_to_the_last_bit(scaling, dtype)
     assert not token_log_probs(linear, hidden, labels, scaling, False, own).kl.any()
 
 
-def test_half_precision_adds_up_the_heads_gradient_in_single(monkeypatch):
-    """2000 equal contributions, chunk by chunk: a sum in bfloat16 would stand still at 256."""
-    set_chunk(monkeypatch, 50)
-    linear, hidden, labels, _ = make(torch.bfloat16)
-    weight_gradients = []
-    for count in (1, 2000):
-        linear.weight.grad = None
-        scores = token_log_probs(linear, hidden[:1].repeat(count, 1), labels[:1].repeat(count), Scaling(), False)
-        scores.log_probs.sum().backward()
-        weight_gradients.append(linear.weight.grad.float())
-    assert distance(weight_gradients[1], 2000 * weight_gradients[0]) < 0.02
-
-
-def test_a_frozen_head_gets_no_gradient_and_hands_it_on():
-    linear, hidden, labels, _ = make()
-    linear.requires_grad_(False)
-    token_log_probs(linear, hidden, labels, Scaling(), False).log_probs.sum().backward()
-    assert linear.weight.grad is None
-    assert hidden.grad.abs().sum() > 0
-
-
-def test_logits_never_exist_for_all_tokens(monkeypatch):
-    set_chunk(monkeypatch, 170)
-    sizes = []
-    real = nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *a: sizes.append((out := real(*a)).numel()) or out)
-    gradients(token_log_probs, (1, 0.3, 0), Scaling())
-    assert max(sizes) <= 170
-    assert sum(sizes) == 2 * 23 * 50
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_head_in_float32_rounds_no_logit(bias):
     """Of weights and states in bfloat16: log-probs and entropy are those in float64, and without it they are not."""
@@ -175,18 +144,3 @@ def test_a_head_in_float32_rounds_no_logit(bias):
         found = token_log_probs(linear, hidden, labels, Scaling(), True, None, in_fp32)
         apart = [distance(one, other) for one, other in zip(found[:2], expected, strict=True)]
         assert max(apart) < 1e-6 if in_fp32 else min(apart) > 1e-4
-
-
-def test_gradients_under_a_head_in_float32_are_those_of_the_definition():
-    linear, hidden, labels, _ = make(torch.bfloat16)
-    token_log_probs(linear, hidden, labels, Scaling(), False, None, True).log_probs.sum().backward()
-    weight, states = (each.detach().double().requires_grad_() for each in (linear.weight, hidden))
-    torch.log_softmax(states @ weight.T, -1).gather(-1, labels[:, None]).sum().backward()
-    assert distance(hidden.grad, states.grad) < 5e-3  # of bfloat16's rounding
-    assert distance(linear.weight.grad, weight.grad) < 5e-3
-    assert hidden.grad.dtype == linear.weight.grad.dtype == torch.bfloat16
-
-
-def test_a_head_in_float32_is_the_plain_one_where_all_is():
-    linear, hidden, *_ = make()
-    assert torch.equal(head_product(linear.weight, linear.bias, True)(hidden), linear(hidden))

@@ -2,28 +2,21 @@
 
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
-from rltrain.base import device
-from rltrain.base.device import get_device
+from rltrain.base.device import DEVICES, get_device
 from rltrain.base.errors import ConfigError
 from rltrain.models import kernels
-from rltrain.models.attention import packed as attention
-from rltrain.models.attention import recurrent
-from rltrain.models.attention.packing import AttentionPlan, pack
+from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
-from rltrain.models.optim import make_optimizer
-from rltrain.models.weights.shard import _compile_layers, sharded_model
+from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.batches import batch_of_rows
 from tests.distance import distance
-from tests.models.kinds import plain_model
-from tests.tiny import small_config
 
 DOUBLES = Path(__file__).parent.parent / "npu/doubles/torch_npu/kernels.py"
 SIZES = {
@@ -75,67 +68,23 @@ def test_fused_modules_compute_what_plain_ones_do(family, of_doubles, monkeypatc
     assert distance(results[1], results[0]) < 1e-5
 
 
-def test_the_kernels_compute_their_formulas(of_doubles):
-    torch.manual_seed(1)
-    x, gate, up, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
-    query, key, angles = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 4).repeat(1, 1, 2)
-    for arguments, name in [
-        ((x, weight, 1e-5), "rms_norm"), ((gate, up), "swiglu"),
-        ((query, key, angles.cos(), angles.sin(), 1), "rotary"),
-    ]:  # fmt: skip
-        found, expected = (getattr(each, name)(*arguments) for each in (of_doubles, kernels.PLAIN))
-        assert distance(found, expected) < 1e-6
-
-
-def test_kernels_follow_key_and_device():
-    cpu, npu, cuda = (device.DEVICES[name] for name in ("cpu", "npu", "cuda"))
-    assert kernels.kernels_of(cpu, True) is kernels.kernels_of(npu, False) is kernels.kernels_of(cuda, False) is None
-    with pytest.raises(ConfigError, match=r"use_liger=True needs Liger's kernels: pip install 'rltrain\[liger\]'"):
-        kernels.kernels_of(cuda, True)
-
-
-def test_more_logits_at_once_where_memory_is_large(monkeypatch):
-    found = []
-    for gigabytes in (16, 40, 80):
-        monkeypatch.setattr(device.Device, "total_memory_bytes", lambda self, size=gigabytes: size * 10**9)
-        found.append(replace(device.DEVICES["cuda"]).logits_at_once)
-    assert found == [2**26, 2**27, 2**28]
-    assert get_device("cpu").logits_at_once == 2**24
-
-
-@pytest.mark.usefixtures("process_group")
-def test_one_kernel_of_adamw_makes_the_same_step(tiny_model):
-    """As on CUDA, also from a state that a checkpoint would fill."""
-    results = []
-    for fused in (False, True):
-        policy = sharded_model(PolicyModel, ModelSpec(str(tiny_model)), get_device("cpu"))
-        optim = small_config().actor_rollout_ref.actor.optim
-        optimizer = make_optimizer(policy.parameters(), optim, replace(get_device("cpu"), fused_optimizer=fused))
-        assert bool(optimizer.defaults["fused"]) == fused
-        for step in range(3):
-            for weight in policy.parameters():
-                weight.grad = weight.detach() * 0.1 + step
-            optimizer.step()
-        results.append([weight.full_tensor() for weight in policy.parameters()])
-    assert distance(results[1], results[0]) < 1e-6
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("process_group")
 def test_compiled_layers_compute_the_same_for_any_length(tiny_model):
     results = []
-    torch._dynamo.utils.counters.clear()  # other tests compile too
+    counters = torch._dynamo.utils.counters
+    counters.clear()  # other tests compile too
     rows = [torch.arange(4, 4 + length, dtype=torch.int32) % 16 + 4 for length in (9, 14, 6, 11, 17, 8)]
     for compiled in (False, True):
         spec = ModelSpec(str(tiny_model), gradient_checkpointing=True, compiled=compiled)
         policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
         found = []
         for first in (0, 2, 4):
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            graphs = counters["stats"]["unique_graphs"]
             batch = batch_of_rows(rows[first : first + 2], [3, 3])
             found.append(policy(pack(batch, torch.device("cpu")), 1.0).log_probs)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "another length is another graph"
+        assert counters["stats"]["unique_graphs"] == graphs, "another length is another graph"
         assert (graphs > 0) == compiled
         torch.cat(found).sum().backward()
         results.append(
@@ -144,24 +93,8 @@ def test_compiled_layers_compute_the_same_for_any_length(tiny_model):
     assert distance(results[1], results[0]) < 1e-5
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_gated_delta_nets_are_not_made_anew():
-    model = plain_model("qwen3_5, gated delta net")
-    attention.register()
-    model.set_attn_implementation(attention.NAME)
-    recurrent.adopt(model)
-    results = []
-    torch._dynamo.utils.counters.clear()  # other tests compile too
-    for compiled in (False, True):
-        if compiled:
-            _compile_layers(model)
-        found = []
-        for lengths in ([5, 9], [7, 3], [4, 4, 13]):
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            plan, tokens = AttentionPlan.of_lengths(lengths), torch.arange(sum(lengths))[None]
-            found.append(model(tokens, use_cache=False, rltrain_plan=plan).logits.detach())
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "another length is another graph"
-        assert (graphs > 0) == compiled
-        results.append(found)
-    assert distance(results[1], results[0]) < 1e-5
+def test_kernels_follow_key_and_device():
+    cpu, npu, cuda = (DEVICES[name] for name in ("cpu", "npu", "cuda"))
+    assert kernels.kernels_of(cpu, True) is kernels.kernels_of(npu, False) is kernels.kernels_of(cuda, False) is None
+    with pytest.raises(ConfigError, match=r"use_liger=True needs Liger's kernels: pip install 'rltrain\[liger\]'"):
+        kernels.kernels_of(cuda, True)

@@ -8,20 +8,11 @@ from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
-from tests.batches import rows_of
 from tests.distance import distance
 from tests.models.kinds import KINDS, plain_model
-from tests.models.test_forward import GROUPS, make_groups
+from tests.models.test_forward import TEMPERATURE, by_transformers, gradients_of, make_groups
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-def by_transformers(model, batch):
-    log_probs, lengths = [], [(prompt, answer) for prompt, answers in GROUPS for answer in answers]
-    for row, (prompt, answer) in zip(rows_of(batch), lengths, strict=True):
-        log_pi = torch.log_softmax(model(row.long()[None], use_cache=False).logits[0].float() / 0.7, -1)
-        log_probs.append(log_pi[prompt - 1 : prompt + answer - 1].gather(-1, row.long()[prompt:, None])[:, 0])
-    return torch.cat(log_probs)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -29,7 +20,7 @@ def test_packed_log_probs_and_gradients_are_transformers(name, tmp_path):
     plain, batch = plain_model(name), make_groups()
     plain.save_pretrained(tmp_path)
     policy = sharded_model(PolicyModel, ModelSpec(str(tmp_path), gradient_checkpointing=True), get_device("cpu"))
-    expected = by_transformers(plain.train(), batch)
+    expected, _ = by_transformers(plain.train(), batch)
     weights = torch.linspace(-1, 1, len(expected))
     (expected * weights).sum().backward()
     of_plain = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
@@ -37,16 +28,11 @@ def test_packed_log_probs_and_gradients_are_transformers(name, tmp_path):
         inputs = pack(batch, torch.device("cpu"), share=share)
         assert inputs.plan.has_prefixes == share
         with torch.no_grad():
-            assert distance(policy.eval()(inputs, 0.7)[0], expected) < 1e-5
-        found = policy.train()(inputs, 0.7)[0]
+            assert distance(policy.eval()(inputs, TEMPERATURE)[0], expected) < 1e-5
+        found = policy.train()(inputs, TEMPERATURE)[0]
         assert distance(found, expected) < 1e-5
         (found * weights).sum().backward()
-        gradients = {
-            name.removeprefix("model."): weight.grad.full_tensor()
-            for name, weight in policy.named_parameters()
-            if weight.grad is not None
-        }
-        policy.zero_grad()
+        gradients = gradients_of(policy)
         # Shared states of delta nets round more: 1.0e-5 was seen, where transformers itself is 4e-6 from float64.
         assert distance(gradients, of_plain) < (3e-5 if share and "delta net" in name else 1e-5)
         sinks = {path: gradient for path, gradient in of_plain.items() if path.endswith("sinks")}

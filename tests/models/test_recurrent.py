@@ -1,18 +1,14 @@
 """Gated delta nets against transformers' own, segment by segment."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MiniMaxConfig, Qwen3NextConfig
+from transformers import MiniMaxConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from rltrain.base.errors import ConfigError
-from rltrain.models.attention import delta_rule, recurrent
+from rltrain.models.attention import delta_rule
 from rltrain.models.attention import packed as attention
 from rltrain.models.attention.packing import AttentionPlan, Segment
-from rltrain.models.forward import PolicyModel, model_numbers
 from rltrain.models.load import empty_model
 from tests.distance import distance
 from tests.models.kinds import KINDS, plain_model
@@ -81,15 +77,8 @@ def test_long_segments_and_shared_prompts_are_transformers(name):
     torch.manual_seed(1)
     prompt, others = torch.randn(70, 32), [torch.randn(length, 32) for length in (2, 131, 1)]
     alone = torch.randn(66, 32)
-    plan = AttentionPlan(
-        (
-            Segment(0, 70),
-            Segment(70, 72, (0, 70)),
-            Segment(72, 138),
-            Segment(138, 269, (0, 70)),
-            Segment(269, 270, (0, 70)),
-        )
-    )
+    shared = [Segment(start, stop, (0, 70)) for start, stop in ((70, 72), (138, 269), (269, 270))]
+    plan = AttentionPlan((Segment(0, 70), shared[0], Segment(72, 138), *shared[1:]))
     hidden = torch.cat([prompt, others[0], alone, *others[1:]])
     expected = [own(torch.cat([prompt, other])[None])[0] for other in others]
     expected = torch.cat([expected[0], own(alone[None])[0], *(each[70:] for each in expected[1:])])
@@ -102,67 +91,9 @@ def test_long_segments_and_shared_prompts_are_transformers(name):
     assert distance(*gradients) < 1e-5
 
 
-def test_a_row_that_was_first_decoded_can_be_trained():
-    net = net_of(plain_model("qwen3_5, gated delta net"))
-    plan = AttentionPlan((Segment(0, 5), Segment(5, 82, (0, 5))))
-    for cached in (recurrent._rounds, recurrent._laid, delta_rule._chunks):
-        cached.cache_clear()
-    with torch.inference_mode():
-        run(net, torch.randn(82, 32), plan)
-    run(net, torch.randn(82, 32), plan).sum().backward()
-    assert net.A_log.grad.any()
-
-
-def test_kernels_of_cuda_are_given_the_same_layer(monkeypatch):
-    """Kernels that follow the documented meaning of their arguments stand for those that cannot be run here."""
-
-    def chunk_gated_delta_rule(
-        q, k, v, *, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
-    ):
-        assert (output_final_state, use_qk_l2norm_in_kernel, len(q), cu_seqlens.dtype) == (True, True, 1, torch.int64)
-        assert q.dtype == torch.bfloat16, "the kernel takes half precision"
-        one = (each[0] for each in (q, k, v, g, beta))
-        output, memory = by_transformers(*one, cu_seqlens.diff().tolist(), initial_state)
-        return output[None], memory
-
-    def causal_conv1d_fn(x, weight, bias, activation):
-        assert activation == "silu"
-        padded = torch.nn.functional.pad(x, (weight.shape[1] - 1, 0))
-        return torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=len(weight)))
-
-    net = net_of(plain_model("qwen3_next, gated delta net").bfloat16())
-    plan = AttentionPlan((Segment(0, 70), Segment(70, 172, (0, 70)), Segment(172, 175, (0, 70))))
-    hidden = torch.randn(175, 32).bfloat16()
-    expected = run(net, hidden, plan)
-    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", SimpleNamespace(**locals()))
-    monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
-    monkeypatch.setattr(recurrent, "_on_cuda", lambda tensor: True)
-    for kernel in (delta_rule.fused_rule, recurrent._fused_convolution):
-        kernel.cache_clear()
-        assert kernel() is not None
-    found = run(net, hidden, plan)
-    for kernel in (delta_rule.fused_rule, recurrent._fused_convolution):
-        kernel.cache_clear()
-    assert distance(found, expected) < 0.01
-
-
-def test_layers_without_keys_count_for_no_pairs_of_tokens():
-    numbers = model_numbers(PolicyModel(plain_model("qwen3_5, gated delta net")))
-    assert (numbers["attention_width"], numbers["cache_width"]) == (4 * 8, 2 * 2 * 8)  # of one layer in two
-
-
 def test_other_recurrent_layers_are_refused():
     with pytest.raises(ConfigError, match="MiniMaxConfig has layers of kind linear_attention"):
         attention.check_layers(MiniMaxConfig(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]))
-
-
-def test_a_delta_net_that_is_built_otherwise_is_refused(monkeypatch):
-    config = Qwen3NextConfig(**KINDS["qwen3_next, gated delta net"].to_dict())
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    del model.model.layers[0].linear_attn.dt_bias
-    with pytest.raises(ConfigError, match="0 of the 1 recurrent layers of Qwen3NextForCausalLM"):
-        recurrent.adopt(model)
 
 
 def test_a_forward_without_a_plan_is_refused():

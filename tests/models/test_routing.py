@@ -11,7 +11,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.models.attention import packed
 from rltrain.models.attention.packing import pack, per_computed_token
 from rltrain.models.forward import PolicyModel
-from rltrain.models.routing import Routing, num_experts
+from rltrain.models.routing import Routing
 from tests.batches import batch_of_rows
 from tests.models.kinds import SIZES
 
@@ -95,27 +95,6 @@ def test_another_models_choice_is_gone_to(name):
     assert torch.equal(replayed.experts, chosen)
     assert not torch.allclose(replayed.log_probs, plain.log_probs, atol=1e-3)
     assert gradients.isfinite().all()
-    # No expert has weight 0 because the router's own choice of groups would have left it out.
-    moved = [weight.grad for path, weight in policy.named_parameters() if ".experts." in path and weight.dim() == 3]
-    for layer, weight in enumerate(moved[:: len(moved) // chosen.shape[1]]):
-        # Of the last layer only the states that predict something count.
-        rows = zip(per_computed_token(chosen, given).rows(), (7, 7, 4), strict=True)
-        gone_to = torch.cat([row[prompt - 1 :, layer].flatten() for row, prompt in rows]).unique().tolist()
-        assert all(weight[expert].abs().sum() > 0 for expert in gone_to)
-
-
-def test_activations_that_are_computed_again_go_the_same_way():
-    plain = PolicyModel(model_of("qwen3_moe"))
-    saving = PolicyModel(model_of("qwen3_moe"))
-    saving.model.gradient_checkpointing_enable()
-    saving.train()
-    given = batch()
-    chosen = outputs(plain, given, with_experts=True)[0].experts
-    given.update({c.ROUTED_EXPERTS: per_computed_token((chosen + 1) % 8, given)})
-    whole, gradients = outputs(plain, given)
-    again, same = outputs(saving, given)
-    torch.testing.assert_close(again.log_probs, whole.log_probs)
-    torch.testing.assert_close(same, gradients)
 
 
 def counts(experts, given, num_experts):
@@ -142,36 +121,6 @@ def test_the_load_is_a_plain_count_over_the_samples(name):
         outputs(policy, given.select([sample]))
     outputs(policy, Batch())
     assert torch.equal(policy.load(), expected)
-
-
-def test_the_load_counts_what_is_replayed_and_only_once():
-    policy, given = PolicyModel(model_of("qwen3_moe")), batch()
-    policy.model.gradient_checkpointing_enable()
-    policy.train()
-    chosen = outputs(policy, given, with_experts=True)[0].experts
-    elsewhere = (chosen + 1) % 8
-    given.update({c.ROUTED_EXPERTS: per_computed_token(elsewhere, given)})
-    policy.measure_load()
-    with torch.no_grad():  # a pass that looks ahead
-        policy(pack(given, torch.device("cpu")))
-    outputs(policy, given)
-    assert torch.equal(policy.load(), counts(elsewhere, given, 8))
-    # Nothing is measured that nobody asks for.
-    outputs(policy, given)
-    assert policy.load() is None
-
-
-def test_a_router_that_does_not_show_its_choice_has_no_load():
-    config = transformers.PhimoeConfig(**SIZES | {"num_local_experts": 8, "num_experts_per_tok": 2})
-    policy = PolicyModel(AutoModelForCausalLM.from_config(config))
-    policy.measure_load()
-    outputs(policy, batch())
-    assert policy.load() is None
-
-
-def test_a_dense_model_has_no_experts():
-    assert not num_experts(transformers.Qwen3Config(**SIZES))
-    assert PolicyModel(AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES))).routing is None
 
 
 def test_a_router_that_chooses_otherwise_is_refused():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
@@ -53,11 +52,6 @@ CONFIGS = {
     ),
     **{family: _config(family, family == "qwen3_vl", 2, 1, 64) for family in VISION},
 }  # fmt: skip
-
-if hasattr(transformers, "HrmTextConfig"):  # newer than the oldest supported; files have one entry for four weights
-    CONFIGS["hrm_text"] = transformers.HrmTextConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=16
-    )
 
 
 def made(config: PreTrainedConfig, folder: Path, kind=None):

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import load
 
 from rltrain.base.device import get_device
-from rltrain.models.files.hashed import HashingWriter, Planner
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
@@ -60,27 +58,3 @@ def test_training_state_goes_to_any_number_of_processes(tiny_model, tmp_path):
     run_on_ranks(save_and_load, 3, tmp_path, [1])
     run_on_ranks(save_and_load, 2, tmp_path, [3, 1])
     save_and_load(0, 1, tmp_path, [2, 3])
-
-
-@pytest.mark.usefixtures("process_group")
-def test_parts_of_a_block_are_written_without_another_copy(tmp_path, monkeypatch):
-    """DCP would copy each, and keep all copies until the file is there: twice the host memory that was asked for."""
-    block = torch.randn(64).view(torch.uint8)
-    state = {
-        "weight": block[:48].view(torch.float32).view(3, 4),
-        "half": block[64:96].view(torch.bfloat16),
-        "step": block[128:132].view(torch.float32).view(()),
-        "none": block[192:192].view(torch.float32),
-    }
-    planner, writer = Planner(), HashingWriter(str(tmp_path))
-    planner.set_up_planner(state, None, True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    (plan,) = writer.prepare_global_plan(plans)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", lambda *_, **__: pytest.fail("copied"))
-        results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [results])
-    found = {name: torch.zeros_like(each) for name, each in state.items()}
-    load(found, checkpoint_id=str(tmp_path))
-    for name, expected in state.items():
-        assert torch.equal(found[name], expected), name

@@ -1,6 +1,5 @@
 """Ranks that share sequences compute what one process computes: scores, values and gradients."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 from rltrain.base.columns.batch import Batch
-from rltrain.base.device import COLLECTIVE_TIMEOUT, get_device
+from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError
 from rltrain.models.attention.packing import AttentionPlan, PackedInputs, Segment, pack
-from rltrain.models.attention.ulysses import sequence_group, whole_row
+from rltrain.models.attention.ulysses import sequence_group
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.weights.shard import make_mesh, reshard, sharded_model
+from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.batches import batch_of_rows
 from tests.distance import distance
@@ -92,24 +91,12 @@ def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
     if isinstance(model, PolicyModel) and (load := model.load()) is not None:
         dist.all_reduce(load)
         found["load"] = load // (WORLD // size)
-    if isinstance(model, PolicyModel) and model.routing and inputs.spans:
-        found |= routed(model, inputs)
     gradients = {
         name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
     model.zero_grad(set_to_none=True)
     found |= {"length": torch.tensor(lengths[0])} | gradients
     return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-
-@torch.no_grad()
-def routed(model, inputs: PackedInputs) -> dict[str, torch.Tensor]:
-    """Where the tokens go, and what comes of their going elsewhere. No prompt is shared: samples stand one by one."""
-    experts = model(inputs, with_experts=True).experts
-    elsewhere = replace(inputs, experts=(experts + 1) % model.routing.num_experts)
-    log_probs = model(elsewhere, 0.7).log_probs
-    reshard(model)
-    return {"experts": experts.sort(-1)[0], "replayed": log_probs}
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
@@ -144,10 +131,9 @@ def test_sharing_sequences_changes_no_score_and_no_gradient(found, name, which, 
         alone, shared = rank[name, which, 1], rank[name, which, size]
         assert (alone["length"], shared["length"]) == (num_tokens, -(-num_tokens // size))
         assert alone.keys() == shared.keys()
-        assert "experts" not in alone or torch.equal(alone["experts"], shared["experts"])
         assert "load" not in alone or torch.equal(alone["load"], shared["load"])
-        outputs = {name for name in alone if name in ("log_probs", "entropy", "values", "replayed", "balance")}
-        for names in (outputs, alone.keys() - outputs - {"length", "experts", "load"}):
+        outputs = {name for name in alone if name in ("log_probs", "entropy", "values", "balance")}
+        for names in (outputs, alone.keys() - outputs - {"length", "load"}):
             one, other = ({name: found[name] for name in names} for found in (shared, alone))
             if which == "idle":
                 assert not any(each.any() for found in (one, other) for each in found.values())
@@ -163,21 +149,3 @@ def test_heads_that_do_not_divide_are_refused_before_loading():
     hybrid = Qwen3_5TextConfig(num_attention_heads=6, linear_num_value_heads=4)
     with pytest.raises(ConfigError, match=r"divide the 4 recurrent heads of the model\. Use one of 1, 2, 4\."):
         sequence_group(hybrid, 3, "actor.size")
-
-
-def waits_for_the_driver(rank, world):
-    mesh = make_mesh(get_device("cpu"), fsdp_size=1).weights
-    assert (mesh["replicate"].size(), mesh["shard"].size(), mesh.get_local_rank("replicate")) == (world, 1, rank)
-    for group in (mesh.get_group("replicate"), mesh.get_group("shard"), sequence_group(MODELS["llama"], world, "key")):
-        assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT
-
-
-def test_no_collective_gives_up_before_the_driver_does():
-    run_on_ranks(waits_for_the_driver, 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])
-def test_slices_of_a_row_come_together_whatever_their_numbers_are(process_group, dtype):
-    """More than 256 experts have numbers that neither gloo nor NCCL sends as such."""
-    values = torch.arange(600, 624).view(4, 3, 2).to(dtype)
-    assert torch.equal(whole_row(values, 3, dist.group.WORLD), values[:3])

@@ -1,6 +1,7 @@
 """FSDP checkpoints in verl's layout, made by torch itself, become model folders."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.base.errors import CheckpointError
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.tools.checkpoint import main
+from tests.models.test_safe import Payload
 from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_model
 
@@ -74,92 +76,33 @@ def test_shards_become_the_model_they_were_cut_from(saved, model, tmp_path, kind
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
-def test_the_step_itself_may_be_named_and_a_dtype(step, model, tmp_path):
-    out = tmp_path / "out"
-    assert main(["export", str(step), str(out), "--dtype", "bfloat16"]) == 0
-    weights, expected = load_file(out / "model.safetensors"), load_file(model / "model.safetensors")
-    assert all(torch.equal(weights[name], weight.bfloat16()) for name, weight in expected.items())
-    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
-
-
-class Call:
-    """A pickle that leaves a file when it is read as one."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self):
-        return open, (str(self.file), "w")
-
-
-def test_a_crafted_shard_of_verls_is_refused_and_not_run(step, tmp_path, capsys):
-    torch.save({"model.norm.weight": Call(tmp_path / "ran")}, step / "actor" / "model_world_size_3_rank_1.pt")
-    assert main(["export", str(step), str(tmp_path / "out")]) == 2
-    assert "cannot be read as tensors alone" in capsys.readouterr().err
-    assert not (tmp_path / "ran").exists()
-    assert not (tmp_path / "out").exists()
-
-
-def _lose(actor):
-    (actor / "model_world_size_3_rank_1.pt").unlink()
-
-
-def _cut(actor):
-    file = actor / "model_world_size_3_rank_1.pt"
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-def _repeat(actor):
-    shutil.copy(actor / "model_world_size_3_rank_0.pt", actor / "model_world_size_3_rank_2.pt")
-
-
-def _mix(actor):
-    shutil.copy(actor / "model_world_size_3_rank_0.pt", actor / "model_world_size_4_rank_0.pt")
-
-
-def _no_config(actor):
-    shutil.rmtree(actor / "huggingface")
-
-
-def _other_config(actor):
-    file = actor / "huggingface" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 65}))
-
-
-def _broken_config(actor):
-    """Fewer kinds of layers than layers."""
-    file = actor / "huggingface" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3}))
-
-
-def _no_numbers(actor):
-    torch.save({"epoch": 1}, actor / "model_world_size_3_rank_0.pt")
+def changed(file: Path, **values) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_lose, "lacks model_world_size_3_rank_1.pt (1 of 3 files)"),
-        (_cut, "cannot be read as tensors alone"),
-        (_repeat, "the parts of model.embed_tokens.weight make [21, 32] instead of [20, 32]"),
-        (_mix, "holds shards of 3 and 4 ranks"),
-        (_no_config, "has no huggingface/config.json"),
-        (_other_config, "are not of one size"),
-        (_broken_config, "is not a Hugging Face model"),
-        (_no_numbers, "does not hold tensors by name alone"),
+        (lambda shard, config: shard(1).unlink(), "lacks model_world_size_3_rank_1.pt (1 of 3 files)"),
+        (lambda shard, config: os.truncate(shard(1), 1000), "cannot be read as tensors alone"),
+        (lambda shard, config: torch.save({"a": Payload("it_ran")}, shard(1)), "cannot be read as tensors alone"),
+        (lambda shard, config: shutil.copy(shard(0), shard(2)), "the parts of model.embed_tokens.weight make [21, 32]"),
+        (lambda shard, config: shutil.copy(shard(0), shard(0, 4)), "holds shards of 3 and 4 ranks"),
+        (lambda shard, config: shutil.rmtree(config.parent), "has no huggingface/config.json"),
+        (lambda shard, config: changed(config, intermediate_size=65), "are not of one size"),
+        (lambda shard, config: changed(config, num_hidden_layers=3), "is not a Hugging Face model"),
+        (lambda shard, config: torch.save({"epoch": 1}, shard(0)), "does not hold tensors by name alone"),
     ],
 )
-def test_shards_that_make_no_model_are_refused_by_what_is_wrong(step, tmp_path, capsys, damage, said):
-    damage(step / "actor")
+def test_shards_that_make_no_model_are_refused_by_what_is_wrong(step, tmp_path, monkeypatch, capsys, damage, said):
+    monkeypatch.chdir(tmp_path)
+    actor = step / "actor"
+    damage(lambda rank, world=3: actor / f"model_world_size_{world}_rank_{rank}.pt", actor / "huggingface/config.json")
     assert main(["export", str(step), str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert "error: " in error
-    assert said in error
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob(".tmp_*"))
+    assert said in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["verl"], "no payload ran, and nothing is left"
 
 
 def test_a_run_that_meets_a_checkpoint_of_verls_names_the_command(step):
-    run = Checkpoints(str(step.parent))
     with pytest.raises(CheckpointError, match=rf"rltrain\.checkpoint export {step}/actor FOLDER"):
-        run.newest()
+        Checkpoints(str(step.parent)).newest()

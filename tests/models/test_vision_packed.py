@@ -3,7 +3,6 @@
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed as dist
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from rltrain.base.columns.batch import Batch, DictionaryColumn
@@ -23,12 +21,13 @@ from rltrain.config.schema.model import ShardingConfig
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
 from rltrain.models.attention.ulysses import sequence_group
-from rltrain.models.forward import PolicyModel, ScalarModel, model_numbers
-from rltrain.models.vision import read_with_images, tower, tower_numbers
+from rltrain.models.forward import PolicyModel, ScalarModel
+from rltrain.models.vision import tower
 from rltrain.models.weights.lora import Lora
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
+from tests.models.test_forward import gradients_of
 from tests.ranks import run_on_ranks
 from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, WITH_EXPERTS, picture, save_tiny_vision_model
 
@@ -59,6 +58,18 @@ def folder(request, folders) -> str:
     return folders[request.param]
 
 
+def batch_of(asked, index, answers) -> Batch:
+    """Answers to encoded prompts with images, each to the prompt of its index."""
+    response = Ragged.from_rows([torch.as_tensor(answer, dtype=torch.int32) for answer in answers])
+    prompts = Ragged.from_rows([torch.from_numpy(each.tokens) for each in asked])
+    return Batch({
+        "prompt": DictionaryColumn(prompts, index),
+        "images": DictionaryColumn([each.images for each in asked], index),
+        "response": response,
+        "response_mask": response.like(torch.ones(len(response.values), dtype=torch.bool)),
+    })  # fmt: skip
+
+
 def make_batch(folder: str) -> Batch:
     """Answers to the prompts, in ORDER."""
     encoder, generator = ChatEncoder(folder), torch.Generator().manual_seed(3)
@@ -67,13 +78,7 @@ def make_batch(folder: str) -> Batch:
     lengths = [length for *_, answers in PROMPTS for length in answers]
     # No placeholders in answers: those are never drawn.
     answers = [torch.randint(6, len(TOKENS), (length,), generator=generator, dtype=torch.int32) for length in lengths]
-    response = Ragged.from_rows(answers)
-    return Batch({
-        "prompt": DictionaryColumn(Ragged.from_rows([torch.from_numpy(each.tokens) for each in asked]), index),
-        "images": DictionaryColumn([each.images for each in asked], index),
-        "response": response,
-        "response_mask": response.like(torch.ones(len(response.values), dtype=torch.bool)),
-    }).select(ORDER)  # fmt: skip
+    return batch_of(asked, index, answers).select(ORDER)
 
 
 def one_by_one(batch: Batch):
@@ -111,14 +116,6 @@ def make(folder: str, kind=PolicyModel, **changes):
     return sharded_model(kind, replace(spec, **changes), get_device("cpu")).train()
 
 
-def gradients(model) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix("model."): each.grad.full_tensor().clone()
-        for name, each in model.named_parameters()
-        if each.grad is not None
-    }
-
-
 def loss_of(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     return (log_probs * torch.linspace(-1, 1, len(log_probs))).sum() + 0.3 * entropy.sum()
 
@@ -135,26 +132,11 @@ def test_log_probs_and_gradients_equal_transformers(folder, share):
     loss_of(log_probs, entropy).backward()
     loss_of(*expected).backward()
     theirs = {name: each.grad for name, each in reference.named_parameters() if each.grad is not None}
-    found = gradients(policy)
+    found = gradients_of(policy)
     assert distance(found, theirs) < 1e-5
     visual = [name for name in theirs if "language_model" not in name and "lm_head" not in name]
     assert len(visual) > 10
     assert distance({name: found[name] for name in visual}, {name: theirs[name] for name in visual}) < 1e-5
-
-
-@pytest.mark.usefixtures("process_group")
-def test_pictures_count(folder):
-    policy, batch = make(folder), make_batch(folder)
-    before = policy(pack(batch, CPU), TEMPERATURE).log_probs.detach()
-    for images in batch.dictionary("images").values:
-        if images is not None:
-            images.pixel_values[:] = -images.pixel_values
-    after = policy(pack(batch, CPU), TEMPERATURE).log_probs.detach()
-    lengths = batch.ragged("response").lengths.tolist()
-    texts = [all(images is None for images in one.dictionary("images").values) for one in batch.split([1] * len(batch))]
-    for text, one, other in zip(texts, before.split(lengths), after.split(lengths), strict=True):
-        assert text or not len(one) or distance(one, other) > 1e-3
-        assert not text or distance(one, other) < 1e-6
 
 
 @pytest.mark.usefixtures("process_group")
@@ -171,72 +153,15 @@ def test_an_image_is_encoded_once_a_prompt(folder, share):
 
 
 @pytest.mark.usefixtures("process_group")
-def test_micro_batches_carry_the_images_of_their_prompts(folder):
-    policy, batch = make(folder), make_batch(folder)
-    whole = policy(pack(batch, CPU), TEMPERATURE).log_probs.detach()
-    parts = [policy(pack(micro, CPU), TEMPERATURE).log_probs.detach() for micro in batch.split([1, 3, 3])]
-    assert distance(torch.cat(parts), whole) < 1e-5
-    assert [len(micro.dictionary("images").values) for micro in batch.split([1, 3, 3])] == [1, 3, 3]
-
-
-@pytest.mark.usefixtures("process_group")
-def test_texts_alone_are_read_as_by_a_model_that_sees_nothing(folder):
-    batch = make_batch(folder)
-    texts = batch.select([place for place, number in enumerate(ORDER) if number in (3, 4)])
-    seeing, blind = make(folder), make(folder, tower="rests")
-    found, expected = (model(pack(texts, CPU), TEMPERATURE).log_probs for model in (seeing, blind))
-    assert distance(found, expected) < 1e-6
-    found.sum().backward()
-    tower_gradients = [parameter.grad for part in tower(seeing.model) for parameter in part.parameters()]
-    assert all(gradient is not None and not gradient.full_tensor().any() for gradient in tower_gradients)
-
-
-def test_a_blank_image_counts_for_nothing_in_half_precision(folders):
-    model = AutoModelForImageTextToText.from_pretrained(folders["qwen2_5_vl"]).half()
-    base, tokens = model.base_model, torch.tensor([3, 4, 5])
-    # Each feature is finite, and their sum is not.
-    base.get_image_features = lambda **_: SimpleNamespace(pooler_output=torch.full((4, 32), 6e4, dtype=torch.half))
-    base.language_model.forward = lambda inputs_embeds, **_: SimpleNamespace(last_hidden_state=inputs_embeds)
-    found = read_with_images(model, tokens, torch.arange(3).expand(3, -1), None)
-    assert found.dtype == torch.half
-    assert torch.equal(found, model.get_input_embeddings()(tokens))
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("changes", [{"tower": "frozen"}, {"lora": LORA, "tower": "frozen"}], ids=["plain", "adapters"])
 def test_a_frozen_tower_is_used_and_gets_no_gradient(folder, changes):
     policy, batch = make(folder, **changes), make_batch(folder)
     reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
     log_probs, entropy, *_ = policy(pack(batch, CPU), TEMPERATURE, True)
-    expected = by_transformers(reference, batch)
-    assert distance(log_probs, expected[0]) < 1e-5
+    assert distance(log_probs, by_transformers(reference, batch)[0]) < 1e-5
     loss_of(log_probs, entropy).backward()
-    loss_of(*expected).backward()
     assert all(parameter.grad is None for part in tower(policy.model) for parameter in part.parameters())
-    found = gradients(policy)
-    if "lora" in changes:
-        assert len(found) == 2 * 2 * (4 if WITH_EXPERTS in folder else 7)
-    else:
-        theirs = {name: each.grad for name, each in reference.named_parameters() if name in found}
-        assert distance(found, theirs) < 1e-5
-
-
-@pytest.mark.usefixtures("process_group")
-def test_adapters_get_the_gradient_of_the_layers_they_are_in(folder):
-    """dB = scale dW A', with dW by transformers."""
-    policy, batch = make(folder, lora=LORA), make_batch(folder)
-    reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    loss_of(*policy(pack(batch, CPU), TEMPERATURE, True)[:2]).backward()
-    loss_of(*by_transformers(reference, batch)).backward()
-    found = gradients(policy)
-    first = {name.removeprefix("model."): each.full_tensor() for name, each in policy.named_parameters()}
-    expected = {}
-    for name in found:
-        if "lora_B" in name:
-            layer = reference.get_submodule(name.partition(".lora_B")[0])
-            expected[name] = 2.0 * layer.weight.grad @ first[name.replace("lora_B", "lora_A")].T
-    assert len(expected) == 2 * (4 if WITH_EXPERTS in folder else 7)
-    assert distance({name: found[name] for name in expected}, expected) < 1e-5
+    assert any(parameter.grad is not None for parameter in policy.parameters())
 
 
 @pytest.mark.usefixtures("process_group")
@@ -251,27 +176,6 @@ def test_values_see_the_images(folder):
             states = model(**inputs, use_cache=False).last_hidden_state[0]
         expected.append((states @ head[0])[prompt - 1 : prompt - 1 + len(answer)])
     assert distance(critic(pack(batch, CPU)).detach(), torch.cat(expected)) < 1e-5
-
-
-@pytest.mark.parametrize("size", [(112, 112), (168, 56)], ids=str)
-def test_flops_of_the_tower_are_those_that_torch_counts(folder, size):
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
-    images = ChatEncoder(folder).encode_prompt([{"role": "user", "content": "<image>"}], [picture(*size)]).images
-    grids = {} if images.grids is None else {"image_grid_thw": torch.from_numpy(images.grids)}
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.base_model.get_image_features(pixel_values=torch.from_numpy(images.pixel_values), **grids)
-    numbers, rows = tower_numbers(model), len(images.pixel_values)
-    # The class token of InternVL's tiles is left out: one of 17 here, and of 1,025 in its models.
-    counted = numbers["row_flops"] * rows + numbers["pair_flops"] * rows**2
-    assert counted == pytest.approx(counter.get_total_flops(), rel=0.05 if images.grids is None else 0.01)
-    assert numbers["backward_share"] == 1
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_frozen_tower_costs_an_update_its_forward(folder):
-    shares = [model_numbers(make(folder, tower=tower))["backward_share"] for tower in ("frozen", "trained")]
-    assert shares == [pytest.approx(1 / 3), 1]
-    assert "backward_share" not in model_numbers(make(folder, tower="rests"))
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------
@@ -292,7 +196,7 @@ def run_cut(policy: PolicyModel, batch: Batch, cut: list[list[int]] | None) -> d
     log_probs, *_ = policy(pack(batch.select(mine) if mine else Batch(), CPU), TEMPERATURE)
     loss = (log_probs * weights.select(np.array(mine)).values).sum() if mine else log_probs.sum()
     (loss * world).backward()  # FSDP takes the mean over the ranks
-    return {"log_probs": log_probs.detach().clone(), **gradients(policy)}
+    return {"log_probs": log_probs.detach().clone(), **gradients_of(policy)}
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:

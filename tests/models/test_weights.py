@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from rltrain.models.weights.names import CheckpointNames, huggingface_name, whole_weights
+from rltrain.models.weights.names import CheckpointNames, whole_weights
 from tests.ranks import run_on_ranks
 
 RANKS = 64
@@ -43,25 +43,6 @@ def test_a_bucket_is_one_gather_and_nothing_else(model, bucket_bytes, gathers):
     }
 
 
-def test_a_weight_with_a_gather_to_itself_is_not_copied(model):
-    received, gather = [], torch.distributed.all_gather_into_tensor
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "rltrain.models.weights.names.all_gather", lambda out, *a, **k: received.append(out) or gather(out, *a, **k)
-        )
-        found = {weight.name: weight.values for weight in whole_weights(model, torch.float32, 0)}
-    assert {values.data_ptr() for values in found.values()} == {buffer.data_ptr() for buffer in received}
-
-
-def test_a_buffer_with_two_names_comes_under_both(model):
-    """As those of longrope do after a forward; an engine that sleeps has to get both again."""
-    rope = nn.Module()
-    rope.register_buffer("original", torch.ones(4), persistent=False)
-    rope.register_buffer("current", rope.original, persistent=False)
-    whole = nn.ModuleDict({"weights": model, "rope": rope})
-    assert {"rope.original", "rope.current"} <= {weight.name for weight in whole_weights(whole, torch.float32)}
-
-
 SHAPES = {"even": (8, 3), "uneven": (7, 3), "fewer rows than ranks": (2, 5), "vector": (5,), "cube": (4, 2, 3)}
 
 
@@ -79,26 +60,6 @@ def rank_main(rank: int, world: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_is_gathered_are_the_weights_to_the_bit(ranks):
     run_on_ranks(rank_main, ranks)
-
-
-def test_a_whole_weight_in_the_right_dtype_is_not_copied():
-    layer = nn.Linear(4, 3)
-    found = {weight.name: weight.values for weight in whole_weights(layer, torch.float32)}
-    assert all(values.data_ptr() == getattr(layer, name).data_ptr() for name, values in found.items())
-
-
-def test_buffers_say_whether_a_checkpoint_has_them():
-    module = nn.Module()
-    module.register_buffer("kept", torch.arange(3))
-    module.register_buffer("computed", torch.ones(2), persistent=False)
-    kept, computed = whole_weights(module, torch.bfloat16)
-    assert (kept.name, kept.in_checkpoint, kept.values.dtype) == ("kept", True, torch.int64)
-    assert (computed.name, computed.in_checkpoint, computed.values.dtype) == ("computed", False, torch.float32)
-
-
-def test_names_lose_our_prefix_and_that_of_peft():
-    assert huggingface_name("model.model.layers.0.q_proj.base_layer.weight") == "model.layers.0.q_proj.weight"
-    assert huggingface_name("score.weight") == "score.weight"
 
 
 SIZES = {

@@ -111,7 +111,7 @@ def log_probs_of(model, prompt, answer, temperature=1.0):
     """What the trainer would say of an answer."""
     ids = torch.tensor([*prompt.tolist(), *answer])
     with torch.no_grad():
-        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
 
 

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from rltrain.base.device import Device, get_device
 from rltrain.base.errors import ConfigError, DataError
-from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.embedded.engine import HFRollout
 from rltrain.workers.rollout.embedded.kv import ROOM
@@ -17,6 +16,7 @@ from tests.models.kinds import KINDS
 from tests.models.kinds import plain_model as plain_kind
 from tests.workers.engines import EOS, jobs_of, queue_of, rollout_of, serve, settings_of
 from tests.workers.engines import generate as generate_with
+from tests.workers.test_engine_contract import answers, log_probs_of, weights_of
 
 VOCABULARY = 40
 SIZES = {
@@ -54,14 +54,6 @@ def plain():
     return plain_model()
 
 
-def weights_of(model):
-    return (
-        Weight(name, tensor.detach())
-        for tensors in (model.named_parameters(), model.named_buffers())
-        for name, tensor in tensors
-    )
-
-
 @dataclass(frozen=True)
 class Card(Device):
     """A CPU with memory for so many rows of `SIZES` of 128 tokens and a block more."""
@@ -97,12 +89,6 @@ def generate(engine, num_samples, sampling):
     return generate_with(engine, sampling, PROMPTS, num_samples)
 
 
-def trainer_log_probs(model, prompt, answer, temperature=1.0):
-    whole = torch.cat([torch.from_numpy(prompt.astype(np.int64)), answer.long()])
-    logits = model(whole[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / temperature, -1).gather(-1, answer.long()[:, None])[:, 0]
-
-
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("family", "block"), [*itertools.product(FAMILIES, (4, 64)), *((family, 4) for family in KINDS)]
@@ -125,7 +111,7 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
     engine = make_engine(plain, max_num_seqs=7, block=8, max_num_batched_tokens=6)
     generated = generate(engine, 3, Sampling(40, temperature=0.7, top_p=0.9))
     for number, (answer, log_probs) in enumerate(zip(generated.tokens.rows(), generated.log_probs.rows(), strict=True)):
-        assert distance(log_probs, trainer_log_probs(plain, PROMPTS[number // 3], answer, 0.7)) < 2e-5
+        assert distance(log_probs, log_probs_of(plain, PROMPTS[number // 3], answer.tolist(), 0.7)) < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -183,7 +169,7 @@ def test_bf16_is_repeatable_and_close_to_the_trainer():
     generated = generate(engine, 3, Sampling(70, ignore_eos=True))
     assert generate(engine, 3, Sampling(70, ignore_eos=True)).tokens == generated.tokens
     prompts = [prompt for prompt in PROMPTS for _ in range(3)]
-    expected = [trainer_log_probs(plain, *each) for each in zip(prompts, generated.tokens.rows(), strict=True)]
+    expected = [log_probs_of(plain, *each) for each in zip(prompts, answers(generated), strict=True)]
     assert (generated.log_probs.values - torch.cat(expected)).abs().mean() < 0.05
 
 
@@ -210,10 +196,3 @@ def test_an_engine_without_weights_refuses(plain):
     some = [piece for piece in weights_of(plain) if "layers.1" not in piece.name]
     with pytest.raises(RuntimeError, match=r"left .* weights of the rollout engine empty"):
         engine.load_weights(iter(some))
-
-
-def test_a_layer_that_keeps_its_own_state_is_refused(plain):
-    engine = make_engine(plain)
-    engine.model.config.num_hidden_layers = 3
-    with pytest.raises(ConfigError, match="2 of the 3 layers of Qwen3ForCausalLM"):
-        generate(engine, 1, LONG)

@@ -17,6 +17,7 @@ from rltrain.workers.rollout.conversations import Conversations, routed_experts_
 from rltrain.workers.rollout.vllm.weights import derived_weights, refuse_on_npu
 from tests.tiny import CHARACTERS, SPECIALS, save_tiny_tokenizer
 from tests.workers.engines import generate, jobs_of, queue_of, rollout_of, running_engine, settings_of
+from tests.workers.test_engine_contract import log_probs_of
 
 SIZES = {
     "vocab_size": len(CHARACTERS) + len(SPECIALS), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -71,15 +72,8 @@ def model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def log_probs(model, tokens) -> torch.Tensor:
-    ids = torch.tensor(tokens)
-    with torch.no_grad():
-        found = torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1], -1)
-    return found.gather(-1, ids[1:, None])[:, 0]
-
-
 def gap(engine, model) -> float:
-    return float((engine.log_probs(EncodedPrompt(TEXT)) - log_probs(model, TEXT.tolist())).abs().max())
+    return float((engine.log_probs(EncodedPrompt(TEXT)) - log_probs_of(model, TEXT[:1], TEXT[1:].tolist())).abs().max())
 
 
 def bring(engine, model, keep=lambda weight: True) -> None:
@@ -95,7 +89,7 @@ def test_vllm_answers_with_the_experts_of_every_sync(engine, model):
         assert gap(engine, model) < 1e-4
         answers = generate(engine, Sampling(16, ignore_eos=True), [TEXT[:4]], 4, step=update)
         for answer, said in zip(answers.tokens.rows(), answers.log_probs.rows(), strict=True):
-            expected = log_probs(model, [*TEXT[:4].tolist(), *answer.tolist()])[3:]
+            expected = log_probs_of(model, TEXT[:4], answer.tolist())
             assert float((said - expected).abs().max()) < 1e-4
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters()):

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from rltrain.models.attention.recurrent import bytes_per_row
-from rltrain.workers.rollout.answering import Reply
-from rltrain.workers.rollout.contract import Job, Sampling, Turn
-from rltrain.workers.rollout.conversations import Conversations
+from rltrain.workers.rollout.contract import Job, Sampling
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
 from rltrain.workers.rollout.embedded.kv import KeyValues
 from rltrain.workers.rollout.embedded.parked import KeptRow, ParkedRows
 from rltrain.workers.rollout.embedded.running import EndedTurn
 from tests.distance import distance
 from tests.models.kinds import KINDS
-from tests.workers.engines import Talk, jobs_of, queue_of
-from tests.workers.test_hf_rollout import FAMILIES, PROMPTS, count_tokens, make_engine, plain_model, trainer_log_probs
+from tests.workers.engines import Talk, jobs_of
+from tests.workers.test_engine_contract import log_probs_of
+from tests.workers.test_hf_rollout import FAMILIES, PROMPTS, count_tokens, make_engine, plain_model
 
 SAMPLING = Sampling(60, temperature=1.2)
 
@@ -83,7 +82,7 @@ def test_a_next_turn_computes_what_is_new_alone_and_says_the_same(family):
     begun = [*PROMPTS[key[0]].tolist(), *(token for turn in turns[:-1] for token in [*turn.tokens, *found.said(key)])]
     text = np.array(begun, dtype=np.int32)
     ours = torch.tensor(turns[-1].log_probs)
-    assert distance(ours, trainer_log_probs(plain, text, torch.tensor(turns[-1].tokens), 1.2)) < 2e-5
+    assert distance(ours, log_probs_of(plain, text, turns[-1].tokens, 1.2)) < 2e-5
 
 
 def test_where_room_is_short_what_is_parked_goes_and_is_computed_again():
@@ -129,40 +128,6 @@ def test_a_row_is_taken_once_and_for_its_own_text_alone():
     assert parked.take([next_turn(1, *range(9))]) == {}
     parked.drop_over(SimpleNamespace(goes_on=lambda place, sample: sample != 2))  # its conversation is over
     assert not len(parked)
-
-
-class Told:
-    """Answers every turn when it is told to. See `Answering`."""
-
-    max_model_len = 40
-
-    def __init__(self) -> None:
-        self.replies: list[tuple[tuple[int, int], Reply]] = []
-
-    def ask(self, key, conversation, reason) -> bool:
-        return True
-
-    def no_room(self, key) -> bool:
-        return True
-
-    def arrived(self, wait_s=0.0):
-        replies, self.replies = self.replies, []
-        return replies
-
-
-def test_a_conversation_goes_on_as_long_as_another_turn_may_come():
-    told = Told()
-    source = Conversations(queue_of(jobs_of([PROMPTS[0]], 3)), 100, answering=(told, 20))
-    source.take(3)
-    assert not any(source.goes_on(0, sample) for sample in range(3))  # they are running
-    for sample, reason in enumerate(("stop", "stop", "length")):
-        source.ended(Turn(0, sample, [5, 6], [-1.0, -1.0], reason))
-    assert [source.goes_on(0, sample) for sample in range(3)] == [True, True, False]
-    # One has ended by itself, and what is said to the other leaves no room.
-    told.replies = [((0, 0), Reply(None)), ((0, 1), Reply(np.full(18, 7, dtype=np.int32)))]
-    source.take(3)
-    assert not any(source.goes_on(0, sample) for sample in range(3))
-    assert source.wait()
 
 
 @pytest.mark.parametrize("family", [name for name in KINDS if "delta" in name])

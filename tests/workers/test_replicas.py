@@ -1,6 +1,5 @@
 """Engine replicas over several processes: the same answers and the same weights, whoever serves what."""
 
-import importlib.util
 import itertools
 import os
 import sys
@@ -34,7 +33,7 @@ CALLS = itertools.count(1)
 LORA = {"actor_rollout_ref__model__lora_rank": 3, "actor_rollout_ref__model__lora_alpha": 6}
 BESIDE = LORA | {"actor_rollout_ref__model__lora__merge": False}
 SGLANG = {R + "name": "sglang", f"+{R}engine_kwargs__sglang__enable_deterministic_inference": True}
-# name -> (processes, changed keys, bytes of a bucket, if need be another model)
+# name -> (processes, changed keys, bytes of a bucket)
 CUTS = {
     "hf 1": (1, {}, 2**29),
     "hf 2, pulled": (2, {R + "max_num_seqs": 4}, 2**29),
@@ -52,9 +51,6 @@ CUTS = {
     "sglang 4 as two replicas": (4, SGLANG | {R + "tensor_model_parallel_size": 2, R + "max_num_seqs": 8}, 3000),
     "sglang 4 as one replica": (4, SGLANG | {R + "tensor_model_parallel_size": 4}, 3000),
 }
-if importlib.util.find_spec("sglang"):  # the real one; it draws without seeds on the CPU
-    keys = {R + "name": "sglang", R + "tensor_model_parallel_size": 2}
-    CUTS["real sglang 2 as one replica"] = (2, keys, 2**14, "even")
 # Every run has replicas of one process and of two, vLLM and SGLang over two, and no engine in four processes.
 PARTS = [
     *("vllm 1", "vllm 2", "lora beside, vllm 2 as one replica"),
@@ -65,12 +61,12 @@ CASES = [pytest.param(cut, marks=pytest.mark.long if cut in PARTS else ()) for c
 LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "lora": "lora, hf 1", "sglang": "sglang 1"}
 
 
-def run(folder: Path, changes: dict, bucket_bytes: int, model: str = "model") -> list[list[tuple]]:
+def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
     """For three policy versions and every rank: ids and answers of its samples, gap of engine and trainer, gap of the
     canary.
     """
     files = (folder / "train.parquet", folder / "train.parquet")
-    cfg = load_config(small_run(folder / model, files, folder, **changes)).config
+    cfg = load_config(small_run(folder / "model", files, folder, **changes)).config
     rows = read_rows(str(files[0]))
     prompts = encode_prompts(rows, chat_encoder(cfg), cfg.data.max_prompt_length, True)
     worker = HybridWorker(cfg, {"train": prompts}, {"train": rows.select(prompts.row_index)})
@@ -122,7 +118,6 @@ def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
     before = set(Path("/dev/shm").glob("*cpushm*"))
     save_tiny_model(folder / "model")
-    save_tiny_model(folder / "even", heads=4, kv_heads=2)  # SGLang on the CPU deals whole heads to its processes
     write_arithmetic(folder / "train.parquet", range(24))
     # Cuts of as many processes share them, but for engines that take a process for themselves.
     starts: dict[object, list[str]] = {}

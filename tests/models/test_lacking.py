@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -138,7 +137,7 @@ def test_a_critic_of_a_policy_needs_no_head_and_every_other_weight(changed):
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_a_start_refuses_it_before_ray(more, changed, arithmetic_files, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("rltrain.run.build.start_ray", lambda cfg: pytest.fail("Ray was started"))
     folder = changed(before("module."))
     assert main([*small_run(folder, arithmetic_files, tmp_path / "run"), *more]) == 2
     output = capsys.readouterr()

@@ -8,7 +8,8 @@ from rltrain.base.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows
-from tests.clock import VirtualClock
+from rltrain.data.trial import trouble
+from tests.clock import VirtualClock, hang
 from tests.pictures import RED
 
 ASK = [{"role": "user", "content": "what is 3 + 4 ?"}]
@@ -109,6 +110,11 @@ def test_a_template_that_would_not_end_is_refused(tokenizer_folder, template, sa
     limit = {"cpu_s": 1} if "1 s" in said else {}
     with pytest.raises(DataError, match=f"{said}.*custom_chat_template"):
         encoder.try_template([ASK], **limit)
+
+
+def test_a_trial_that_stands_still_is_ended():
+    """It uses no CPU time, of which the kernel would end it."""
+    assert trouble(hang, 1, clock=VirtualClock()) == "does not end within 10 s"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
-"""Fixtures of tests that run whole steps in this process."""
+"""Fixtures of tests that run whole steps in this process, and of checkpoints."""
+
+import shutil
 
 import pytest
 
+from rltrain.run.checkpoints.folder import RunFolder
+from tests.clock import VirtualClock
 from tests.tiny import save_tiny_reward_model
 from tests.trainer.steps import engine_is_off
 
@@ -22,3 +26,23 @@ def make(process_group, twisted_trainer):
 def reward_model(tmp_path):
     template = "{% for message in messages %}={{ message['content'] }}{% endfor %}"
     return save_tiny_reward_model(tmp_path / "reward_model", template)
+
+
+@pytest.fixture
+def clock():
+    return VirtualClock()
+
+
+@pytest.fixture
+def folder(tmp_path, clock):
+    folder = RunFolder(str(tmp_path / "run"), clock)
+    yield folder
+    folder.release()
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """free(n): the disk has room for so many bytes."""
+    usage, room = type(shutil.disk_usage("/")), [0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, room[0]))
+    return lambda num_bytes: room.__setitem__(0, num_bytes)

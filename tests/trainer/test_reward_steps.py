@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,15 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rltrain.base.columns.names import COLUMNS, SCORER
-from rltrain.base.errors import AgentError, ConfigError, DiskError, JudgeError, RewardError, StorageError, WorkerLost
-from rltrain.base.stop import StepLeft, Stop
-from rltrain.config.load import load_config
+from rltrain.base.errors import ConfigError, RewardError
+from rltrain.base.stop import Stop
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.controller.samples import Samples
-from rltrain.run.fit import Trainer
-from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer import validation
-from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import overlong_penalty
 from rltrain.trainer.timing import StepTimer
 from tests.trainer.steps import (
@@ -159,48 +153,6 @@ def test_one_failed_score_costs_gdpo_one_answer_only(make):
     metrics = trainer.step(1).metrics
     assert math.isfinite(metrics["actor/pg_loss"])
     assert metrics["reward/error_rate"] == 1 / 16
-
-
-@pytest.mark.parametrize("unsaved", [DiskError, StorageError, WorkerLost])
-def test_a_save_that_fails_behind_rewards_that_fail_hides_nothing(unsaved, caplog):
-    def rescue(*_):
-        raise unsaved("there is no room")
-
-    ppo, saver = SimpleNamespace(progress=Progress(3), actor=Mock()), SimpleNamespace(rescue=rescue)
-    trainer = object.__new__(Trainer)
-    with pytest.raises(RewardError, match="nobody answers"), trainer._rescued(ppo, saver, 4):
-        raise RewardError("nobody answers")
-    assert "step 4 could not be saved: there is no room" in caplog.text
-    # The step that was left is not half saved by another way: its prompts are drawn already.
-    with pytest.raises(unsaved), trainer._rescued(ppo, saver, 4):
-        raise StepLeft
-
-
-@pytest.mark.parametrize("failure", [RewardError, JudgeError, AgentError])
-@pytest.mark.parametrize("where", ["step", "validation"])
-def test_the_steps_so_far_are_saved_where_answers_or_rewards_fail(failure, where, monkeypatch):
-    """Of a step and of the validation behind one: neither has moved a weight before it fails."""
-
-    def failing(*_):
-        raise failure("nobody answers")
-
-    made = (lambda step: SimpleNamespace(metrics={})) if where == "validation" else failing
-    ppo = SimpleNamespace(progress=Progress(3), step=made, rewards=SimpleNamespace(has_validation=True))
-    best = SimpleNamespace(stalled=lambda: "")
-    saved: list[tuple[int, Progress]] = []
-    saver = SimpleNamespace(
-        last_step=2, best=best, due=lambda *_: False, overdue=lambda _: False, on_wait=lambda: None,
-        rescue=lambda *state: saved.append(state),
-    )  # fmt: skip
-    monkeypatch.setattr(Trainer, "_make", lambda trainer, ppo, step: dict(ppo.step(step).metrics))
-    monkeypatch.setattr(Trainer, "_validate", failing)
-    trainer = object.__new__(Trainer)
-    trainer.config = load_config(["trainer.test_freq=1", "trainer.val_before_train=False"]).config
-    trainer.plan, trainer._stop = SimpleNamespace(total_steps=9, steps_per_epoch=9), Stop()
-    trainer.num_steps, trainer._owes_validation, trainer.watchers = 4, False, Watchers()
-    with pytest.raises(failure):
-        trainer._fit(ppo, saver)
-    assert saved == [(4 if where == "step" else 5, ppo.progress)]
 
 
 def test_a_baseline_is_shaped_as_the_rewards_that_it_is_taken_off(make, tmp_path):

@@ -18,7 +18,7 @@ from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record
 from rltrain.run.checkpoints.resume import Start, find_start
-from rltrain.run.checkpoints.room import check_room, checkpoint_bytes, steps_saved, superfluous
+from rltrain.run.checkpoints.room import check_room, checkpoint_bytes, superfluous
 from rltrain.trainer.progress import Progress
 from tests.trainer.saves import GRPO, after_sleeps, saver_of
 
@@ -188,20 +188,6 @@ def test_storage_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, cap
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "first", "total", "steps"),
-    [
-        (["trainer.save_freq=2"], 3, 6, [4, 6]),
-        (["trainer.save_freq=2", "trainer.save_at_end=False"], 0, 5, [2, 4]),
-        (["trainer.save_freq=epoch"], 0, 7, [3, 6, 7]),
-        ([], 0, 5, [5]),
-        ([], 5, 5, []),
-    ],
-)
-def test_the_steps_that_will_be_saved_are_known(settings, first, total, steps):
-    assert steps_saved(load_config(settings).config.trainer, first, total, 3) == steps
 
 
 def test_what_a_checkpoint_takes_follows_from_the_weights():

@@ -21,8 +21,7 @@ from rltrain.run.checkpoints.saver import Saver
 from tests import local
 from tests.tiny import save_tiny_biased_moe, small_run, write_arithmetic
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
-from tests.trainer.steps import ACTOR, CORRECTION, GAE, numbers_of
-from tests.trainer.test_router_replay import save_moe
+from tests.trainer.steps import ACTOR, CORRECTION, GAE, numbers_of, save_moe
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -82,7 +81,8 @@ RUNS = {
     ),
     "pictures, critic": ({**PICTURES, **GAE, **OFF_POLICY}, "critic/vf_loss"),
 }  # fmt: skip
-ALWAYS = [*(each for each in list(RUNS)[:5] if "pictures" not in each), "experts of the engine", "experts with a bias"]
+ALWAYS = [*(each for each in list(RUNS)[:5] if "pictures" not in each), "adapters, critic", "pictures, critic"]
+ALWAYS += ["experts of the engine", "experts with a bias"]
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:

@@ -215,24 +215,6 @@ def test_a_run_ends_although_a_tracker_hangs_at_exit(tmp_path):
     assert process.returncode == 2
 
 
-def test_volcengine_is_called_as_its_documentation_says(tmp_path, monkeypatch):
-    calls = []
-    package, module = types.ModuleType("volcengine_ml_platform"), types.ModuleType("volcengine_ml_platform.wandb")
-    package.init, package.wandb = lambda **given: calls.append(given), module
-    module.init = module.log = lambda *given, **named: calls.append((*given, *named.items()))
-    module.finish, module.Table = lambda: calls.append("finish"), lambda columns, data: (columns, data)
-    account = {"ak": "VOLC_ACCESS_KEY_ID", "sk": "VOLC_SECRET_ACCESS_KEY", "region": "MLP_TRACKING_REGION"}
-    for name in (package, module):
-        monkeypatch.setitem(sys.modules, name.__name__, name)
-    for name in account.values():
-        monkeypatch.setenv(name, name)
-    sink = TRACKERS["vemlp_wandb"](RunInfo("p", "n", {}, tmp_path))
-    sink.log(1, {"x": 1.0})
-    sink.finish({"y": 2.0}, False)
-    begun = (("project", "p"), ("name", "n"), ("config", {}))
-    assert calls == [account, begun, ({"x": 1.0}, ("step", 1)), ({"y": 2.0},), "finish"]
-
-
 class StandInOfWandb(types.ModuleType):
     """wandb as far as a run uses it. ``refuses``: which call raises, as wandb does without its server."""
 
@@ -290,12 +272,15 @@ def test_a_resumed_run_goes_online_once_its_earlier_steps_are_sent(tmp_path, mon
     assert wandb.modes == [mode, None]  # another run need not wait
 
 
+NETRC = "machine wandb.example login user password key\n"
+
+
 @pytest.mark.parametrize(
     ("mode", "key", "netrc", "lacks"),
     [
         ("online", None, "", True),
         ("online", "key", "", False),
-        ("online", None, "machine wandb.example login user password key\n", False),
+        ("online", None, NETRC, False),
         ("offline", None, "", False),
     ],
 )

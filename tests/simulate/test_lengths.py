@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from rltrain.base.errors import ConfigError, DataError
+from rltrain.base.errors import ConfigError
 from rltrain.run.seconds.lengths import read_lengths
 
 
@@ -43,8 +43,3 @@ def test_a_run_cuts_what_is_longer():
 def test_lengths_of_no_form_are_refused_with_the_form(text, told):
     with pytest.raises(ConfigError, match=told):
         read_lengths(text)
-
-
-def test_a_folder_without_samples_is_refused(tmp_path):
-    with pytest.raises(DataError, match="has kept no answers"):
-        read_lengths(str(tmp_path))

@@ -91,19 +91,6 @@ def test_alone_no_reward_moves_the_policy_and_no_critic_is_made(process_group, t
     assert torch.equal(*moved)
 
 
-def test_beside_rewards_both_are_learnt_from(process_group, twisted_trainer, teacher):
-    moved = []
-    for coef in (0.0, 1.0):
-        made = twisted_trainer(
-            **NO_KL, distillation__enabled=True,
-            **{TEACHER: teacher, MODE: "reverse_kl", DISTILLATION + "distillation_loss_coef": coef},
-        )  # fmt: skip
-        metrics = made.step(1).metrics
-        assert {"actor/pg_loss", "distillation/loss", "critic/advantages/mean"} <= metrics.keys()
-        moved.append(actor_weights(made))
-    assert distance(*moved) > 1e-4
-
-
 @pytest.mark.parametrize("mode", ["reverse_kl", "k3"])
 def test_alone_no_pass_is_made_for_old_log_probs_that_nobody_reads(taught, mode):
     """Of two mini-batches the second too; entropy and the gap to the engine are the update's own."""

@@ -60,6 +60,8 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
         metrics = [numbers_of(trainer.step(step).metrics) for step in (1, 2)]
         assert torch.equal(frozen_of(policy), frozen)
         found.append((moved.by_role(), metrics))
+    if "algorithm__use_kl_in_reward" in VARIANTS[variant]:  # the reference has no adapters, so the policy has left it
+        assert found[0][1][1]["actor/reward_kl_penalty"] > 1e-6
     assert all(float(moved.norm()) > 0.02 for moved in found[0][0]), "the steps must do something"
     for moved, metrics in found[1:]:
         for mine, theirs in zip(found[0][0], moved, strict=True):

@@ -15,6 +15,8 @@ if not importlib.util.find_spec("torchvision"):
 from rltrain.config.load import load_config
 from rltrain.models.vision import tower
 from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.report.archive import _job
+from rltrain.run.report.sample_writer import SampleWriter
 from rltrain.trainer.plan import ImageSizes
 from tests.distance import distance
 from tests.local import local_trainer
@@ -106,6 +108,16 @@ def test_the_driver_knows_what_images_cost(make, family):
     assert [images.most_images, images.most_rows] == [2, store.image_rows.max()]
     pixels = [store.encoded(i).images for i in range(len(store))]
     assert images.mean_bytes == pytest.approx(sum(array.nbytes for array in pixels if array) / len(store))
+
+
+def test_kept_answers_say_where_the_pictures_are(make, picture_files):
+    trainer = make("qwen2_5_vl")
+    data, samples = trainer.data, trainer.actor.generate(trainer.experience_task())[0]
+    samples.update({name: np.zeros(16) for name in ("score", "reward", "reward_failed")})
+    writer = SampleWriter(data.rows, data.prompts, data.encoder.backend, lambda reference: reference)
+    table = writer.columns(_job("train", 1, samples, np.arange(3), 4, most=1))
+    assert table["num_images"] == [0, 1, 2]
+    assert table["images"] == [None, *(f"{str(picture_files[0])!r} row {row}" for row in (1, 2))]
 
 
 REFUSED = {

@@ -6,18 +6,19 @@ import glob
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rltrain.base.clock import SYSTEM
 from rltrain.base.errors import DataError, StorageError, unwritten
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")
 TRIED_S, PAUSE_S = 5.0, 0.5
+clock = SYSTEM
 
 
 def patiently(path: Path, read: Callable[[], T]) -> T:
@@ -36,14 +37,14 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
             if error.errno is None:  # no word of the system: a library has read something that it cannot use
                 raise
             # Counted from the first failure, as reading itself may take long.
-            deadline = deadline or time.monotonic() + TRIED_S
-            if time.monotonic() > deadline:
+            deadline = deadline or clock.monotonic() + TRIED_S
+            if clock.monotonic() > deadline:
                 raise StorageError(
                     f"{path} cannot be read: {error.strerror or error}. That is no damage to pass over: see to the "
                     "storage (or its permissions) and run the same command again. If a file of a checkpoint is lost "
                     "for good, move the checkpoint's folder away."
                 ) from error
-        time.sleep(PAUSE_S)
+        clock.sleep(PAUSE_S)
 
 
 def matching(name: str) -> list[Path]:

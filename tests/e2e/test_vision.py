@@ -31,7 +31,7 @@ RUNS = {
     "vllm": ("qwen2_5_vl", {R + "name": "vllm", R + "engine_kwargs__vllm__block_size": 32}),
 }
 # Of the others every run has a part: tests/models/test_vision_text.py and tests/trainer/test_vision_steps.py texts and
-# adapters, tests/workers/test_engine_images.py vLLM, tests/trainer/test_vision_resume.py what is resumed.
+# adapters, tests/workers/test_engine_images.py vLLM, tests/trainer/test_resume.py what is resumed.
 ALWAYS = "pictures, a critic, two processes"
 # vLLM starts in half a minute, and a checkpoint does not depend on the engine.
 RESUMED = [name for name in RUNS if name not in ("vllm", ALWAYS)]

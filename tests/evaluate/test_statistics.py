@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rltrain.tools.evaluate.statistics import (
-    Figure,
     average,
     draws_of,
     figures,
@@ -44,26 +43,6 @@ def test_the_majority_of_all_answers_is_exact_and_ties_are_shared():
     assert majority_of(values, votes, [4])[4] == pytest.approx([0, 0.5, 1 / 3])
 
 
-def test_the_majority_of_fewer_answers_is_that_of_their_subsets():
-    votes = np.array([["4", "4", "4", "5", "6", "6"]], dtype=object)
-    values = np.array([[1, 1, 1, 0, 0, 0]], dtype=float)
-
-    def of(subset):
-        texts = [votes[0, place] for place in subset]
-        most = max(texts.count(text) for text in texts)
-        winners = {text for text in texts if texts.count(text) == most}
-        return ("4" in winners) / len(winners)
-
-    for k, found in majority_of(values, votes, [1, 2, 4]).items():
-        assert found[0] == pytest.approx(np.mean([of(subset) for subset in combinations(range(6), k)]), abs=0.06)
-
-
-def test_equal_calls_give_equal_draws_and_sources_are_drawn_apart():
-    columns = np.random.default_rng(0).normal(size=(30, 2))
-    assert np.array_equal(draws_of(columns, "a"), draws_of(columns, "a"))
-    assert np.corrcoef(draws_of(columns, "a")[:, 0], draws_of(columns, "b")[:, 0])[0, 1] == pytest.approx(0, abs=0.1)
-
-
 def test_the_average_gives_every_source_the_same_weight_and_takes_what_all_have():
     columns = {"a": {"avg": np.zeros(40), "maj": np.zeros(40)}, "b": {"avg": np.arange(10) % 2 * 1.0}}
     draws = [
@@ -75,13 +54,6 @@ def test_the_average_gives_every_source_the_same_weight_and_takes_what_all_have(
     assert found["avg"].value == 0.25
     alone = figures(columns["b"], draws[1])["avg"]
     assert (found["avg"].low, found["avg"].high) == pytest.approx((alone.low / 2, alone.high / 2))
-
-
-def test_a_source_without_any_score_has_no_figure():
-    values = np.full((3, 1), NAN)
-    found = figures({"avg": values[:, 0]}, {"avg": draws_of(values, "a")[:, 0]})["avg"]
-    assert isinstance(found, Figure)
-    assert np.isnan([found.value, found.low, found.high]).all()
 
 
 def test_intervals_hold_the_truth_in_about_95_of_100_evaluations():

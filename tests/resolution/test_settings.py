@@ -11,7 +11,6 @@ if not importlib.util.find_spec("torchvision"):
 
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.data_preprocess import rectangles
-from rltrain.tools.evaluate.request import NAMES
 from rltrain.tools.resolution.__main__ import main
 from rltrain.tools.resolution.request import Bounds, read_search
 from rltrain.tools.resolution.settings import MIN_PROMPTS, find_settings
@@ -76,23 +75,13 @@ def test_named_bounds_are_combined_and_those_that_change_no_image_are_left_out(m
     [
         (["data=a.parquet"], "data=a.parquet: dev=FILES is searched on"),
         (["max_pixels=10,many"], "max_pixels=10,many: 'many' is not a whole number"),
-        (["min_pixels=0"], "min_pixels=0: it must be at least 1"),
         (["average=a,b", "out=c"], "average=a,b and model= contradict each other"),
-        (["average=a"], "average=a: there is nothing to average"),
         (["average=a,b"], "average=a,b needs out=FOLDER"),
     ],
 )
 def test_words_that_mean_nothing_are_told(more, message, model, files, capfd):
     assert main(words(model, files, *more)) == 2
     assert message in capfd.readouterr().err
-
-
-def test_the_short_names_of_evaluate_are_known(model, files):
-    short = [f"{name}=1" for name in NAMES if name not in ("model", "data", "out")]
-    request = read_search(words(model, files, *short), [], [])
-    assert {word for word in request.base.words if "val_kwargs" in word} == {
-        f"actor_rollout_ref.rollout.val_kwargs.{word}" for word in short
-    }
 
 
 def test_what_is_not_given_is_named_in_one_go(capfd):

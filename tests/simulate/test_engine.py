@@ -38,22 +38,6 @@ def test_a_step_takes_the_longer_of_reading_and_computing_and_a_fixed_time():
     assert speed.prefill_s(4) == 4 * 3 + 4**2 / 2
 
 
-def test_more_rows_read_more_experts():
-    speed = EngineSpeed(**STEADY | {"expert_bytes": 8.0, "idle_share": 0.5})
-    assert [speed.decode_s(rows, 0) for rows in (0, 1, 2, 100)] == pytest.approx([1, 1 + 4, 1 + 6, 1 + 8])
-
-
-def test_a_prompt_is_computed_once_for_its_answers():
-    alone = answered([[1], [1]], prompt=10, flops_per_token=1.0)
-    together = answered([[1, 1]], prompt=10, flops_per_token=1.0)
-    assert alone.seconds - together.seconds == pytest.approx(10)
-
-
-def test_an_answer_waits_for_a_row():
-    generation = answered([2, 3], max_rows=1)
-    assert generation.ended_s.ravel().tolist() == [2, 5]
-
-
 def test_the_replica_that_is_free_first_takes_the_next_prompt():
     generation = answered([4, 1, 1, 1], replicas=2, max_rows=1)
     assert generation.ended_s.ravel().tolist() == [4, 1, 2, 3]
@@ -72,39 +56,12 @@ def test_a_full_cache_makes_answers_wait_and_computes_their_tokens_again():
     assert computed == pytest.approx(9 + (2 + 2 + 2 + 3) * 0.01)
 
 
-def test_an_answer_that_left_a_full_cache_goes_on_before_later_ones():
-    # The third leaves after 1 token and the second after 3. Behind the first both come back, until the cache is full.
-    assert answered([6, 6, 6], prompt=2, cache_tokens=10).ended_s.ravel().tolist() == [6, 9, 13]
-
-
-def test_an_answer_enters_a_cache_only_where_its_prompt_has_room():
-    generation = answered([3, 3], prompt=6, cache_tokens=10)
-    assert generation.ended_s.ravel().tolist() == [3, 6]
-    assert (generation.put_back, generation.most_waiting) == (0, 1)
-
-
 def test_an_answer_without_room_is_an_error_and_no_endless_loop():
     with pytest.raises(ValueError, match="one answer of 12 tokens has no room in a cache of 10"):
         answered([10], prompt=2, cache_tokens=10)
-
-
-def test_one_long_answer_is_the_tail():
-    generation = answered([10] * 9 + [100], max_rows=16)
-    assert generation.seconds == 100
-    # The 90th percentile lies a tenth of the way from 10 to 100.
-    assert generation.tail_s == pytest.approx(100 - 19)
 
 
 def test_a_step_that_has_enough_stops():
     generation = answered([2, 50, 3], enough=2)
     assert generation.seconds == 3
     assert np.isnan(generation.ended_s.ravel()).tolist() == [False, True, False]
-
-
-def test_all_answers_end_whatever_the_cache_holds():
-    lengths = np.random.default_rng(0).integers(1, 60, (24, 4))
-    unbounded = answered(lengths, replicas=3, max_rows=16)
-    tight = answered(lengths, replicas=3, max_rows=16, cache_tokens=80)
-    assert not np.isnan(tight.ended_s).any()
-    assert tight.seconds > unbounded.seconds
-    assert tight.put_back

@@ -4,7 +4,9 @@ import numpy as np
 import torch
 
 from rltrain.algorithms import policy_losses
+from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
+from tests.tiny import save_tiny_moe
 
 ESTIMATOR, LOSS = "algorithm__adv_estimator", "actor_rollout_ref__actor__policy_loss__loss_mode"
 
@@ -145,3 +147,19 @@ def with_failures(trainer, *samples: int, acc: float | None = None) -> None:
         return columns
 
     trainer.pool.score = failing
+
+
+LAYERS, EXPERTS, CHOSEN = 3, 8, 2
+
+
+def save_moe(folder, **changes):
+    own = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "head_dim": 16}
+    own |= {"norm_topk_prob": True, "initializer_range": 0.4, "tie_word_embeddings": False}
+    return save_tiny_moe(folder, **own | changes)
+
+
+def generated(trainer) -> tuple[list, list, dict]:
+    """Tokens and mask of each answer to the first prompts, their texts, and the numbers of each."""
+    batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
+    rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
+    return [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)], texts, numbers.per_sample

@@ -1,28 +1,23 @@
 """The checkpoint that is best by a validation stays; a run without progress ends (`trainer.keep_best`, `patience`)."""
 
 import json
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from rltrain.base.errors import ConfigError
-from rltrain.base.stop import Stop
 from rltrain.config.load import load_config
-from rltrain.config.notes import without_effect
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.earlier import owes_validation
-from rltrain.run.fit import Trainer
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.trackers import RunInfo
 from rltrain.run.report.tracking import Tracker
-from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.metrics import Answered
 from rltrain.trainer.plan import make_plan
-from tests.tiny import small_run
+from tests.trainer.saves import fit, saver_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
 METRIC = "val-core/x/acc/mean@1"
@@ -49,16 +44,12 @@ def test_the_first_of_equal_checkpoints_is_the_best():
 
 
 @pytest.mark.parametrize(("of", "values"), [("run", {3: 0.9, 4: 0.2}), ("other", {})])
-def test_the_best_of_a_run_is_none_of_what_an_earlier_one_has_left_in_its_folder(tmp_path, of, values):
-    folder = RunFolder(str(tmp_path / "run"))
+def test_the_best_of_a_run_is_none_of_what_an_earlier_one_has_left_in_its_folder(folder, of, values):
     lines = [json.dumps({"step": step, METRIC: value}) for step, value in ((3, 0.9), (4, 0.2), (6, 0.1))]
     (folder.path / "metrics.jsonl").write_text("\n".join(lines))
-    cfg = load_config([f"trainer.keep_best={METRIC}", "trainer.patience=1"]).config
-    saver = Saver(cfg, folder, None, None, "", 1000, 1000)
-    saver._roles = {}
-    saver.load(Start(4, folder=tmp_path / of / "global_step_4"))
+    saver, _ = saver_of(folder, f"trainer.keep_best={METRIC}", "trainer.patience=1")
+    saver.load(Start(4, folder=folder.path.with_name(of) / "global_step_4"))
     assert saver.best.values == values
-    folder.release()
 
 
 def test_patience_counts_validations_since_the_best():
@@ -76,30 +67,15 @@ def test_a_metric_that_no_validation_finds_is_told_with_those_it_does():
         best_of().observe(3, {"val-core/y/acc/mean@1": 0.1, "timing_s/testing": 3.0})
 
 
-def test_a_torn_line_is_no_validation(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step, METRIC: step / 10}) for step in (1, 2, 3)]
-    file.write_text("\n".join([*lines, '{"step": 2, "val']))
-    cfg = load_config([f"trainer.keep_best={METRIC}"]).config.trainer
-    assert Best(cfg, file, 2).values == {1: 0.1, 2: 0.2}
-    assert Best(cfg, file, 0).values == {}
-
-
-def test_patience_needs_a_metric(tiny_model, arithmetic_files, tmp_path):
-    loaded = load_config(small_run(tiny_model, arithmetic_files, tmp_path, trainer__patience=3))
-    (note,) = [note for note in without_effect(loaded) if "patience" in note]
-    assert "trainer.keep_best names no metric" in note
-
-
 @pytest.fixture
 def run(tiny_trainer, tmp_path):
     """run(found, **changes) -> (whether it got to its end, its steps, its checkpoints), in one folder."""
 
     def run(found, **changes):
         ppo = tiny_trainer(**(KEYS | changes))
-        cfg, folder = ppo.cfg, RunFolder(str(tmp_path / "run"))
-        start = find_start(cfg, folder, "rows:1")
-        saver = Saver(cfg, folder, ppo.actor, ppo.critic, "rows:1", 1, 1)
+        folder = RunFolder(str(tmp_path / "run"))
+        start = find_start(ppo.cfg, folder, "rows:1")
+        saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 1, 1)
         saver.load(start)
         ppo.restore(start.progress, start.folder)
         run.validated = []
@@ -107,8 +83,7 @@ def run(tiny_trainer, tmp_path):
             run.validated.append(step) or Answered(step, {METRIC: found[step]}, None, 1)
         )
         with Tracker(["console"], RunInfo("p", "e", {}, folder.path, start.step), 8) as tracker:
-            trainer = Trainer(cfg, ppo.plan, folder, Stop(), start.step, ExitStack(), ppo, saver, Watchers(tracker))
-            ended = trainer.fit()
+            ended = fit(ppo, folder, saver, tracker, start.step)
         folder.release()
         return ended, [line["step"] for line in read_metrics(folder.path)], folder.steps()
 
@@ -117,8 +92,7 @@ def run(tiny_trainer, tmp_path):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("freq", "before", "validated"),
-    [(-1, True, [0, 3]), (0, True, [0, 3]), (-1, False, []), (2, True, [0, 2, 3]), (2, False, [2, 3])],
+    ("freq", "before", "validated"), [(-1, True, [0, 3]), (-1, False, []), (2, True, [0, 2, 3]), (2, False, [2, 3])]
 )
 def test_a_validation_before_training_has_one_after_it(run, freq, before, validated):
     found = dict.fromkeys(validated, 0.5)  # any other step is a KeyError

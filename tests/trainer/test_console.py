@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console as Screen
 
 from rltrain.base import logs
-from rltrain.run.report.console import Console, validation_lines
+from rltrain.run.report.console import Console
 from rltrain.trainer.timing import StepTimer
 
 STEP = {
@@ -75,11 +75,7 @@ def test_elsewhere_a_step_is_one_line_with_its_time(capsys):
         console.close()
     *validation, step = capsys.readouterr().out.splitlines()
     assert len(validation) == 2
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 3/6  score=0.5547  reward_errors=0.02  kl=0.00123 "
-        r".*step_s=61  left=0:05:00",
-        step,
-    )
+    assert re.fullmatch(r"[\d -:]+ step 3/6  score=0.5547  reward_errors=0.02  kl=0.0.* step_s=61  left=0:05:00", step)
 
 
 def test_without_the_console_steps_are_in_train_log_alone(capsys, tmp_path):
@@ -88,10 +84,3 @@ def test_without_the_console_steps_are_in_train_log_alone(capsys, tmp_path):
         Console(0, 6, shown=False).log(1, STEP)
     assert "step 1/6" not in capsys.readouterr().out
     assert "step 1/6" in (tmp_path / "train.log").read_text()
-
-
-def test_one_line_for_each_source_and_variable():
-    assert validation_lines(VALIDATION) == {
-        "val-core/openai/gsm8k/acc": ["mean@4=0.25", "best@4/mean=0.5"],
-        "val-core/aime24/reward": ["mean@4=0"],
-    }

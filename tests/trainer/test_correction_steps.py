@@ -8,7 +8,6 @@ from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.workers.token_advantages import token_advantages
 from tests.trainer.steps import (
-    ACTOR,
     CORRECTION,
     NO_KL,
     scored,
@@ -60,36 +59,3 @@ def test_bypass_takes_the_ratio_to_the_engine_without_a_pass(make):
     # log r is what the engine is off, which is anything but 0.
     assert metrics["actor/pg_clipfrac"] > 0
     assert metrics["rollout/log_prob_gap/mean"] > 0.05
-
-
-def test_without_correction_the_mismatch_is_only_measured(make):
-    trainer = make()
-    metrics = trainer.step(1).metrics
-    assert metrics["rollout/log_prob_gap/mean"] > 0.05
-    assert metrics["rollout_corr/k3_kl"] > 0
-    # Both ratios of the first mini-batch are 1 whatever the engine said; only the second moves.
-    assert "rollout_corr/rollout_is_mean" not in metrics
-
-
-def test_importance_weights_may_be_divided_by_their_mean(make):
-    one_step = {ACTOR + "ppo_mini_batch_size": 4, CORRECTION + "rollout_is": "token", **NO_KL}
-    plain = make(**one_step).step(1).metrics
-    divided = make(**one_step, **{CORRECTION + "rollout_is_batch_normalize": True}).step(1).metrics
-    mean = plain["rollout_corr/rollout_is_mean"]
-    assert abs(mean - 1) > 1e-3
-    assert divided["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"] / mean, rel=1e-4)
-
-
-def test_rejection_under_bypass_is_seen(make):
-    metrics = (
-        make(
-            **{
-                CORRECTION + "bypass_mode": True,
-                CORRECTION + "rollout_rs": "token_k1",
-                CORRECTION + "rollout_rs_threshold": "1.1",
-            }
-        )
-        .step(1)
-        .metrics
-    )
-    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1

@@ -6,13 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rltrain.base.columns import names as c
-from rltrain.config.load import load_config
-from rltrain.config.step_passes import make_step_passes
 from rltrain.controller.samples import assemble
-from rltrain.models.weights import shard
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
-from tests.tiny import save_tiny_model, small_run
+from tests.tiny import save_tiny_model
 from tests.trainer.steps import ACTOR, DISTILLATION, ESTIMATOR, NO_KL, ONE_STEP, TEACHER, actor_weights
 
 ALONE = {"distillation__enabled": True, DISTILLATION + "use_task_rewards": False, **NO_KL}
@@ -84,25 +81,6 @@ def test_an_estimate_has_a_pass_that_reads_the_teacher(taught, teacher):
     assert trainer.plan.passes.describe(1) == "gen, reward, teacher, adv, update_actor"
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "changes",
-    [{MODE: "reverse_kl"}, {MODE: "forward_kl", "actor_rollout_ref__model__lora_rank": 8, ACTOR + "optim__lr": 2e-2}],
-    ids=["weights", "adapters"],
-)
-def test_the_policy_comes_nearer_to_its_teacher(taught, changes):
-    trainer = taught(**changes, **{ACTOR + "optim__eps": 1e-8}, trainer__total_training_steps=6)
-    losses = [trainer.step(step).metrics["distillation/loss"] for step in range(1, 7)]
-    assert sum(losses[-2:]) < 0.8 * sum(losses[:2])
-
-
-def test_a_teacher_that_is_the_policy_teaches_nothing(taught, tiny_model):
-    trainer = taught(**{MODE: "reverse_kl", TEACHER: tiny_model, **ONE_STEP})
-    metrics = trainer.step(1).metrics
-    assert metrics["distillation/loss"] == 0
-    assert metrics["actor/grad_norm"] < 1e-5
-
-
 def test_alone_no_reward_moves_the_policy_and_no_critic_is_made(process_group, twisted_trainer, teacher):
     changes, moved = {**ALONE, TEACHER: teacher, MODE: "forward_kl", ESTIMATOR: "gae"}, []
     for sign in (1.0, -1.0):
@@ -111,27 +89,6 @@ def test_alone_no_reward_moves_the_policy_and_no_critic_is_made(process_group, t
         assert "critic/advantages/mean" not in made.step(1).metrics
         moved.append(actor_weights(made))
     assert torch.equal(*moved)
-
-
-def test_beside_rewards_both_are_learnt_from(process_group, twisted_trainer, teacher):
-    moved = []
-    for coef in (0.0, 1.0):
-        made = twisted_trainer(
-            **NO_KL, distillation__enabled=True,
-            **{TEACHER: teacher, MODE: "reverse_kl", DISTILLATION + "distillation_loss_coef": coef},
-        )  # fmt: skip
-        metrics = made.step(1).metrics
-        assert {"actor/pg_loss", "distillation/loss", "critic/advantages/mean"} <= metrics.keys()
-        moved.append(actor_weights(made))
-    assert distance(*moved) > 1e-4
-
-
-def test_the_teachers_head_is_given_back_after_the_update(taught):
-    trainer = taught(**{MODE: "reverse_kl"})
-    trainer.step(1)
-    model = trainer.worker.actor.frozen.models["teacher"]
-    assert all(hasattr(weight, "full_tensor") for weight in model.parameters())
-    shard.reshard(model)
 
 
 @pytest.mark.parametrize("mode", ["reverse_kl", "k3"])
@@ -147,26 +104,3 @@ def test_alone_no_pass_is_made_for_old_log_probs_that_nobody_reads(taught, mode)
     assert "timing_s/old_log_prob" in with_pass
     assert torch.equal(*moved)
     assert {"actor/entropy", "rollout/log_prob_gap/mean"} <= without.keys()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {MODE: "k1", DISTILLATION + "use_policy_gradient": True},
-        {MODE: "reverse_kl", ACTOR + "use_kl_loss": True, ACTOR + "use_bias_correction_kl": True},
-    ],
-    ids=["cost", "unbiased kl"],
-)
-def test_alone_the_pass_is_made_where_the_ratio_is_read(taught, changes):
-    assert "timing_s/old_log_prob" in taught(**changes).step(1).metrics
-
-
-def test_alone_the_pass_is_made_whose_choice_of_experts_is_replayed(tmp_path):
-    files = tmp_path / "train.parquet", tmp_path / "test.parquet"
-    keys = {**ALONE, TEACHER: tmp_path, MODE: "reverse_kl"}
-    made = {}
-    for replay in ("disabled", "R2"):
-        words = small_run(tmp_path, files, tmp_path, **keys, **{ACTOR + "router_replay__mode": replay})
-        made[replay] = make_step_passes(load_config(words).config)
-    assert not made["disabled"].makes("old_log_prob", 2)
-    assert made["R2"].makes("old_log_prob", 2)

@@ -33,10 +33,9 @@ def leaking():
     process.communicate()
 
 
-def test_memory_that_a_process_leaks_is_seen_every_ten_steps(leaking, monkeypatch):
+def test_memory_that_a_process_leaks_is_seen_every_ten_steps(leaking, clock):
     pid, leak = leaking
-    monkeypatch.setattr("rltrain.run.watchers.drift.time.monotonic", lambda: 1000.0)
-    drift = Drift(lambda: lambda: [{"drift/scorer_gb": own_memory_gb(pid)}])
+    drift = Drift(lambda: lambda: [{"drift/scorer_gb": own_memory_gb(pid)}], clock)
     seen = []
     for step in range(1, 52):
         drift.before_step(step)
@@ -50,12 +49,11 @@ def test_memory_that_a_process_leaks_is_seen_every_ten_steps(leaking, monkeypatc
     assert all(later - earlier > 0.9 * 30 / 1024 for earlier, later in pairwise(seen)), seen
 
 
-def test_slow_steps_are_measured_once_a_minute(monkeypatch):
-    clock = iter(range(0, 40 * 25, 25))
-    monkeypatch.setattr("rltrain.run.watchers.drift.time.monotonic", lambda: 1000 + next(clock))
-    drift = Drift(lambda: list)
+def test_slow_steps_are_measured_once_a_minute(clock):
+    drift = Drift(lambda: list, clock)
     measured = []
     for step in range(1, 9):
+        clock.advance(25.0)
         drift.before_step(step)
         if drift.on_step(Answered(step, {}, None, 1)):
             measured.append(step)

@@ -6,14 +6,12 @@ import os
 
 import pytest
 
-from rltrain.base.errors import DataError, DiskError, StorageError
+from rltrain.base.errors import DiskError, StorageError
 from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.earlier import set_aside
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.tracking import JsonLines
-from rltrain.run.report.view import read_samples
-from rltrain.tools.collect import collect
 
 OF_A_RUN = (
     "plan.json",
@@ -79,40 +77,26 @@ def test_a_run_that_goes_on_moves_what_is_of_later_steps_aside(run, caplog):
     set_aside(TrainerConfig(), run, 2)
     assert contents(run) == after
     assert not caplog.text, "nothing is said where nothing is made again"
+    set_aside(TrainerConfig(), run, 2, validates=True)
+    assert (run / "earlier_2" / "samples" / "val_000002.parquet").exists(), "the validation is made again"
 
 
-def test_a_validation_that_is_made_again_keeps_the_answers_of_the_first(run):
-    set_aside(TrainerConfig(), run, 3, validates=True)
-    assert sorted(os.listdir(run / "earlier_1" / "samples")) == ["val_000003.parquet"]
-    assert (run / "samples" / "train_000003.parquet").exists()
-
-
-@pytest.mark.parametrize(
-    ("step", "train", "val"), [(0, ["1", "2", "3"], ["0", "2"]), (2, ["3"], None), (3, None, None)]
-)
-def test_answers_in_verls_format_are_moved_aside(tmp_path, step, train, val):
-    given = {"train": (1, 2, 3), "val": (0, 2)}
-    for split, steps in given.items():
-        for name in [*map(str, steps), "of_others"]:
-            (tmp_path / split).mkdir(exist_ok=True)
+def test_answers_in_verls_format_are_moved_aside(tmp_path):
+    given = {"train": ["1", "2", "3", "of_others"], "val": ["0", "2"]}
+    for split, names in given.items():
+        (tmp_path / split).mkdir()
+        for name in names:
             (tmp_path / split / f"{name}.jsonl").write_text(f"{split} {name}")
     keys = [f"trainer.rollout_data_dir={tmp_path}/train", f"trainer.validation_data_dir={tmp_path}/val"]
     config = load_config([*keys, "data.val_files=v.parquet"]).config
     (tmp_path / "run").mkdir()
-    before = {split: set(contents(tmp_path / split).values()) for split in given}
-    set_aside(config.trainer, tmp_path / "run", step)
-    for split, moved in (("train", train), ("val", val)):
-        assert set(contents(tmp_path / split).values()) == before[split], "nothing is lost"
-        aside = tmp_path / split / "earlier_1"
-        names = sorted(os.listdir(aside)) if aside.exists() else None
-        assert names == (moved and [f"{each}.jsonl" for each in moved])
-
-
-def test_an_empty_folder_stays_so(tmp_path):
-    for step in (0, 2):
-        set_aside(TrainerConfig(), tmp_path, step)
-    assert [path.name for path in tmp_path.iterdir() if path.stat().st_size] == []
-    assert read_metrics(tmp_path) == []
+    before = sorted(filter(None, contents(tmp_path).values()))
+    for step, aside in ((2, "earlier_1"), (0, "earlier_2")):
+        set_aside(config.trainer, tmp_path / "run", step)
+        assert sorted(filter(None, contents(tmp_path).values())) == before, "nothing is lost"
+        moved = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob(f"*/{aside}/*.jsonl"))
+        names = {2: ["train/earlier_1/3"], 0: ["train/earlier_2/1", "train/earlier_2/2", "val/earlier_1/0"]}[step]
+        assert [name.removesuffix(".jsonl") for name in moved] == [name for name in names if aside in name]
 
 
 @pytest.mark.parametrize(("step", "number", "kind"), [(0, 13, DiskError), (2, 5, StorageError)])
@@ -126,10 +110,3 @@ def test_what_cannot_be_moved_ends_the_start_and_stays(run, step, number, kind, 
     with pytest.raises(kind, match=rf"{run} cannot be written: .*{os.strerror(number)}.*run/"):
         set_aside(TrainerConfig(), run, step)
     assert contents(run) == before
-
-
-def test_what_was_moved_aside_is_read_and_collected_as_a_run_is(run, tmp_path):
-    set_aside(TrainerConfig(), run, 0)
-    with pytest.raises(DataError, match=r"Near it: 1, 2, 3"):
-        read_samples(run / "earlier_1", step=9)
-    assert "earlier_1/metrics.jsonl" in collect(run, tmp_path / "report.zip")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tiny_families import CALLING, ROOM, calls_of, measured, save_calling_family
+from tests.tiny_families import CALLING, ROOM, measured, save_calling_family
 from tests.tiny_tools import tool_run
 
 FAMILIES = [pytest.param(name, marks=[] if of.is_fast else pytest.mark.long) for name, of in CALLING.items()]
@@ -17,11 +17,3 @@ def test_log_probs_masks_and_contexts_of_several_turns(process_group, tiny_train
     assert of.most_turns > 2
     assert of.num_contexts > 20
     assert of.gap < calling.most
-
-
-def test_every_format_is_that_of_a_family():
-    from rltrain.data.turns.calls import FORMATS
-    from tests.data.turns.families import FAMILIES as TEMPLATES
-
-    assert {TEMPLATES[of.template][2] for of in CALLING.values()} == set(FORMATS)
-    assert len(calls_of("hermes")) == 30

@@ -13,19 +13,16 @@ from transformers import AutoModelForImageTextToText
 
 from rltrain.base.columns import names as c
 from rltrain.config.load import load_config
-from rltrain.data.images import PromptImages
 from rltrain.models.vision import tower
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.report.sample_writer import _bounded
 from rltrain.run.report.view import one_line
 from rltrain.trainer.plan import ImageSizes
-from rltrain.workers.rollout.conversations import Conversation
-from rltrain.workers.rollout.told import per_turn
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.seeing_tools import CHAT, OWN, TURNS, seeing_run
 from tests.tiny import small_run, write_arithmetic
-from tests.tiny_vision import FAMILIES, IMAGE, save_tiny_vision_model, write_pictures
+from tests.tiny_vision import FAMILIES, IMAGE
 from tests.trainer.steps import ACTOR, Moved, numbers_of, weights
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -34,25 +31,13 @@ R = "actor_rollout_ref__rollout__"
 FEW = {TURNS + "max_assistant_turns": 2, R + "n": 2, "data__max_response_length": 250}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vision")
-    return {family: save_tiny_vision_model(folder / family, family, tied=False) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
-    return write_pictures(folder / "train.parquet", range(24)), write_pictures(folder / "test.parquet", range(24, 30))
-
-
 @pytest.fixture
-def make(models, files, tmp_path):
+def make(vision_models, picture_files, tmp_path):
     """make(family, who, **changes): a trainer whose answers are answered by a tool or an environment of ``OWN``."""
 
     def trainer(family, who, code=OWN, **changes):
         run = seeing_run(tmp_path, family, who, code)
-        return local_trainer(small_run(models[family], files, tmp_path, **run | changes))
+        return local_trainer(small_run(vision_models[family], picture_files, tmp_path, **run | changes))
 
     return trainer
 
@@ -87,7 +72,7 @@ SOMETIMES = [(family, who) for family in FAMILIES for who in ("Room", "Walk") if
 @pytest.mark.parametrize(
     ("family", "who"), [*PLAYED, *(pytest.param(*each, marks=pytest.mark.long) for each in SOMETIMES)]
 )
-def test_log_probs_of_trajectories_with_images_equal_transformers(make, models, family, who):
+def test_log_probs_of_trajectories_with_images_equal_transformers(make, vision_models, family, who):
     trainer = make(family, who)
     batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
     per_sample = numbers.per_sample
@@ -101,7 +86,7 @@ def test_log_probs_of_trajectories_with_images_equal_transformers(make, models, 
         places = np.flatnonzero(answer.numpy() == IMAGE).tolist()
         assert places == (own.places.tolist() if own else [])
         assert not mask[places].any()
-    model = AutoModelForImageTextToText.from_pretrained(models[family], attn_implementation="eager").eval()
+    model = AutoModelForImageTextToText.from_pretrained(vision_models[family], attn_implementation="eager").eval()
     expected = torch.cat(list(expected_log_probs(model, batch)))
     recorded = batch.ragged(c.ROLLOUT_LOG_PROBS).values
     assert distance(recorded, expected) < 1e-5
@@ -147,67 +132,35 @@ def test_tools_may_show_what_no_prompt_does(make, tmp_path):
     assert not all(torch.equal(weights(part), then) for part, then in zip(parts, before, strict=True))
 
 
-def test_where_a_run_takes_none_an_image_is_an_error_text(make):
-    trainer = make("qwen3_vl", "Room", **FEW, **{TURNS + "images": False})
-    batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
-    assert not any(batch[c.OWN_IMAGES])
-    assert numbers.per_sample[c.TOOL_ERRORS].sum() == numbers.per_sample[c.TOOL_CALLS].sum() > 0
-    results = [message["content"] for text in texts for message in text.told["messages"] if message["role"] == "tool"]
-    assert results
-    assert all(result == "Error: the tool returned an image that cannot be shown" for result in results)
-
-
 @pytest.mark.parametrize(
-    ("shown", "words"),
+    ("images", "shown", "words"),
     [
-        ("{'type': 'image', 'bytes': b'\\x89PNG\\r\\n\\x1a\\n' + 40 * b'x'}", "Error: image 1 of "),
-        ("{'type': 'image', 'path': 'no/such.png'}", "Error: ValueError: image 1 of "),
+        (False, "image", "Error: the tool returned an image that cannot be shown"),
+        (True, "{'type': 'image', 'bytes': b'\\x89PNG\\r\\n\\x1a\\n' + 40 * b'x'}", "Error: image 1 of "),
+        (True, "{'type': 'image', 'path': 'no/such.png'}", "Error: ValueError: image 1 of "),
     ],
 )
-def test_an_image_that_cannot_be_read_is_text_for_the_policy(make, shown, words):
+def test_an_image_that_cannot_be_shown_is_text_for_the_policy(make, images, shown, words):
     code = OWN.replace("return [image, ", f"return [{shown}, ")
-    trainer = make("qwen3_vl", "Room", code, **FEW)
-    _, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
+    trainer = make("qwen3_vl", "Room", code, **FEW, **{TURNS + "images": images})
+    batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
     results = [message["content"] for text in texts for message in text.told["messages"] if message["role"] == "tool"]
     assert results
     assert all(result.startswith(words) for result in results)
     assert numbers.per_sample[c.TOOL_ERRORS].sum() == len(results)
+    assert not any(batch[c.OWN_IMAGES])
 
 
-def test_an_image_that_leaves_no_room_ends_the_answer(make):
-    trainer = make("qwen3_vl", "Room", **{"data__max_response_length": 40})
-    batch, _, numbers = trainer.worker.rollout.generate(trainer.experience_task())
-    called = numbers.per_sample[c.TOOL_CALLS] > 0
-    assert (numbers.per_sample[c.TRUNCATED] & called).any()
-    assert all(mask[-1] for mask in batch.ragged(c.RESPONSE_MASK).rows())
-    assert not numbers.per_sample[c.AGENT_FAILED].any()
-
-
-def test_a_template_that_shows_no_image_is_told_before_the_run(models, files, tmp_path):
+def test_what_takes_no_image_is_told_before_the_run(vision_models, tiny_model, picture_files, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "blind.jinja").write_text(CHAT.replace("PLACEHOLDER", ""))
     run = {TURNS + "environment": f"{tmp_path}/own.py:Walk"}
+    cfg = load_config(small_run(tiny_model, picture_files, tmp_path, **run, **{TURNS + "images": True})).config
+    look_at_images(cfg, found := Findings())
+    assert ["it is a model of texts alone" in problem for problem in found.problems] == [True]
     run |= {"actor_rollout_ref__model__custom_chat_template": tmp_path / "blind.jinja"}
     for shown, told in ((True, "problems"), ("null", "notes")):
         run |= {TURNS + "images": shown}
-        cfg = load_config(small_run(models["qwen3_vl"], files, tmp_path, **run)).config
+        cfg = load_config(small_run(vision_models["qwen3_vl"], picture_files, tmp_path, **run)).config
         look_at_images(cfg, found := Findings(images=ImageSizes(most_images=1)))
         assert ["it writes 0 placeholders" in words for words in getattr(found, told)] == [True]
-
-
-def test_a_model_that_sees_nothing_is_refused(tiny_model, files, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    run = {TURNS + "environment": f"{tmp_path}/own.py:Walk", TURNS + "images": True}
-    cfg = load_config(small_run(tiny_model, files, tmp_path, **run)).config
-    look_at_images(cfg, found := Findings())
-    assert ["it is a model of texts alone" in problem for problem in found.problems] == [True]
-
-
-def test_images_of_one_size_are_different_states():
-    def state(colour):
-        one_patch = np.ones(1, dtype=np.int64)
-        images = PromptImages(np.full((1, 4), colour), None, one_patch, one_patch, np.array([1]), None)
-        tokens, mask = np.arange(4, dtype=np.int32), np.array([True, False, False, True])
-        return per_turn([Conversation(0, 0, tokens, tokens, mask, images=images)])[c.TURN_STATES][0][1]
-
-    assert state(0.5) == state(0.5) != state(0.25)

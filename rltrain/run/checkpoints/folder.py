@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
 from rltrain.base.storage import patiently
 from rltrain.run.checkpoints.manifest import find_damage, sync, write_manifest
@@ -101,8 +102,9 @@ class Checkpoints:
 class RunFolder(Checkpoints):
     """``trainer.default_local_dir``. Holding the object holds the lock; the kernel frees it even after kill -9."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, clock: Clock = SYSTEM) -> None:
         super().__init__(path)
+        self._clock = clock
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -161,7 +163,7 @@ class RunFolder(Checkpoints):
             except BlockingIOError:
                 file.seek(0)
                 owner = file.read()
-            now, elsewhere = time.monotonic(), " on " in owner and f" on {socket.gethostname()}," not in owner
+            now, elsewhere = self._clock.monotonic(), " on " in owner and f" on {socket.gethostname()}," not in owner
             if not elsewhere or now > (deadline or math.inf):
                 file.close()
                 raise (StorageError if elsewhere else ConfigError)(_in_use(self.path, owner))
@@ -174,7 +176,7 @@ class RunFolder(Checkpoints):
                     owner,
                     _FREED_S,
                 )
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
 
     def release(self) -> None:
         self._lock.close()
@@ -214,7 +216,7 @@ class RunFolder(Checkpoints):
 
     def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
         """`write_manifest` and `name_it`: from here on the checkpoint exists."""
-        write_manifest(folder, step, digests)
+        write_manifest(folder, step, digests, self._clock)
         return self.name_it(folder, step)
 
     def name_it(self, folder: Path, step: int) -> Path:
@@ -249,7 +251,7 @@ class RunFolder(Checkpoints):
         may_go = self.steps() if goes(self.steps()) else []
         for step in goes([step for step in may_go if self._is_whole(self.step_folder(step))]):
             if (folder := self.step_folder(step)) not in spared:
-                self.pruned_at = time.monotonic()
+                self.pruned_at = self._clock.monotonic()
                 # A kill while it is removed leaves half of it, which must not have the name of a checkpoint.
                 os.rename(folder, self.path / f".tmp_old_{folder.name}_{os.getpid()}")
         sync(self.path)

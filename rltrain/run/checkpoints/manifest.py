@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import xxhash
 
 from rltrain.base.background import heartbeat
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import CheckpointError, DiskError, StorageError
 from rltrain.base.storage import patiently
 from rltrain.models.files.safe import METADATA, read_metadata
@@ -30,7 +30,7 @@ _LARGE_BYTES = 2**22
 _SEEN_S, _POLL_S = 10.0, 0.1
 
 
-def write_manifest(folder: Path, step: int, digests: Mapping[str, str] | None = None) -> None:
+def write_manifest(folder: Path, step: int, digests: Mapping[str, str] | None = None, clock: Clock = SYSTEM) -> None:
     """List the files of a checkpoint in it, and bring all to the disk.
 
     digests: by path, of what was hashed while it was written; other files are small and read here. Raises DiskError
@@ -42,27 +42,25 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, str] | None = 
             "bytes": sync(file),
             _DIGEST: (digests or {}).get(str(file)) or xxhash.xxh3_128(file.read_bytes()).hexdigest(),
         }
-        for file in _written(folder, digests or {})
+        for file in _written(folder, digests or {}, clock)
     }
     (folder / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
     for entry in [folder / MANIFEST, folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
         sync(entry)
 
 
-def _written(folder: Path, digests: Mapping[str, str]) -> list[Path]:
-    """The files of a save. Raises DiskError where one with a digest does not come."""
-    deadline = time.monotonic() + _SEEN_S
-    while True:
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        missing = sorted(digests.keys() - {str(file) for file in files})
-        if not missing:
-            return files
-        if time.monotonic() > deadline:
-            raise DiskError(
-                f"{missing[0]} was written and is not there ({len(missing)} of {len(digests)} such files are missing): "
-                "the node that wrote it may have lost its mount of the run folder"
-            )
-        time.sleep(_POLL_S)
+def _written(folder: Path, digests: Mapping[str, str], clock: Clock) -> list[Path]:
+    """Return the files of a save. Raises DiskError if one with a digest does not appear."""
+
+    def missing() -> list[str]:
+        return sorted(digests.keys() - {str(file) for file in folder.rglob("*") if file.is_file()})
+
+    if (lost := missing()) and not clock.poll(lambda: not missing(), _SEEN_S, _POLL_S):
+        raise DiskError(
+            f"{lost[0]} was written and is not there ({len(lost)} of {len(digests)} such files are missing): "
+            "the node that wrote it may have lost its mount of the run folder"
+        )
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def find_damage(folder: Path, contents: bool = True) -> str | None:

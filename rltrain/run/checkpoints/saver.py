@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.background import BackgroundJob, heartbeat
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.config.schema import Config
 from rltrain.controller.lifeline import raise_if_lost
@@ -86,18 +87,20 @@ class Saver(Watcher):
         watchers: Watchers | None = None,
         steps_per_epoch: int | None = None,
         reference: Reference | None = None,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self._cfg, self._steps_per_epoch = cfg, steps_per_epoch
         self._watchers = watchers or Watchers()
         self._folder = folder
         self._actor = actor
-        self._roles: dict[str, Policy | Critic | Reference] = {"actor": actor}
-        self._roles |= ({"critic": critic} if critic else {}) | ({"ref": reference} if reference else {})
+        named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
+        self._roles: dict[str, Policy | Critic | Reference] = {name: role for name, role in named.items() if role}
         self._fingerprint = dataset_fingerprint
         self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
         self.last_step = 0
         self.best = Best(cfg.trainer)
-        self._saved_at = time.monotonic()  # when the last save began, or training
+        self._saved_at = self._clock.monotonic()  # when the last save began, or training
         self._by_time: dict[int, bool] = {}
         self._room: BackgroundJob[bool] | None = None
         self._pending: _Pending | None = None
@@ -116,7 +119,7 @@ class Saver(Watcher):
         Never while a save is under way: storage that is slower than that would hold up the steps.
         """
         trainer = self._cfg.trainer
-        late = trainer.saves_by_time and time.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
+        late = trainer.saves_by_time and self._clock.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
         if not late or self._pending:
             return False
         # In the background, as the disk may not answer: then it is asked again after the next step.
@@ -125,7 +128,7 @@ class Saver(Watcher):
             return False
         fits, self._room = self._room.result(), None
         if not fits:
-            self._saved_at = time.monotonic()
+            self._saved_at = self._clock.monotonic()
             log.warning(
                 "step %d is not saved, though the last save is trainer.save_every_s=%g ago: the next would lack the "
                 "room. %s", step, trainer.save_every_s, describe_room(self._folder.path, self._bytes_needed),
@@ -163,7 +166,7 @@ class Saver(Watcher):
         with timer("save_checkpoint"):
             self.finish()
             # A look at the room that was late tells of the room before this save.
-            self._saved_at, self._by_time[step], self._room = time.monotonic(), by_time, None
+            self._saved_at, self._by_time[step], self._room = self._clock.monotonic(), by_time, None
             in_background = self._begin(step, progress)
             if not in_background:
                 self.finish()
@@ -186,7 +189,7 @@ class Saver(Watcher):
 
     def on_wait(self) -> None:
         """Bring a save that is under way as far as it gets without waiting. Looks once a second. Raises as `finish`."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if self._pending and now - self._looked >= _LOOK_S:
             self._looked = now
             self._go_on(waits=False)
@@ -230,7 +233,7 @@ class Saver(Watcher):
                 if not waits and not all(ready):
                     return None
                 written = [part.finish() for part in pending.parts]
-                now = time.monotonic()
+                now = self._clock.monotonic()
                 pending.written_at = min(now, pending.written_at)
                 left_s = max(0.0, pending.written_at + _ANSWERS_S - now)
                 complete = self._watchers.written(pending.step, left_s if waits else 0.0)
@@ -307,9 +310,9 @@ class Saver(Watcher):
     def _open(self, step: int, files: dict[str, bytes]) -> None:
         """Make the folder, with the driver's own files. Raises DiskError naming needed and free space."""
         while free_bytes(self._folder.path) < self._bytes_needed:
-            if time.monotonic() < self._folder.pruned_at + _FREED_S:
+            if self._clock.monotonic() < self._folder.pruned_at + _FREED_S:
                 heartbeat()
-                time.sleep(_LOOK_S)
+                self._clock.sleep(_LOOK_S)
                 continue
             room = describe_room(self._folder.path, self._bytes_needed)
             raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
@@ -337,4 +340,4 @@ class Saver(Watcher):
         self.best = Best(self._cfg.trainer, file, start.step)
         # The step that the run starts from is saved already, also for `rescue`.
         self.last_step = start.step
-        self._saved_at = time.monotonic()
+        self._saved_at = self._clock.monotonic()

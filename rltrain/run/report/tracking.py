@@ -76,9 +76,15 @@ class Sender(threading.Thread):
     Errors are logged once, and failed entries are retried with growing pauses.
     """
 
-    def __init__(self, name: str, make: Callable[[], Sink], pauses_s: tuple[float, float] = _PAUSES_S) -> None:
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Sink],
+        pauses_s: tuple[float, float] = _PAUSES_S,
+        most_kept: int = MOST_KEPT,
+    ) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
-        self._tracker, self._make, self._pauses_s = name, make, pauses_s
+        self._tracker, self._make, self._pauses_s, self._most_kept = name, make, pauses_s, most_kept
         self._sink: Sink | None = None
         self._changed = threading.Condition()
         # A dict and not a queue: it keeps the order, and one entry can leave from the middle. Every call of `put` makes
@@ -93,7 +99,7 @@ class Sender(threading.Thread):
     def put(self, send: Callable[[Sink], None]) -> None:
         """Queue one thing to send; returns at once."""
         with self._changed:
-            if len(self._waiting) == MOST_KEPT:
+            if len(self._waiting) == self._most_kept:
                 self._waiting.pop(next(iter(self._waiting)))
                 self._lost += 1
             self._waiting[send] = 0
@@ -105,9 +111,9 @@ class Sender(threading.Thread):
             self._finish = finish
             self._changed.notify()
 
-    def wait_until_finished(self, deadline: float) -> None:
-        """Wait until the thread has ended, and say what did not arrive."""
-        self.join(max(0.0, deadline - time.monotonic()))
+    def wait_until_finished(self, within_s: float) -> None:
+        """Wait until the thread has ended, and log how many entries did not arrive."""
+        self.join(max(0.0, within_s))
         self.given_up = self.is_alive()
         if self._lost or self.given_up:
             left = len(self._waiting) + self._lost
@@ -183,7 +189,8 @@ class Tracker(Watcher):
     The end of its context finishes all of these outputs.
     """
 
-    def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int) -> None:
+    def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int, close_s: float | None = None) -> None:
+        self._close_s = CLOSE_S if close_s is None else close_s
         self._console = Console(run.first_step, total_steps, shown="console" in loggers)
         self._always = JsonLines(run.folder / METRICS)
         # A resumed run goes on under it, a new one starts anew.
@@ -258,9 +265,9 @@ class Tracker(Watcher):
         senders, self._senders = self._senders, []
         for sender in senders:
             sender.ask_to_finish(lambda sink: sink.finish(self._summary, failed))
-        deadline = time.monotonic() + (_CLOSE_AFTER_FAILURE_S if failed else CLOSE_S)
+        deadline = time.monotonic() + (_CLOSE_AFTER_FAILURE_S if failed else self._close_s)
         for sender in senders:
-            sender.wait_until_finished(deadline)
+            sender.wait_until_finished(deadline - time.monotonic())
 
     def __enter__(self) -> Tracker:
         return self

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.controller.processes import own_memory_gb
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics import Answered, Metrics
@@ -20,14 +20,14 @@ class Drift(Watcher):
     ask(): asks all nodes for their metrics, and returns a function that gives the replies so far.
     """
 
-    def __init__(self, ask: Callable[[], Callable[[], list[Metrics]]]) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[[], Callable[[], list[Metrics]]], clock: Clock = SYSTEM) -> None:
+        self._ask, self._clock = ask, clock
         self._replies: Callable[[], list[Metrics]] | None = None
         self._asked_step, self._asked_at = -_STEPS, 0.0
 
     def before_step(self, step: int) -> None:
         """Ask the nodes if it is time to."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if step - self._asked_step >= _STEPS or now - self._asked_at >= _SECONDS:
             self._replies, self._asked_step, self._asked_at = self._ask(), step, now
 

@@ -6,11 +6,11 @@ left at once: then there is time to save the step before it. That is possible un
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.stop import Stop
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics import Answered, Metrics
@@ -27,8 +27,8 @@ class Notice(Watcher):
     saving_s(): for how long a save is under way, which is over before the next begins; None where none is.
     """
 
-    def __init__(self, stop: Stop, saving_s: Callable[[], float | None] = lambda: None) -> None:
-        self._stop, self._saving_s = stop, saving_s
+    def __init__(self, stop: Stop, saving_s: Callable[[], float | None] = lambda: None, clock: Clock = SYSTEM) -> None:
+        self._stop, self._saving_s, self._clock = stop, saving_s, clock
         self._step = 0
         self._began = 0.0
         self._updates_began: float | None = None
@@ -38,10 +38,10 @@ class Notice(Watcher):
         stop.leave_where(self._why_to_leave)
 
     def before_step(self, step: int) -> None:
-        self._step, self._began, self._updates_began, self._in_step = step, time.monotonic(), None, True
+        self._step, self._began, self._updates_began, self._in_step = step, self._clock.monotonic(), None, True
 
     def on_step(self, made: Answered) -> Metrics:
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._took.append((now - self._began, now - (self._updates_began or now)))
         return {}
 
@@ -53,7 +53,7 @@ class Notice(Watcher):
         if self._in_step:
             self._stop.raise_if_asked()
             if name.startswith("update_") and self._updates_began is None:
-                self._updates_began = time.monotonic()
+                self._updates_began = self._clock.monotonic()
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
         self._save_s = max(seconds, self._save_s or 0.0)
@@ -69,7 +69,7 @@ class Notice(Watcher):
             return f"how long step {self._step} takes is not known yet, {leaves}"
         whole, updates = (max(seconds) for seconds in zip(*self._took, strict=True))
         # A step that is slower than usual has its updates before it all the same.
-        needs_s = max(whole - (time.monotonic() - self._began), updates)
+        needs_s = max(whole - (self._clock.monotonic() - self._began), updates)
         save_s = _FIRST_SAVE * notice_s if self._save_s is None else self._save_s
         saving_s = self._saving_s()
         # A save that is under way goes on beside the step, and what is left of it then is waited for.

@@ -15,13 +15,7 @@ from rltrain import api
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.run.watchers.callbacks import Callbacks
 from rltrain.trainer.metrics import Answered
-
-GOOD = [
-    "actor_rollout_ref.model.path=m",
-    "data.train_files=t.parquet",
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-]
+from tests.config.commands import BASE
 
 
 def test_the_package_shows_its_entry_and_imports_nothing_heavy():
@@ -38,13 +32,6 @@ def test_the_package_shows_its_entry_and_imports_nothing_heavy():
         _ = rltrain.trian
 
 
-def test_training_from_python_checks_as_the_command_does():
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.n must be >= 2"):
-        rltrain.train(
-            rltrain.load_config([*GOOD, "actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=grpo_passk"])
-        )
-
-
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_run_from_python_that_a_signal_stops_says_so(monkeypatch, tmp_path, number, exit_code):
     def run(loaded, notes, stop, callbacks):
@@ -53,18 +40,9 @@ def test_a_run_from_python_that_a_signal_stops_says_so(monkeypatch, tmp_path, nu
 
     monkeypatch.setattr(api, "run", run)
     before = signal.getsignal(number)
-    settings = [*GOOD, f"trainer.default_local_dir={tmp_path}", "data.gen_batch_size=8"]
+    settings = [*BASE, f"trainer.default_local_dir={tmp_path}", "data.gen_batch_size=8"]
     assert rltrain.train(rltrain.load_config(settings)) == rltrain.RunResult(tmp_path, exit_code)
     assert signal.getsignal(number) == before
-
-
-def test_errors_of_a_run_from_python_arrive_as_they_are(monkeypatch):
-    def run(loaded, notes, stop, callbacks):
-        raise ValueError("mine")
-
-    monkeypatch.setattr(api, "run", run)
-    with pytest.raises(ValueError, match="mine"):
-        rltrain.train(GOOD)
 
 
 def test_the_end_of_a_run_shows_its_metrics(tmp_path):
@@ -98,21 +76,13 @@ def test_a_configuration_has_four_forms(tmp_path):
         api.read({"data": {"train_batch_sice": 8}})
 
 
-def test_code_by_name_sets_its_keys(tmp_path):
-    loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
-    cfg = api.with_code(loaded, reward="a.py:score", advantage="b.py:mine", policy_loss=None, sampler="c.py:S").config
-    assert (cfg.custom_reward_function.path, cfg.custom_reward_function.name) == ("a.py", "score")
-    assert (cfg.algorithm.adv_estimator, cfg.data.sampler.name) == ("b.py:mine", "c.py:S")
-    assert loaded.config.custom_reward_function.path is None, "what was loaded stays as it is"
-
-
 def test_an_object_is_loaded_by_another_process(tmp_path):
     scale = 3.0
 
     def score(data_source, solution_str, ground_truth, extra_info=None):
         return scale * len(solution_str)
 
-    loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
+    loaded = rltrain.load_config([*BASE, f"trainer.default_local_dir={tmp_path}"])
     custom = api.with_code(loaded, reward=score).config.custom_reward_function
     code = (
         "import sys; from rltrain.rewards.custom import CustomReward, RewardFunction; "
@@ -130,7 +100,7 @@ def test_declarations_travel_with_an_estimator(tmp_path):
     def mine(inputs, cfg):
         return TokenAdvantages(inputs.rewards, inputs.rewards)
 
-    loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
+    loaded = rltrain.load_config([*BASE, f"trainer.default_local_dir={tmp_path}"])
     algorithm = api.with_code(loaded, advantage=mine).config.algorithm
     assert algorithm.estimator.values
     assert algorithm.estimator.per_token
@@ -138,7 +108,7 @@ def test_declarations_travel_with_an_estimator(tmp_path):
 
 def test_an_object_that_cannot_travel_is_refused_with_advice(tmp_path):
     lock = threading.Lock()
-    loaded = rltrain.load_config([*GOOD, f"trainer.default_local_dir={tmp_path}"])
+    loaded = rltrain.load_config([*BASE, f"trainer.default_local_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"reward: <lambda> cannot be sent to other processes: .*lock.*FILE\.py:NAME"):
         api.with_code(loaded, reward=lambda **_: lock)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import rltrain
 from rltrain.__main__ import _converters, main
 from rltrain.base import commands
 from tests.ranks import preload
@@ -62,23 +61,6 @@ def test_every_command_is_a_module(name):
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_an_imported_command_is_its_module(name):
-    module = commands.home(name)
-    if name in ("rltrain.evaluate", "rltrain.train"):
-        with pytest.raises(ImportError, match=f"{name} is a function; the module of the command is {module}"):
-            importlib.import_module(name)
-        assert callable(getattr(rltrain, name.rpartition(".")[2]))
-    else:
-        assert importlib.import_module(name) is importlib.import_module(module)
-        assert sys.modules[name].__spec__.name == module
-
-
-def test_an_unknown_module_is_not_found():
-    with pytest.raises(ModuleNotFoundError, match=r"rltrain\.nothing"):
-        importlib.import_module("rltrain.nothing")
-
-
 @pytest.mark.parametrize("words", [["data"], *(["data", name] for name in _converters())])
 def test_every_converter_has_a_help(words, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])  # main changes it
@@ -99,10 +81,3 @@ def test_a_removed_command_is_answered_with_its_replacement(name, capsys):
     assert main([name, "RUN"]) == 2
     assert capsys.readouterr().err == f"error: {commands.REMOVED[name]}\n"
     assert forked(f"rltrain.{name}", "RUN") == (2, f"error: {commands.REMOVED[name]}\n")
-
-
-@pytest.mark.parametrize("command", ["evaluate", "sweep", "doctor", "resolution"])
-@pytest.mark.parametrize("flag", ["--device", "--nodes", "--lengths", "--assume"])
-def test_flags_of_the_estimate_are_not_ignored_elsewhere(command, flag, capsys):
-    assert main([command, "trainer.device=cpu", flag, "4"]) == 2
-    assert f"{flag} is a flag of rltrain train" in capsys.readouterr().err

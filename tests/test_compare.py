@@ -78,12 +78,6 @@ def test_a_comparison_has_values_differences_and_settings(make, compare, tmp_pat
     assert sorted(file.name for file in (tmp_path / "compare").iterdir()) == ["compare.html", "compare.json"]
 
 
-def test_no_value_is_the_best_of_a_metric_without_a_direction(make, compare):
-    _, _, found = compare(*(make(name, [1.0], **{"actor/entropy": [2.0]}) for name in ("a", "b")))
-    assert found["metrics"][SCORE, "a"]["best"] == 1.0
-    assert "best" not in found["metrics"]["actor/entropy", "a"]
-
-
 def test_the_interval_of_single_runs_is_that_of_ten_batches_of_steps(make, compare):
     """Noise that both runs share is in no paired difference."""
     shared, gaps = np.random.default_rng(0).normal(size=40), np.repeat(np.arange(10.0), 4)
@@ -106,19 +100,6 @@ def test_the_interval_of_lines_with_the_same_seeds_is_over_the_seeds(make, compa
     assert (row["low"], row["high"]) == (pytest.approx(2 - half), pytest.approx(2 + half))
 
 
-def test_seeds_that_only_one_line_has_pair_nothing(make, compare):
-    ours = [make(f"a{seed}", [seed] * 20, settings={"data": {"seed": seed}}) for seed in (1, 2)]
-    others = [make(f"b{seed}", [seed] * 20, settings={"data": {"seed": seed, "x": 1}}) for seed in (2, 3)]
-    _, _, found = compare(*ours, *others)
-    assert found["metrics"][SCORE, "b2 (+1)"]["over"] == "20 steps"
-
-
-def test_only_steps_in_common_are_compared(make, compare):
-    _, _, found = compare(make("a", [1.0, 2.0, 3.0]), make("b", [2.0, 3.0, 9.0], first=2))
-    row = found["metrics"][SCORE, "b"]
-    assert (row["difference"], row["over"]) == (0, "2 steps")
-
-
 def test_runs_that_differ_in_seeds_alone_are_one_line(make, compare):
     seeds = [make(f"s{seed}", [seed * 1.0, seed * 2.0], settings={"data": {"seed": seed}}) for seed in (1, 2, 3)]
     other = make("other", [2.0, 4.0], settings={"data": {"seed": 1, "shuffle": False}})
@@ -130,36 +111,6 @@ def test_runs_that_differ_in_seeds_alone_are_one_line(make, compare):
     assert "3 ± 1.5" in text
     assert found["metrics"][SCORE, "other"]["difference"] == 0
     assert set(found["settings"]) == {"data.seed", "data.shuffle"}
-
-
-@pytest.mark.parametrize("change", [{}, {"environment": {"torch": "2.9"}, "settings": {"data": {"seed": 2}}}])
-def test_a_repetition_and_another_machine_are_separate_lines(change, make, compare):
-    _, _, found = compare(make("a", [1.0]), make("b", [1.5], **change))
-    assert found["lines"] == {"a": ["a"], "b": ["b"]}
-
-
-def test_a_value_that_is_not_finite_is_left_out(make, compare):
-    _, _, found = compare(make("a", [1.0, 2.0, 3.0]), make("b", [1.0, float("inf"), float("nan")]))
-    row = found["metrics"][SCORE, "b"]
-    assert (row["steps"], row["last"], row["over"]) == (1, 1.0, "1 step")
-
-
-def test_metrics_are_chosen_by_patterns(make, compare):
-    runs = [make(name, [1.0], **{"my/one": [2.0], "my/two": [3.0]}) for name in ("a", "b")]
-    found = compare(*runs, "--metrics", "my/*", SCORE)[2]
-    assert list(dict.fromkeys(metric for metric, _ in found["metrics"])) == ["my/one", "my/two", SCORE]
-    code, text, _ = compare(*runs, "--metrics", "my/on")
-    assert code == 2
-    assert text == "error: --metrics my/on: no run has this metric. Near: my/one, my/two.\n"
-
-
-def test_an_earlier_start_has_the_settings_of_the_run(make, compare):
-    run, other = make("a", [1.0, 2.0], settings={"data": {"seed": 4}}), make("b", [1.0])
-    (run / "earlier_1").mkdir()
-    (run / "metrics.jsonl").rename(run / "earlier_1" / "metrics.jsonl")
-    _, _, found = compare(run / "earlier_1", other, "--metrics", SCORE)
-    assert found["lines"] == {"earlier_1 (+1)": ["earlier_1", "b"]}
-    assert found["settings"] == {"data.seed": {"earlier_1": 4, "b": 1}}
 
 
 def test_bad_input_is_one_sentence(make, compare, tmp_path):

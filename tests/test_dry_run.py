@@ -5,12 +5,11 @@ import os
 import pathlib
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
 from rltrain.base.env import installed
 from rltrain.config.load import load_config
@@ -18,6 +17,7 @@ from rltrain.data import chat
 from rltrain.main_ppo import main
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.workers.hybrid import HybridWorker
+from tests.config.commands import words
 from tests.doubles.judge import JudgeDouble
 from tests.tiny import save_tiny_model, save_tiny_tokenizer, small_run, write_arithmetic
 
@@ -58,14 +58,6 @@ def own(folder, body):
     return str(folder / "reward.py")
 
 
-def test_memory_that_lacks_is_no_refusal_and_ends_with_two(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.run.dry_run.look_at_memory", lambda *_: (["memory of a device"], "gen needs 9 GiB."))
-    code, text = dry()
-    assert (code, text.splitlines()[-2:]) == (2, ["a run would run out of memory", "  gen needs 9 GiB."])
-    assert "a run would refuse" not in text
-    assert "a run would start" not in text
-
-
 def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
     code, text = dry()
     assert (code, text.splitlines()[-1]) == (0, "a run would start")
@@ -74,57 +66,51 @@ def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.few(4)
+SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
+
+
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("command", "message"),
     [
-        ({"data__train_files": "/no/such.parquet"}, "/no/such.parquet does not exist"),
-        ({"data__max_prompt_length": 4}, "prompts are longer than data.max_prompt_length=4"),
-        ({"data__train_batch_size": 64}, "train_batch_size=64 is more than the 20 prompts"),
-        ({"trainer__device": "cuda"}, "this machine has 0 CUDA devices (torch "),
-        ({"trainer__device": "npu"}, "this machine has 0 NPU devices (torch "),
-        ({"ray_kwargs__ray_init__num_cpus": 1, "trainer__n_gpus_per_node": 2}, "num_cpus=1 is too few"),
-        ({"ray_kwargs__ray_init__num_cpu": 1}, "ray.init has no such argument"),
+        ("data.train_files=/no/such.parquet", "/no/such.parquet does not exist"),
+        ("data.max_prompt_length=4", "prompts are longer than data.max_prompt_length=4"),
+        ("data.train_batch_size=64", "train_batch_size=64 is more than the 20 prompts"),
+        ("trainer.device=npu", "this machine has 0 NPU devices (torch "),
+        ("trainer.device=cuda trainer.n_gpus_per_node=99", "CUDA devices (torch "),
+        ("ray_kwargs.ray_init.num_cpus=1 trainer.n_gpus_per_node=2", "num_cpus=1 is too few"),
+        ("ray_kwargs.ray_init.num_cpu=1", "ray.init has no such argument"),
+        ("model.path={model}l", "there is no such folder. Did you mean {model}?"),
+        ("reward.reward_model.enable=True reward.reward_model.model_path=/no", "reward.reward_model.model_path=/no"),
         (
-            {M + "lora_rank": 4, M + "target_modules": "[q_prj]"},
+            "model.lora_rank=4 model.target_modules=[q_prj]",
             "no linear layer below the head matches 'q_prj'. Did you mean q_proj",
         ),
+        ("algorithm.gdpo_reward_keys=[style] algorithm.adv_estimator=gdpo", "returns no number of that name"),
+        ("model.override_config.layer_types=[full_attention,conv]", "has layers of kind conv"),
+        ("model.override_config.mine=1", "mine: Qwen3Config has no such"),
+        (f"{SEVERAL} critic.model.override_config.mine=1", "critic.model.override_config.mine: Qwen3Config has no"),
+        (f"{SEVERAL} critic.model.path=/no/critic", "critic.model.path=/no/critic: there is no such folder"),
+        (f"{SEVERAL} actor.ulysses_sequence_parallel_size=4", "actor.ulysses_sequence_parallel_size=4"),
+        (f"{SEVERAL} ref.ulysses_sequence_parallel_size=4", "ref.ulysses_sequence_parallel_size=4"),
+        (f"{SEVERAL} critic.ulysses_sequence_parallel_size=4", "critic.ulysses_sequence_parallel_size=4"),
+        (f"{SEVERAL} rollout.name=vllm rollout.tensor_model_parallel_size=4", "size=4 does not divide"),
         (
-            {"algorithm__gdpo_reward_keys": "[style]", "algorithm__adv_estimator": "gdpo"},
-            "returns no number of that name",
-        ),
-    ],
-)
-def test_what_a_run_refuses_ends_with_two(dry, changes, words, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert words in refused(dry, **changes)
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({M + "override_config__layer_types": "[full_attention,conv]"}, "has layers of kind conv"),
-        ({M + "override_config__mine": 1}, "mine: Qwen3Config has no such"),
-        ({"critic__model__override_config__mine": 1}, "critic.model.override_config.mine: Qwen3Config has no such"),
-        ({"critic__model__path": "/no/critic"}, "critic.model.path=/no/critic: there is no such folder"),
-        ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 4}, "actor.ulysses_sequence_parallel_size=4"),
-        ({"actor_rollout_ref__ref__ulysses_sequence_parallel_size": 4}, "ref.ulysses_sequence_parallel_size=4"),
-        ({"critic__ulysses_sequence_parallel_size": 4}, "critic.ulysses_sequence_parallel_size=4"),
-        ({R + "name": "vllm", R + "tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide"),
-        (
-            {R + "name": "vllm", R + "enable_chunked_prefill": False, R + "max_num_batched_tokens": 8},
+            "rollout.name=vllm rollout.enable_chunked_prefill=False rollout.max_num_batched_tokens=8",
             "Leave it out, or set max_num_batched_tokens=24.",
         ),
-        ({"reward_model__enable": True, "reward_model__model__path": "{model}"}, "has no classification head"),
-        ({M + "lora_adapter_path": "{model}"}, "is not a peft adapter"),
-        ({"critic__model__lora_rank": 2, "critic__model__target_modules": "[q_prj]"}, "Did you mean q_proj"),
+        ("reward_model.enable=True reward_model.model.path={model}", "has no classification head"),
+        ("model.lora_adapter_path={model}", "is not a peft adapter"),
+        (f"{SEVERAL} critic.model.lora_rank=2 critic.model.target_modules=[q_prj]", "Did you mean q_proj"),
+        ("model.external_lib=nobody_has_this_library", "external_lib=nobody_has_this_library cannot be imported"),
+        (
+            "rollout.name=vllm data.max_response_length=200 actor.ppo_max_token_len_per_gpu=512",
+            "which vllm refuses",
+        ),
     ],
 )
-def test_what_a_worker_would_refuse_is_known(dry, made, changes, words):
-    several = {"trainer__n_gpus_per_node": 4, "algorithm__adv_estimator": "gae"}
-    given = {name: str(value).replace("{model}", str(made[0])) for name, value in changes.items()}
-    assert words in refused(dry, **several, **given)
+def test_what_a_run_refuses_ends_with_two(dry, made, command, message):
+    assert message.replace("{model}", str(made[0])) in refused(dry, *words(command.replace("{model}", str(made[0]))))
 
 
 @pytest.mark.fault("A tokenizer that is larger than the model is refused before anything starts, exit 2")
@@ -149,57 +135,19 @@ def test_a_tokenizer_that_is_not_the_model_s_is_known(dry, made, tmp_path):
     assert "knows 8 tokens, and the policy writes 20. Use a model" in refused(dry, **critic)
 
 
-def test_experts_that_vllm_cannot_renew_on_an_npu_are_known(dry, made, tmp_path):
-    shutil.copytree(made[0], tmp_path / "experts")
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 2}
-    AutoModelForCausalLM.from_config(
-        Qwen3MoeConfig(**sizes, **heads, num_experts_per_tok=1, vocab_size=20, eos_token_id=1)
-    ).save_pretrained(tmp_path / "experts")
-    model = {"actor_rollout_ref__model__path": tmp_path / "experts", "trainer__device": "npu"}
-    found = refused(dry, **model, actor_rollout_ref__rollout__name="vllm")
-    assert "vllm-ascend lays out its experts once, at its start. Use rollout.name=hf" in found
-    assert "experts once" not in refused(dry, **model, actor_rollout_ref__rollout__name="hf")
-
-
-def test_a_data_source_without_a_scorer_is_known(dry, made, tmp_path):
-    odd = write_arithmetic(tmp_path / "odd.parquet", range(20), "nobody/knows")
-    assert "nobody/knows" in refused(dry, data__train_files=odd)
-    assert "nobody/knows" in refused(dry, data__val_files=odd)
-
-
-def test_rows_with_images_that_the_model_cannot_see_are_known(dry, made, tmp_path):
-    table = pq.read_table(made[1][0])
-    pictures = [[{"bytes": b"x"}] if row == 3 else [] for row in range(table.num_rows)]
-    pq.write_table(table.append_column("images", [pictures]), tmp_path / "seen.parquet")
-    assert "images" in refused(dry, data__train_files=tmp_path / "seen.parquet")
-
-
 def test_data_that_cannot_be_read_are_a_problem_and_the_other_split_is_looked_at(dry, made, tmp_path):
     train, _ = made[1]
     cut = tmp_path / "cut.parquet"
     cut.write_bytes(pathlib.Path(train).read_bytes()[:-100])
     (tmp_path / "pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
     wrong = write_arithmetic(tmp_path / "wrong.parquet", range(4), "nobody/knows")
-    for bad, words in ((cut, "cannot be read as parquet"), (tmp_path / "pointer.parquet", "git lfs pull")):
-        for first, second in ((bad, wrong), (wrong, bad)):
-            code, text = dry(data__train_files=first, data__val_files=second)
-            found = text[text.index("a run would refuse") :]
-            assert code == 2
-            assert words in found
-            assert "no scorer for data_source='nobody/knows'" in found
-            assert "data: the first" in text
-    (tmp_path / "folder").mkdir()
-    assert "is a folder without a parquet" in refused(dry, data__train_files=tmp_path / "folder")
-
-
-def test_json_lines_and_patterns_are_trained_on(dry, made, tmp_path):
-    train = pq.read_table(made[1][0]).to_pylist()
-    for name, part in (("a", train[:12]), ("b", train[12:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    code, text = dry(data__train_files=tmp_path / "*.jsonl")
-    assert (code, text.splitlines()[-1]) == (0, "a run would start")
-    assert "5 per epoch of 20 prompts" in text
+    for files, message in (
+        ((cut, wrong), "cannot be read as parquet"),
+        ((wrong, tmp_path / "pointer.parquet"), "git lfs pull"),
+    ):
+        found = refused(dry, data__train_files=files[0], data__val_files=files[1])
+        assert message in found
+        assert "no scorer for data_source='nobody/knows'" in found
 
 
 def test_each_kind_of_bad_row_is_shown_at_once(dry, made, tmp_path):
@@ -236,40 +184,6 @@ def test_a_checkpoint_that_a_run_refuses_is_known(dry, tmp_path):
     assert "cannot be resumed from" in refused(dry, **path)
 
 
-def test_slots_of_ray_below_the_devices_are_known(dry, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    gpus = {"trainer__device": "cuda", "trainer__n_gpus_per_node": 4}
-    assert "num_gpus=2 is too few" in refused(dry, ray_kwargs__ray_init__num_gpus=2, **gpus)
-
-
-def test_rows_that_are_not_looked_at_are_said(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.run.dry_run.MOST_ROWS", 8)
-    assert "data.train_files: the first 8 of 20 rows are looked at" in dry()[1]
-
-
-def test_an_override_that_is_off_and_unknown_is_let_through(dry):
-    assert dry(**{M + "override_config__embd_pdrop": "0."})[0] == 0
-
-
-def test_a_pattern_that_excludes_nothing_is_a_note(dry):
-    code, text = dry(**{M + "lora_rank": 2, M + "exclude_modules": "DONT_EXCLUDE"})
-    assert code == 0
-    assert "exclude_modules=DONT_EXCLUDE matches no linear layer" in text
-
-
-def test_fewer_devices_than_asked_for_are_told_with_the_number(dry, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    found = refused(dry, trainer__device="cuda", trainer__n_gpus_per_node=8, data__train_batch_size=8)
-    assert "this machine has 2 CUDA devices" in found
-    assert "Set trainer.n_gpus_per_node=2." in found
-
-
-def test_an_engine_that_is_not_installed_is_named(dry, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.setattr("rltrain.run.preflight.settings.installed", lambda package: False)
-    assert "rltrain[sglang]" in refused(dry, **{R + "name": "sglang"})
-
-
 @pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed")
 def test_arguments_that_an_engine_does_not_have_are_named(dry):
     vllm, given = {R + "name": "vllm"}, "+actor_rollout_ref.rollout.engine_kwargs.vllm."
@@ -281,44 +195,30 @@ def test_arguments_that_an_engine_does_not_have_are_named(dry):
     assert "engine_kwargs.vllm.swap_space: vllm has no such argument any more" in text
 
 
+def test_an_engine_that_nobody_named_is_told_on_accelerators(dry, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # counts as not installed
+    assert "rollout.name is not set: hf, a plain decode loop, as vLLM" in dry(trainer__device="npu")[1]
+    assert "rollout.name is not set" not in dry()[1]
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    assert "rltrain[sglang]" in refused(dry, **{R + "name": "sglang"})
+
+
 @pytest.mark.parametrize(
-    ("has_vllm", "words"),
+    ("command", "note"),
     [
-        (True, "rollout.name is not set: vllm, as trainer.device=npu, and vLLM is installed"),
-        (False, "rollout.name is not set: hf, a plain decode loop, as vLLM"),
+        ("data.max_response_length=200 actor.ppo_max_token_len_per_gpu=512", "the model knows 128 positions"),
+        ("rollout.max_model_len=200", "rollout.max_model_len = 200 tokens, and the model knows 128 positions"),
+        ("model.custom_chat_template={{messages[0].content}}", "the same with and without add_generation_prompt"),
+        ("model.lora_rank=2 model.exclude_modules=DONT_EXCLUDE", "DONT_EXCLUDE matches no linear layer"),
+        ("trainer.logger=[console,wandb]", "trainer.logger=wandb: not installed here"),
     ],
 )
-def test_an_engine_that_nobody_named_is_told_on_accelerators(dry, monkeypatch, has_vllm, words):
-    monkeypatch.setattr("rltrain.base.env.installed", lambda package: has_vllm)
-    _, text = dry(trainer__device="npu")
-    assert words in text
-    assert "rollout.name is not set" not in dry()[1]
-
-
-@pytest.mark.parametrize(
-    "key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "data.sampler.name"]
-)
-def test_a_plugin_without_the_name_is_seen(dry, tmp_path, key):
-    (tmp_path / "mine.py").write_text("def other():\n    pass\n")
-    assert f"{key}={tmp_path}/mine.py:wanted: the file has no function" in refused(
-        dry, f"{key}={tmp_path}/mine.py:wanted"
-    )
-
-
-def test_too_many_tokens_are_a_note_and_for_vllm_a_refusal(dry):
-    code, text = dry(data__max_response_length=200, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=512)
+def test_what_does_not_stop_a_run_is_noted(dry, monkeypatch, command, note):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # counts as not installed
+    code, text = dry(*words(command))
     assert code == 0
-    assert "the model knows 128 positions" in text
-    changes = {"data__max_response_length": 200, "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 512}
-    assert "which vllm refuses" in refused(dry, **changes, **{R + "name": "vllm"})
-    told = "actor_rollout_ref.rollout.max_model_len = 200 tokens, and the model knows 128 positions"
-    assert told in dry("actor_rollout_ref.rollout.max_model_len=200")[1]
-
-
-def test_a_template_that_does_not_say_whose_turn_it_is_is_noted(dry):
-    code, text = dry("actor_rollout_ref.model.custom_chat_template='{{ messages[0].content }}'")
-    assert code == 0
-    assert "the same with and without add_generation_prompt" in text
+    assert note in text
+    assert "a critic is trained" not in text
 
 
 def test_a_reward_of_ones_own_is_called_once_a_source(dry, tmp_path):
@@ -332,32 +232,18 @@ def test_a_reward_of_ones_own_is_called_once_a_source(dry, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ("return 1 / 0", "ZeroDivisionError"),
         ("return None", "returned NoneType None"),
-        ("return '1.0'", "returned str '1.0'"),
         ("return float('nan')", "returned nan"),
         ("return {'acc': 1}", "a dict without 'score'"),
     ],
 )
-def test_what_is_wrong_with_a_reward_is_shown(dry, tmp_path, body, words):
+def test_what_is_wrong_with_a_reward_is_shown(dry, tmp_path, body, message):
     code, text = dry(custom_reward_function__path=own(tmp_path, body))
     assert code == 2
-    assert words in text
-    assert "-inf" not in text
-
-
-def test_a_reward_that_cannot_be_called_is_named_as_such(dry, tmp_path):
-    (tmp_path / "reward.py").write_text("def compute_score(answer):\n    return 1\n")
-    assert "cannot be called with data_source" in refused(dry, custom_reward_function__path=tmp_path / "reward.py")
-
-
-def test_a_reward_is_looked_at_even_without_rows(dry, tmp_path):
-    (tmp_path / "reward.py").write_text("def compute_score(answer):\n    return 1\n")
-    found = refused(dry, custom_reward_function__path=str(tmp_path / "reward.py"), data__train_files="/no/such.parquet")
-    assert "/no/such.parquet does not exist" in found
-    assert "cannot be called with data_source, solution_str" in found
+    assert message in text
 
 
 def test_a_judge_is_looked_for_and_judges_nothing(dry, tmp_path):
@@ -378,33 +264,6 @@ def test_a_judge_is_looked_for_and_judges_nothing(dry, tmp_path):
     assert f"{judge.url}/models does not answer now: ConnectError" in text
     (tmp_path / "ask.txt").write_text("{{ anwser }}")
     assert "knows no {{ anwser }}" in refused(dry, **keys, reward__judge__prompt=str(tmp_path / "ask.txt"))
-
-
-def test_a_disk_that_holds_too_little_is_seen(dry, monkeypatch):
-    monkeypatch.setattr("rltrain.run.checkpoints.saver.shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
-    assert "there is no room" not in dry()[1]  # a checkpoint of 25,504 weights has 0.4 MB
-    found = refused(dry, trainer__save_freq=1, trainer__total_training_steps=9, trainer__max_actor_ckpt_to_keep=3)
-    assert "no room for 4 more checkpoints" in found
-    assert "1.0 MiB free" in found
-    assert "lower trainer.max_actor_ckpt_to_keep" in found
-
-
-def test_the_default_critic_and_a_missing_tracker_are_noted(dry, monkeypatch):
-    monkeypatch.setattr(
-        "rltrain.run.report.tracking.missing_package", lambda name: "wandb" if name == "wandb" else None
-    )
-    code, text = dry(trainer__logger="[console,wandb]")
-    assert code == 0
-    assert "trainer.logger=wandb: not installed here" in text
-    assert "a critic is trained" not in text
-
-
-def damaged(made, tmp_path, change):
-    import shutil
-
-    folder = shutil.copytree(made[0], tmp_path / "model")
-    change(folder)
-    return folder
 
 
 def cut(folder):
@@ -430,23 +289,12 @@ def split(folder):
     ids=["cut", "garbage", "none", "config", "split"],
 )
 def test_a_model_that_is_not_whole_is_named_by_file(dry, made, tmp_path, change, words):
-    folder = damaged(made, tmp_path, change)
+    folder = shutil.copytree(made[0], tmp_path / "model")
+    change(folder)
     found = refused(dry, **{M + "path": folder})
     assert words in found
     assert str(folder) in found
     assert ".parquet" not in found
-
-
-def test_for_a_missing_model_folder_the_nearest_is_named(dry, made):
-    model, _ = made
-    assert f"there is no such folder. Did you mean {model}?" in refused(dry, **{M + "path": f"{model}l"})
-
-
-def test_a_missing_model_is_named_by_the_key_that_was_written(dry):
-    words = ["reward.reward_model.enable=True", "reward.reward_model.model_path=/no/such"]
-    code, text = dry(*words)
-    assert code == 2
-    assert "reward.reward_model.model_path=/no/such" in text[text.index("a run would refuse") :]
 
 
 def test_a_run_refuses_what_the_dry_run_refuses(made, tmp_path, capsys):
@@ -532,8 +380,6 @@ def test_a_library_of_the_user_s_own_is_imported_before_models_are_looked_at(dry
     (tmp_path / "mine.py").write_text("import os\nos.environ['IMPORTED'] = 'yes'\n")
     assert dry(**{M + "external_lib": tmp_path / "mine.py"})[0] == 0
     assert os.environ["IMPORTED"] == "yes"
-    text = refused(dry, **{M + "external_lib": "nobody_has_this_library"})
-    assert "actor_rollout_ref.model.external_lib=nobody_has_this_library cannot be imported" in text
 
 
 def test_workers_import_the_library_before_they_load_models(tmp_path, monkeypatch):

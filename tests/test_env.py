@@ -1,19 +1,16 @@
 """What workers find in their environment."""
 
-import json
 import math
 import os
+import sys
 
 import pytest
 
-from rltrain.base import device
 from rltrain.base.device import threads_per_worker
 from rltrain.base.env import (
-    adopt,
     cpu_quota,
     driver_environment,
     memory_left,
-    prepare_driver,
     see_own_device,
     use_interface,
     worker_environment,
@@ -76,11 +73,8 @@ def test_threads_are_the_users_choice_or_a_share_of_the_cores(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_per_worker(2) == 3
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
-    monkeypatch.setattr(device, "cpu_quota", lambda: math.inf)
-    assert [threads_per_worker(count) for count in (1, 4, 100)] == [12, 3, 1]
-    monkeypatch.setattr(device, "cpu_quota", lambda: 6.5)
-    assert [threads_per_worker(count) for count in (1, 4)] == [6, 1]
+    cores = min(len(os.sched_getaffinity(0)), cpu_quota())
+    assert [threads_per_worker(count) for count in (1, 10**6)] == [max(1, int(cores)), 1]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +92,14 @@ def test_threads_are_the_users_choice_or_a_share_of_the_cores(monkeypatch):
         ("npu", 4, "", False, "vllm"),
     ],
 )
-def test_the_default_engine(monkeypatch, device, devices_per_engine, visible, has_vllm, engine):
+def test_the_default_engine(monkeypatch, tmp_path, device, devices_per_engine, visible, has_vllm, engine):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("rltrain.base.env.installed", lambda package: has_vllm and package == "vllm")
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    if not has_vllm:
+        monkeypatch.setitem(sys.modules, "vllm", None)
     rollout = "actor_rollout_ref.rollout"
     keys = [f"trainer.device={device}", f"{rollout}.tensor_model_parallel_size={devices_per_engine}"]
     config = load_config(keys).config
@@ -125,33 +123,6 @@ def test_offline_driver_means_offline_workers(monkeypatch):
     assert "HF_ENDPOINT" not in found
 
 
-@pytest.mark.parametrize(
-    ("env_vars", "threads", "left"), [({}, "1", None), ({}, "4", "4"), ({"OMP_NUM_THREADS": "1"}, "1", "1")]
-)
-def test_rays_one_thread_for_a_submitted_job_is_no_choice(env_vars, threads, left, monkeypatch):
-    for name in ("RAY_OVERRIDE_JOB_RUNTIME_ENV", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    prepare_driver()
-    assert os.environ["OMP_NUM_THREADS"] == threads  # the user's, where no job was submitted
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"env_vars": env_vars}}))
-    prepare_driver()
-    assert os.environ.get("OMP_NUM_THREADS") == left
-
-
-def test_what_a_node_sets_itself_stays(monkeypatch):
-    for name in ("NCCL_DEBUG", "HF_TOKEN", "ASCEND_RT_VISIBLE_DEVICES", "VLLM_HOST_IP", "SOMETHING_ELSE"):
-        monkeypatch.setenv(name, "driver")
-    passed_on = driver_environment()
-    assert {"NCCL_DEBUG", "HF_TOKEN"} <= passed_on.keys()
-    assert not {"ASCEND_RT_VISIBLE_DEVICES", "VLLM_HOST_IP", "SOMETHING_ELSE"} & passed_on.keys()
-    monkeypatch.setenv("NCCL_DEBUG", "node")
-    monkeypatch.delenv("HF_TOKEN")
-    adopt(passed_on)
-    assert (os.environ["NCCL_DEBUG"], os.environ["HF_TOKEN"]) == ("node", "driver")
-
-
 @pytest.mark.parametrize(("library", "card"), [("GLOO", "lo"), ("NCCL", "=lo"), ("HCCL", "=lo")])
 def test_nodes_meet_on_the_card_with_their_address(library, card, monkeypatch):
     name = f"{library}_SOCKET_IFNAME"
@@ -165,15 +136,6 @@ def test_nodes_meet_on_the_card_with_their_address(library, card, monkeypatch):
     assert name not in os.environ
     use_interface("127.0.0.1", 2)
     assert os.environ[name] == card
-
-
-def test_on_one_machine_gloo_alone_stays_on_the_loopback(monkeypatch):
-    names = [f"{library}_SOCKET_IFNAME" for library in ("GLOO", "NCCL", "HCCL")]
-    for name in names:
-        monkeypatch.setenv(name, "mine")
-        monkeypatch.delenv(name)
-    use_interface("127.0.0.1", 1)
-    assert [os.environ.get(name) for name in names] == ["lo", None, None]
 
 
 @pytest.mark.parametrize(

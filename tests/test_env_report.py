@@ -30,8 +30,3 @@ def test_the_report_names_versions_and_devices(capsys, monkeypatch):
     assert found["rltrain"] == rltrain.__version__
     assert found["command"] == "python -m rltrain.env_report 'trainer.secret=***'"
     assert found["driver"] is None or found["devices"]
-
-
-def test_a_checkout_names_its_commit_an_installed_package_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(env_report, "INSTALLED_AT", tmp_path / "site-packages" / "rltrain")
-    assert env_report.facts()["git"] is None

@@ -55,20 +55,6 @@ def test_help_shows_what_works_and_answers_for_the_rest():
     assert "tail=carry_over" in help_text("async_training")
 
 
-def test_help_says_which_values_a_key_may_have():
-    assert "One of constant, cosine." in help_text("lr_scheduler_type")
-    assert "Between 0 and 1." in " ".join(help_text("sampler.revisit").split())
-    assert "No effect with name=hf." in " ".join(help_text("free_cache_engine").split())
-
-
-def test_help_of_a_section_lists_those_in_it_without_their_keys():
-    text = help_text("actor_rollout_ref.rollout")
-    assert text.startswith("actor_rollout_ref.rollout: ")
-    assert "temperature (float)" in text
-    assert text.count("temperature (float)") == 1
-    assert re.search(r"^  val_kwargs +9  How", text, re.MULTILINE)
-
-
 def test_help_finds_keys_and_sections_by_the_end_of_their_names():
     text = help_text("lr")
     assert "actor_rollout_ref.actor.optim.lr (float)" in text

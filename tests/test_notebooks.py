@@ -50,17 +50,6 @@ def _literal(node):
     return not any(isinstance(inner, ast.Name | ast.Call) for inner in ast.walk(node)) or isinstance(node, ast.Dict)
 
 
-def test_outputs_that_are_kept_are_small_and_of_no_machine():
-    for notebook in NOTEBOOKS:
-        text = notebook.read_text()
-        assert len(text) < 100_000, notebook
-        for cell in json.loads(text)["cells"]:
-            for output in cell.get("outputs", []):
-                assert output["output_type"] != "error", notebook
-                assert output.get("name") != "stderr", notebook
-                assert "/tmp/" not in json.dumps(output), notebook
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_runs_as_it_stands(notebook, monkeypatch):

@@ -8,18 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from rltrain.algorithms.advantages import OutcomeInputs, find_estimator
 from rltrain.base.errors import ConfigError
 from rltrain.base.stop import Stop
-from rltrain.config.check import check, missing_files
-from rltrain.config.load import load_config
-from rltrain.rewards.custom import CustomReward, RewardFunction
+from rltrain.config.check import missing_files
 from rltrain.run.preflight.settings import check_plugins
 from rltrain.run.watchers.callbacks import Callbacks
 from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.metrics import Answered
+from tests.config.commands import load, problems
 from tests.local import local_trainer
 from tests.tiny import small_run
 
@@ -66,26 +63,6 @@ def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files
     assert "val-core/" in capsys.readouterr().out
     watch.on_save(1, tmp_path / "global_step_1", 0.0)
     assert json.loads((tmp_path / "saved.jsonl").read_text())["step"] == 1
-
-
-def test_the_estimator_of_the_page_compares_within_a_prompt(page):
-    estimator = find_estimator(f"{page}/estimator.py:centered")
-    inputs = OutcomeInputs(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 2, 2]), torch.tensor([3, 1, 0, 2]))
-    assert estimator(inputs, None).tolist() == [0.5, -0.5, 0, 0]
-
-
-def test_the_reward_of_the_page_scores(page):
-    score = RewardFunction(CustomReward(str(page / "reward.py"), "compute_score", {"scale": 2.0}, False))
-    assert score("any", "I think 5", "5", {}) == {"score": 2.0, "correct": 1.0, "length": 9}
-
-
-def test_a_function_is_told_of_steps_with_or_without_samples(tmp_path):
-    two = callbacks(tmp_path, "def Mine(step, metrics): return {'mine/double': 2 * metrics['a']}")
-    assert two.on_step(Answered(3, {"a": 4.0}, SAMPLES, 1)) == {"mine/double": 8.0, "callbacks/errors": 0.0}
-    plugin(tmp_path, "def Three(step, metrics, samples): return {'mine/best': samples['reward'].max()}", "three.py")
-    three = Callbacks([f"{tmp_path}/three.py:Three"])
-    assert three.on_step(Answered(3, {}, SAMPLES, 1))["mine/best"] == 1.0
-    assert three.on_validation(Answered(3, {}, SAMPLES, 1)) == {}
 
 
 def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplog):
@@ -145,14 +122,8 @@ def test_a_callback_that_does_not_fit_is_refused_at_the_start(tmp_path, text, sa
     assert str(caught.value).startswith("trainer.callbacks=")
 
 
-def test_the_key_of_callbacks_names_files(tmp_path):
-    base = [
-        "actor_rollout_ref.model.path=m",
-        "data.train_files=t.parquet",
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.n=4",
-    ]
-    with pytest.raises(ConfigError, match=r"trainer.callbacks=\['wandb'\]: 'wandb' names no class"):
-        check(load_config([*base, "trainer.callbacks=wandb"]))
-    config = load_config([*base, "trainer.callbacks=[no/file.py:Mine]"]).config
-    assert "trainer.callbacks: no/file.py does not exist." in missing_files(config)
+def test_the_key_of_callbacks_names_files():
+    assert "trainer.callbacks=['wandb']: 'wandb' names no class" in problems("trainer.callbacks=wandb")[0]
+    assert "trainer.callbacks: no/file.py does not exist." in missing_files(
+        load("trainer.callbacks=[no/file.py:Mine]").config
+    )

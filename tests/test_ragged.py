@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,15 +21,6 @@ def test_select_takes_rows_in_the_given_order(lengths, data):
     assert [row.tolist() for row in selected.rows()] == [ragged[pick].tolist() for pick in picks]
 
 
-@given(row_lengths)
-def test_row_sum_and_mean_equal_a_loop(lengths):
-    ragged = make(lengths)
-    assert ragged.sum().tolist() == [float(row.sum()) for row in ragged.rows()]
-    assert torch.allclose(
-        ragged.mean(), torch.tensor([float(row.mean()) if len(row) else 0.0 for row in ragged.rows()])
-    )
-
-
 @given(row_lengths, st.integers(0, 6))
 def test_split_and_concat_are_inverse(lengths, cut):
     cut = min(cut, len(lengths))
@@ -40,24 +30,9 @@ def test_split_and_concat_are_inverse(lengths, cut):
     assert Ragged.concat(parts) == ragged
 
 
-@given(row_lengths)
-def test_positions_restart_in_every_row(lengths):
-    assert make(lengths).positions.tolist() == [place for length in lengths for place in range(length)]
-
-
-def test_broadcast_repeats_a_number_over_its_row():
-    assert make([2, 0, 1]).broadcast(torch.tensor([5.0, 6.0, 7.0])).values.tolist() == [5.0, 5.0, 7.0]
-
-
 def test_a_batch_names_the_column_it_lacks():
     with pytest.raises(KeyError, match=r"no column 'tokens' \(columns: score\)"):
         Batch({"score": torch.zeros(2)})["tokens"]
-
-
-def test_a_batch_refuses_a_column_of_another_length():
-    batch = Batch({"score": torch.zeros(2)})
-    with pytest.raises(ValueError, match="'text' has 1 rows, the batch has 2"):
-        batch.update({"text": ["a"]})
 
 
 def test_batch_select_split_concat_keep_columns_together():
@@ -81,15 +56,3 @@ def test_a_dictionary_column_keeps_the_values_in_use():
     assert again.values.lengths[again.index].tolist() == [1, 1, 2, 3]
     with pytest.raises(TypeError, match="'prompt' is a DictionaryColumn, not a Ragged"):
         batch.ragged("prompt")
-
-
-def test_sums_of_bools_are_counts():
-    rows = make([300, 0])
-    assert rows.like(torch.ones(300, dtype=torch.bool)).sum().tolist() == [300, 0]
-
-
-def test_rows_that_cannot_be_written_to_are_taken_without_a_warning():
-    rows = np.array([1, 0])
-    rows.setflags(write=False)
-    ragged = Ragged(torch.arange(3), torch.tensor([1, 2]))
-    assert Batch({"text": ragged, "number": torch.arange(2)}).select(rows).dense("number").tolist() == [1, 0]

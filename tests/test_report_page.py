@@ -5,17 +5,13 @@ import io
 import json
 import re
 
-import numpy as np
 import pandas as pd
 import pytest
 import yaml
 
 from rltrain.config.load import load_config, to_dict
-from rltrain.run.report.curves import learning, sections, time
-from rltrain.run.report.details import StepDetails, length_bins, read_details
 from rltrain.run.report.page import page_of, write_page
-from rltrain.run.report.table import main, read_metrics
-from rltrain.trainer.timing import Span
+from rltrain.run.report.table import main
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -88,17 +84,6 @@ def test_a_thousand_steps_are_less_than_three_megabytes(run):
     assert write_page(run).stat().st_size < 3_000_000
 
 
-def test_memory_is_shown_by_phase_and_owner(run):
-    sizes = {"update_actor/weights": 2.0, "update_actor/work": 7.0, "gen/others": 9.0, "gen/optimizer": 0.0}
-    memory = {f"perf/memory_gb/{name}": size for name, size in sizes.items()}
-    write_lines(run / "metrics.jsonl", [line(1), line(2, **memory), line(3)])
-    section = next(part for part in sections(pd.DataFrame(read_metrics(run)), {}) if part.title == "Memory")
-    chart = section.charts[0]
-    assert chart.x_range.factors == ["gen", "update_actor"], "in the order of a step"
-    found = chart.renderers[0].data_source.data
-    assert [list(found[owner]) for owner in ("weights", "work", "others")] == [[0, 2], [0, 7], [9, 0]]
-
-
 def test_a_run_that_has_metrics_alone_has_a_page_and_a_folder_that_is_none_a_sentence(tmp_path, run, capsys):
     for name in ("details.jsonl", "config.yaml", "env.json", "train.log", "samples/train_000006.parquet"):
         (run / name).unlink()
@@ -111,13 +96,6 @@ def test_a_run_that_has_metrics_alone_has_a_page_and_a_folder_that_is_none_a_sen
     # A step that was cut off in the middle of its first line leaves none.
     (run / "metrics.jsonl").write_text('{"step": 1, "cri')
     assert "0" in page_of(run)
-
-
-def test_a_step_that_is_being_saved_has_details_and_no_metrics_yet(run):
-    write_lines(run / "details.jsonl", [details(step) for step in range(1, 8)])
-    page = page_of(run)
-    assert "Step 6" in page
-    assert "Step 7" not in page
 
 
 def test_pictures_of_prompts_are_shown_small(tmp_path, run):
@@ -133,32 +111,3 @@ def test_pictures_of_prompts_are_shown_small(tmp_path, run):
     assert Image.open(io.BytesIO(base64.b64decode(found[1]))).size == (320, 160)
     (tmp_path / "data.parquet").unlink()
     assert "<img" not in page_of(run)
-
-
-def test_bins_of_lengths_are_quarters_of_an_octave():
-    lengths = np.array([0, 1, 2, 3, 4, 1024, 1200, 1300])
-    assert length_bins(lengths).tolist() == [0, 0, 4, 6, 8, 40, 40, 41]
-
-
-def test_of_a_step_that_was_made_twice_the_newer_details_count(run):
-    write_lines(run / "details.jsonl", [details(1), details(2), details(1, [[1.0, 2.0, 3.0]])])
-    found = read_details(run)
-    assert [*found] == [1, 2]
-    assert found[1].replicas == [[1.0, 2.0, 3.0]]
-    assert found[2].lengths == {4: 3, 40: 5}
-    assert found[2].spans[0] == ("gen", 0.0, 1.0)
-
-
-def test_a_band_is_of_a_mean_that_has_a_standard_error():
-    values = {"val-core/d/acc/mean@4": 0.5, "val-aux/d/acc/sem@4": 0.1, "val-core/d/acc/maj@4/mean": 0.7}
-    chart = learning(pd.DataFrame([{"step": 1, **values}])).charts[0]
-    (band,) = (part.data_source.data for part in chart.renderers if "y1" in part.data_source.data)
-    assert (band["y1"][0], band["y2"][0]) == pytest.approx((0.5 - 1.96 * 0.1, 0.5 + 1.96 * 0.1))
-
-
-@pytest.mark.parametrize(("rounds", "rows"), [(1, ["driver", "replica 0"]), (2, ["driver"])])
-def test_replicas_are_shown_on_the_one_generation_that_their_seconds_are_of(rounds, rows):
-    spans = [Span("gen", float(begin), begin + 1.0) for begin in range(rounds)]
-    steps = {1: StepDetails(spans, [[0.2, 0.4, 0.9]], {})}
-    chart = time(pd.DataFrame([{"step": 1}]), steps).charts[0]
-    assert chart.y_range.factors == rows[::-1]

@@ -7,20 +7,24 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
-from rltrain.base import stop as module
 from rltrain.base.attempt import ATTEMPT
 from rltrain.base.errors import DiskError, Interrupted, WorkerLost
-from rltrain.base.stop import Stop, listen
+from rltrain.base.stop import ONE_REQUEST_S, Stop, listen
 from rltrain.main_ppo import main
+from tests.clock import PATIENCE_S, VirtualClock
 
 
 @pytest.fixture
-def stop():
-    with listen() as stop:
+def clock():
+    return VirtualClock(manual=True)
+
+
+@pytest.fixture
+def stop(clock):
+    with listen(Stop(clock)) as stop:
         yield stop
 
 
@@ -32,8 +36,7 @@ def test_where_nothing_is_begun_the_first_signal_ends_the_run(stop):
     assert stop.at_once
 
 
-def test_one_signal_finishes_the_step_and_a_second_ends_it(stop, monkeypatch):
-    monkeypatch.setattr(module, "ONE_REQUEST_S", 0.1)
+def test_one_signal_finishes_the_step_and_a_second_ends_it(stop, clock):
     stop.reached(2, 6, 2)
     stop.finishing = "finishing this step, saving"
     signal.raise_signal(signal.SIGTERM)
@@ -41,7 +44,7 @@ def test_one_signal_finishes_the_step_and_a_second_ends_it(stop, monkeypatch):
     stop.raise_if_asked()
     assert stop.requested
     assert not stop.at_once
-    time.sleep(0.15)
+    clock.advance(ONE_REQUEST_S)
     with pytest.raises(Interrupted, match=r"stopped after step 2 of 6; the same command goes on$") as caught:
         signal.raise_signal(signal.SIGINT)
     assert caught.value.exit_code == 130
@@ -61,24 +64,14 @@ def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
     [
         (None, "", "before training began; the same command starts it again"),
         (
-            (0, 6, 0),
-            "Nothing is saved yet: the same command starts anew.",
-            "after step 0 of 6; nothing is saved yet, so the same command starts anew",
-        ),
-        (
-            (1, 6, 0),
-            "Nothing is saved yet: the same command starts anew, and step 1 is made again.",
-            "after step 1 of 6; nothing is saved yet, so the same command starts anew",
-        ),
-        (
             (3, 6, 0),
             "Nothing is saved yet: the same command starts anew, and steps 1 to 3 are made again.",
             "after step 3 of 6; nothing is saved yet, so the same command starts anew",
         ),
         (
-            (5, 6, 3),
-            "Step 3 of 6 is saved: the same command goes on after it, and steps 4 to 5 are made again.",
-            "after step 5 of 6; the same command goes on after step 3, the newest that is saved",
+            (5, 6, 4),
+            "Step 4 of 6 is saved: the same command goes on after it, and step 5 is made again.",
+            "after step 5 of 6; the same command goes on after step 4, the newest that is saved",
         ),
         (
             (3, 6, 3),
@@ -139,7 +132,7 @@ def test_the_exit_code_is_right_whatever_ray_makes_of_a_signal(monkeypatch, caps
     def torn(arguments, stop: Stop) -> int:
         try:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            signal.pause()
         except Interrupted as error:
             raise SystemError("<cyfunction CoreWorker.wait> returned a result with an exception set") from error
         return 0
@@ -157,28 +150,32 @@ def test_sigusr1_asks_for_a_save_and_the_run_goes_on(stop):
 
 
 @pytest.mark.fault("What is not saved when trainer.stop_notice_s is over ends the run then, exit 75")
-def test_the_end_of_the_notice_ends_the_run(stop):
+def test_the_end_of_the_notice_ends_the_run(stop, clock):
     stop.notice_s = 1.0
     stop.reached(3, 6, 2)
     stop.finishing = "finishing this step, saving"
-    started = time.monotonic()
     signal.raise_signal(signal.SIGTERM)
-    assert 0 < stop.left_s < 1
+    assert stop.left_s == pytest.approx(0.9)  # the rest is for ending the workers
+    clock.advance(1.0)
+    assert stop.left_s < 0
     with pytest.raises(Interrupted, match=r"after step 2, .* saved \(trainer.stop_notice_s=1 is over\)$") as caught:
-        time.sleep(30)
+        signal.pause()
     assert caught.value.exit_code == 75
-    assert time.monotonic() - started < 15
 
 
-def test_a_clean_up_that_hangs_tells_the_supervisor_why(stop, monkeypatch, tmp_path, capfd):
-    monkeypatch.setenv(ATTEMPT, str(tmp_path / "told"))
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    stop.reached(3, 6, 2)
-    stop._give_up()
-    assert ended == [75]
+def test_a_clean_up_that_hangs_tells_the_supervisor_why(tmp_path):
+    code = (
+        "import signal; from rltrain.base.stop import listen; from tests.clock import hang\n"
+        "with listen() as stop:\n"
+        "    stop.notice_s = 0.2\n"
+        "    stop.reached(3, 6, 2)\n"
+        "    try: signal.raise_signal(signal.SIGTERM)\n"
+        "    finally: hang()"
+    )
+    environment = os.environ | {ATTEMPT: str(tmp_path / "told")}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (process.returncode, process.stderr.startswith("stopped after step 3 of 6")) == (75, True)
     assert json.loads((tmp_path / "told").read_text())["error"].startswith("stopped after step 3 of 6")
-    assert capfd.readouterr().err.startswith("stopped after step 3 of 6")
 
 
 def test_ray_starts_processes_that_sigusr1_does_not_end(stop):
@@ -187,5 +184,5 @@ def test_ray_starts_processes_that_sigusr1_does_not_end(stop):
     child.send_signal(signal.SIGUSR1)
     assert child.poll() is None
     child.terminate()
-    assert child.wait(10) == -signal.SIGTERM
+    assert child.wait(PATIENCE_S) == -signal.SIGTERM
     assert signal.getsignal(signal.SIGUSR1) == stop.ask_to_save

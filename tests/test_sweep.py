@@ -6,24 +6,20 @@ from pathlib import Path
 import pytest
 
 from rltrain.api import RunResult
-from rltrain.base.errors import DataError, WorkerLost
+from rltrain.base.errors import DataError
 from rltrain.tools import sweep as module
 from rltrain.tools.sweep import combinations, main, values_of
+from tests.config.commands import BASE, A
 from tests.tiny import small_run
-
-A = "actor_rollout_ref."
-BASE = [
-    f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4",
-    "trainer.device=cpu", "trainer.n_gpus_per_node=1",
-]  # fmt: skip
 
 
 @pytest.fixture
 def made(monkeypatch, tmp_path, capsys):
     """made(*words, ends=…): exit code, output, and the names of the runs that were begun. ends: by name, the error or
     exit code of a run."""
-    monkeypatch.setattr(module, "start_ray", lambda cfg: False)
-    monkeypatch.setattr(module, "compare", lambda folders, out: print("compared", *(path.name for path in folders)))
+
+    def start_ray(cfg):
+        return False
 
     def call(*words, ends=None):
         begun = []
@@ -37,8 +33,12 @@ def made(monkeypatch, tmp_path, capsys):
                 raise end
             return RunResult(folder, end)
 
-        monkeypatch.setattr(module, "train", train)
-        code = main([*BASE, "--out", str(tmp_path / "out"), *words])
+        def compare(folders, out):
+            print("compared", *(path.name for path in folders))
+
+        for stand_in in (train, compare, start_ray):
+            monkeypatch.setattr(module, stand_in.__name__, stand_in)
+        code = main([*BASE, "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--out", str(tmp_path / "out"), *words])
         printed = capsys.readouterr()
         return code, printed.out + printed.err, begun
 
@@ -89,12 +89,6 @@ def test_a_run_that_fails_is_told_and_the_others_are_made_and_the_same_command_g
     code, text, begun = made("data.seed=1,2,3", "actor_rollout_ref.actor.optim.lr=0.5")
     assert (code, begun) == (2, [])
     assert "seed=1 is a finished run of this sweep with other settings" in text
-
-
-def test_the_exit_code_is_that_of_the_failures_where_they_agree(made):
-    lost = WorkerLost("a worker died")
-    assert made("data.seed=1,2,3", ends={"seed=1": lost, "seed=3": WorkerLost("another")})[0] == 75
-    assert made("data.seed=4,5", ends={"seed=4": lost, "seed=5": ZeroDivisionError("oh")})[0] == 1
 
 
 def test_a_signal_ends_the_sweep(made):

@@ -64,12 +64,6 @@ def test_answers_that_could_not_be_scored_are_found(run, capsys):
     assert text.endswith("1 of 1 answers, step 8\n")
 
 
-def test_one_source_can_be_chosen(run, capsys):
-    assert shown(capsys, run, "--source", "two").endswith("2 of 2 answers, step 7\n")
-    assert main([str(run), "--source", "three"]) == 2
-    assert "Sources: one, two" in capsys.readouterr().err
-
-
 def test_answers_before_and_after_stand_below_each_other(run, capsys):
     text = shown(capsys, run, "--compare", "-n", 2)
     assert text.splitlines() == [
@@ -81,15 +75,6 @@ def test_answers_before_and_after_stand_below_each_other(run, capsys):
     assert shown(capsys, run, "--compare", 7, "-n", 2) == text
 
 
-def test_a_validation_is_not_compared_with_itself(run, capsys):
-    for steps in (["1"], ["7", "7"]):
-        assert main([str(run), "--compare", *steps]) == 2
-        assert f"--compare: step {steps[0]} twice. Kept are: 1, 7." in capsys.readouterr().err
-    (run / "samples" / "val_000007.parquet").unlink()
-    assert main([str(run), "--compare"]) == 2
-    assert "there is one validation only, of step 1." in capsys.readouterr().err
-
-
 def test_long_answers_lose_their_middle(run, capsys):
     frame(9, [1.0, 1.0], answer="start " + "x" * 5000 + " end").to_parquet(run / "samples" / "train_000009.parquet")
     text = shown(capsys, run, "-n", 1, "--chars", 100)
@@ -97,19 +82,6 @@ def test_long_answers_lose_their_middle(run, capsys):
     assert "x end" in text
     assert "4,910 characters left out" in text
     assert shorten("a" * 50 + "\n" + "b" * 50, 21) == "a" * 9 + " … " + "b" * 9
-
-
-def test_markup_in_answers_is_text(run, capsys):
-    frame(9, [1.0, 1.0], answer="[bold]x[/nonsense]").to_parquet(run / "samples" / "train_000009.parquet")
-    for flags in ([], ["--lines"]):
-        assert "[bold]x[/nonsense]" in shown(capsys, run, *flags)
-
-
-def test_right_is_what_acc_says(run):
-    sample = {"question": "1+1=?", "answer": "2", "ground_truth": "2", "score": -1.0}
-    assert one_line(sample) == "1+1=? -> 2 ✗ (2)"
-    assert one_line(sample | {"acc": 1.0}) == "1+1=? -> 2 ✓"
-    assert one_line(sample | {"acc": float("nan")}) == "1+1=? -> 2 ✗ (2)"
 
 
 def test_what_is_not_there_is_said(run, tmp_path, capsys):
@@ -193,12 +165,6 @@ def test_conversations_come_in_the_order_that_is_asked_for(conversations, capsys
     assert ("agent_failed: the agent's process ended" in text) == (3 in first)
 
 
-def test_answers_of_one_turn_have_no_order_of_turns(run, capsys):
-    for order in ("--most-turns", "--failed-tools"):
-        assert main([str(run), order]) == 2
-        assert f"{order}: the answers of this run have one turn each." in capsys.readouterr().err
-
-
 def test_a_conversation_does_not_steer_the_terminal(run, capsys):
     hostile = "\x1b]52;c;cm0gLXJmIH4=\x07\x9b2J\x1b[31m red \r over \ud83d 漢字"
     calls = [said("assistant", hostile), said("tool", hostile, name=hostile, arguments=hostile, seconds=1.0)]
@@ -209,9 +175,3 @@ def test_a_conversation_does_not_steer_the_terminal(run, capsys):
         assert "red" in text
         assert "漢字" in text
         assert not set(text) & set("\x1b\x07\x9b\r\ud83d")
-
-
-def test_long_results_lose_their_middle(run, capsys):
-    messages = json.dumps([said("assistant", "x" * 5000), said("user", "y" * 5000)])
-    frame(11, [1.0, 1.0], messages=messages).to_parquet(run / "samples" / "train_000011.parquet")
-    assert shown(capsys, run, "-n", 1, "--chars", 100).count("4,900 characters left out (--chars)") == 2

@@ -5,6 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
+from rltrain.base.clock import Clock
 from rltrain.tools.watch import follow, is_over, main, view
 
 
@@ -49,18 +50,26 @@ def test_a_terminal_shows_step_phase_numbers_warnings_and_the_time_left(run):
     assert "all steps are made" in on_screen(run, 165.0)
 
 
-def test_elsewhere_the_log_is_followed_until_the_last_step(run, monkeypatch):
-    written, told, log = [], iter([False, False, True]), run / "train.log"
-    monkeypatch.setattr("rltrain.tools.watch.time.sleep", lambda _: log.write_text(log.read_text() + "more\n"))
-    follow(run, written.append, lambda: next(told))
+class Writer(Clock):
+    """While somebody sleeps, a log gets the next text."""
+
+    def __init__(self, log, *texts):
+        self.log, self.texts = log, iter(texts)
+
+    def sleep(self, seconds):
+        with self.log.open("a") as file:
+            file.write(next(self.texts))
+
+
+def test_elsewhere_the_log_is_followed_until_the_last_step(run):
+    written, told = [], iter([False, False, True])
+    follow(run, written.append, lambda: next(told), Writer(run / "train.log", "more\n", "more\n"))
     assert [line.rpartition(" ")[2] for line in "".join(written).splitlines()] == ["model", "slow", "more", "more"]
 
 
-def test_a_line_that_is_half_written_is_shown_once_it_is_whole(run, monkeypatch):
-    written, told, log = [], iter([False, False, True]), run / "train.log"
-    more = iter(["half of", " a line\nand an\x0bend", ""])
-    monkeypatch.setattr("rltrain.tools.watch.time.sleep", lambda _: log.write_text(log.read_text() + next(more)))
-    follow(run, written.append, lambda: next(told))
+def test_a_line_that_is_half_written_is_shown_once_it_is_whole(run):
+    written, told = [], iter([False, False, True])
+    follow(run, written.append, lambda: next(told), Writer(run / "train.log", "half of", " a line\nand an\x0bend"))
     assert "".join(written).splitlines()[2:] == ["half of a line", "and an", "end"]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from rltrain.base.clock import SYSTEM, Clock
 
 T = TypeVar("T")
 # How long whoever adds a line waits for storage that has answered so far.
@@ -44,14 +45,16 @@ class WorkerThread(threading.Thread):
 class BackgroundJob(Generic[T]):
     """Does ``work`` once, from now on, by a thread of its own or by ``thread``. The process may end before it has."""
 
-    def __init__(self, name: str, work: Callable[[], T], thread: WorkerThread | None = None) -> None:
-        self.name, self._work = name, work
+    def __init__(
+        self, name: str, work: Callable[[], T], thread: WorkerThread | None = None, clock: Clock = SYSTEM
+    ) -> None:
+        self.name, self._work, self.clock = name, work, clock
         self.ident: int | None = None  # of the thread, once it works
         self._found: list[T] = []
         self._error: BaseException | None = None
         # Not `join`: where a signal raises in it, Python 3.11 takes a thread that runs for one that has ended.
         self._over = threading.Event()
-        self.beat = time.monotonic()
+        self.beat = clock.monotonic()
         _running.add(self)
         if thread:
             thread.submit(self._do)
@@ -70,7 +73,7 @@ class BackgroundJob(Generic[T]):
 
     def ready(self, wait_s: float = 0.0) -> bool:
         """Whether it is done, or is within that time. A signal cuts the wait short."""
-        return self._over.wait(wait_s)
+        return self.clock.wait(self._over, wait_s)
 
     def result(self) -> T:
         """Wait for it. Returns what the work returned, raises what it raised."""
@@ -84,7 +87,7 @@ def heartbeat() -> None:
     """The job that calls this has come further, however long it may still take."""
     for job in running():
         if job.ident == threading.get_ident():
-            job.beat = time.monotonic()
+            job.beat = job.clock.monotonic()
 
 
 def running() -> list[BackgroundJob[Any]]:
@@ -99,8 +102,8 @@ class Appender:
     not be written is kept, and goes with a later line.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, clock: Clock = SYSTEM) -> None:
+        self._file, self._clock = file, clock
         self._late: deque[bytes] = deque()  # the first may begin within a line
         self._writing: BackgroundJob[OSError | None] | None = None
         self._thread: WorkerThread | None = None
@@ -131,7 +134,7 @@ class Appender:
             return unanswered
         name = f"writing {self._file.name}"
         self._thread = self._thread or WorkerThread(name)
-        self._writing = BackgroundJob(name, self._write, self._thread)
+        self._writing = BackgroundJob(name, self._write, self._thread, self._clock)
         return self._writing.result() if self._writing.ready(wait_s) else unanswered
 
     def _write(self) -> OSError | None:

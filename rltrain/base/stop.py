@@ -13,12 +13,12 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rltrain.base.attempt import tell_supervisor
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import Interrupted, RltrainError, system_error
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ class Stop:
     so ``at_once`` records that it was raised. notice_s: how long the process may live after the first signal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         # Steps made, of how many, and the newest that is saved; None as long as nothing is known of the run.
         self._reached: tuple[int, int, int] | None = None
         self._kept = ""
@@ -76,7 +77,7 @@ class Stop:
         """Seconds until a run that has been asked to stop is cut off; infinite where no notice is known."""
         if not self.requested or self.notice_s is None:
             return math.inf
-        return self._requested_at + self.notice_s - self._kept_s - time.monotonic()
+        return self._requested_at + self.notice_s - self._kept_s - self._clock.monotonic()
 
     @property
     def _kept_s(self) -> float:
@@ -149,7 +150,7 @@ class Stop:
 
     def handle(self, number: int, _frame: object) -> None:
         """The signal handler."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._received.add(number)
         # Once the run is on its way out, a further signal must not tear the clean-up that the first has begun.
         if self.at_once or (self.requested and now - self._requested_at < ONE_REQUEST_S):

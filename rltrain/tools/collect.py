@@ -28,17 +28,17 @@ MOST_OF_A_FILE = 20 * 2**20
 _RAY_LOGS = re.compile(r"Ray's logs: (\S+)")
 
 
-def collect(run: Path, archive: Path) -> list[str]:
+def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_file: int = MOST_OF_A_FILE) -> list[str]:
     """Write the archive; returns the names in it. Raises DataError where there is no run."""
     if not (run / TRAIN_LOG).exists() and not (run / "config.yaml").exists():
         raise DataError(
             f"{run} is no run folder: it holds neither {TRAIN_LOG} nor config.yaml (trainer.default_local_dir)."
         )
     names: list[str] = []
-    room = MOST_BYTES
+    room = most_bytes
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for name, path in _files(run):
-            data = _end_of(path)
+            data = _end_of(path, most_of_a_file)
             # Passed over and not the end: smaller files after it may still fit.
             if len(data) > room:
                 continue
@@ -60,10 +60,10 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
 
 
-def _end_of(path: Path) -> bytes:
+def _end_of(path: Path, most: int) -> bytes:
     with open(path, "rb") as file:
         # A parquet file cannot be read in part; of logs the end is what matters, where the error is.
-        left_out = max(0, path.stat().st_size - MOST_OF_A_FILE) if path.suffix != ".parquet" else 0
+        left_out = max(0, path.stat().st_size - most) if path.suffix != ".parquet" else 0
         file.seek(left_out)
         return (f"[{left_out} bytes left out]\n".encode() if left_out else b"") + file.read()
 

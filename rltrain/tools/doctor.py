@@ -83,7 +83,7 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
         "doctor", placement, device, threads_per_worker(per_node), None, stop.raise_if_asked, Deadlines(300.0, 1.0)
     )
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
-    with logs.waiting("looking at the nodes"), _folder(Path(cfg.trainer.default_local_dir)) as folder:
+    with logs.waiting("looking at the nodes"), restored_folder(Path(cfg.trainer.default_local_dir)) as folder:
         checks = look_at_nodes(group, cfg, folder)
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
         # They would hang, or fail with a message that says less.
@@ -182,7 +182,7 @@ def table(checks: list[Check]) -> str:
 
 
 @contextmanager
-def _folder(path: Path) -> Iterator[Path]:
+def restored_folder(path: Path) -> Iterator[Path]:
     """The run folder; what of it was not there before is removed."""
     path = path.expanduser().resolve()
     # Not Path.exists, which raises where one may not look.

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import ConfigError, command, plain
 from rltrain.base.logs import console
 from rltrain.base.storage import json_lines, lines_of, read_json, run_folder
@@ -69,7 +70,7 @@ def last_line(run: Path) -> str:
     return plain(next((line for line in lines_of(log)[::-1] if line.strip()), f"{log} says nothing yet"))
 
 
-def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool]) -> None:
+def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], clock: Clock = SYSTEM) -> None:
     """Write the lines of train.log as they come, the last twenty first, until ``ended``."""
     told = max(0, len(lines_of(run / "train.log")) - 20)
     if not (run / "train.log").exists():  # of a job that waits, or the folder of something else
@@ -84,7 +85,7 @@ def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool]) ->
         told = len(lines)
         if over:
             return
-        time.sleep(_EVERY_S)
+        clock.sleep(_EVERY_S)
 
 
 def is_over(run: Path) -> bool:

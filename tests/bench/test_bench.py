@@ -1,13 +1,14 @@
 """The benches measure what they say: the same work on both sides, exact floors, and they run."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3ForCausalLM
 
-from bench import gpu, phases, pictures, scale, step, vision, workload
+from bench import gpu, pictures, scale, vision, workload
 from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
 from rltrain.data.chat import ChatEncoder
@@ -46,23 +47,6 @@ def test_the_floor_computes_what_transformers_does(folder):
     assert all(torch.allclose(one, other, atol=1e-3) for one, other in zip(*gradients, strict=True))
 
 
-def test_the_weights_of_the_workload_decide_how_long_answers_get(folder):
-    """From the first half of the vocabulary 1 in 24 ends and 1 in 60 goes over; in the second half 1 in 170 ends and
-    none goes back.
-    """
-    tokens = torch.randint(300, 512, (64, 6), generator=torch.Generator().manual_seed(0))
-    for kind, ends in (("equal", (0.0, 0.0)), ("long_tail", (1 / 24, 1 / 170))):
-        model = Qwen3ForCausalLM.from_pretrained(folder[kind] / "model").eval()
-        end = model.config.eos_token_id
-        for place, half in enumerate((tokens, tokens + 512)):
-            with torch.no_grad():
-                probs = model(half).logits[:, -1].softmax(-1)
-            assert float(probs[:, end].mean()) == pytest.approx(ends[place], rel=0.2, abs=1e-6)
-            if kind == "long_tail":
-                over = float(probs[:, 512:].sum(-1).mean())
-                assert over == pytest.approx(1 / 60, rel=0.3) if not place else over > 0.98
-
-
 def test_with_images_no_answer_ends_or_holds_a_placeholder(tmp_path):
     pytest.importorskip("torchvision")
     workload.make(tmp_path, "images", "test", 1)
@@ -81,29 +65,6 @@ def test_the_drivers_part_of_a_step_needs_no_model():
     metrics = trainer.step(1).metrics
     assert metrics["response_length/mean"] == pytest.approx(100, rel=0.2)
     assert math.isfinite(metrics["timing_s/other"])
-
-
-def test_a_row_compares_by_tokens_a_second():
-    none = dict.fromkeys(step.PHASES, 0.0)
-    ours = none | {"step": 2.0, "response_length": 100.0, "prompt_length": 60.0}
-    peers = none | {"step": 3.0, "response_length": 50.0, "prompt_length": 60.0}
-    one, other = step.rows_of("long_tail", {"TRL": [peers], step.OURS: [ours]})
-    assert one.endswith(f"| {160 / 2 / (110 / 3):.2f} |")
-    assert other.endswith("| 1.00 |")
-
-
-def test_only_the_published_shape_is_compared_with_its_step():
-    assert scale.share_of_published(64, 2048, 4.474) == "1.000 %"
-    assert scale.share_of_published(384, 4096, 4.474) == scale.share_of_published(64, 4096, 4.474) == "-"
-
-
-def test_passes_over_unequal_lengths_compare_per_token():
-    equal = dict.fromkeys(phases.PASSES, 2.0) | {"tokens": 1000.0}
-    short = dict.fromkeys(phases.PASSES, 2.5) | {"tokens": 1000.0}
-    tail = dict.fromkeys(phases.PASSES, 1.5) | {"tokens": 500.0, "response_length": 64.4}
-    title, *_, update = phases.lengths_table({128: [equal], 64: [short]}, [tail])
-    assert update == "| update_actor | 3000.0 | 2000.0 | 1.50 | 2500.0 | 1.20 |"
-    assert "64 tokens on average" in title
 
 
 TINY = {
@@ -126,7 +87,7 @@ def rows_in(folder: Path) -> dict[str, list[str]]:
 
 
 def test_the_first_hour_runs_on_a_cpu_and_says_what_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "installed", lambda package: False)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # counts as not installed
     gpu.main(accelerator_bench("cpu", tmp_path, "--here", "--stages", "kernels", "step", "eager", "graphs"))
     found = rows_in(tmp_path)
     assert [name for name, rows in found.items() if "**not run**" in rows[0]] == [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from bench.bits import main, weights_digest
+from bench.bits import weights_digest
 
 
 def save(folder, weight):
@@ -20,9 +20,3 @@ def test_the_digest_depends_on_every_bit_of_the_weights(tmp_path):
     weight[3] = torch.nextafter(weight[3], torch.tensor(1.0))
     digests.append(weights_digest(save(tmp_path / "other", weight)))
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_an_unknown_revision_is_an_error(monkeypatch):
-    monkeypatch.setattr("bench.bits.RUNS", {})
-    with pytest.raises(SystemExit, match="nowhere"):
-        main(["--against", "nowhere"])

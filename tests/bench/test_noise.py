@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from bench import noise
-from bench.learning_agents import TASKS, rows
 from rltrain.agents.environments import methods_of
 from rltrain.agents.functions import tools_of
 from rltrain.agents.ready import calculator
@@ -32,19 +31,3 @@ def test_the_deaf_environment_says_its_words_by_chance_and_knows_the_number():
         assert game.step("9") == ("correct", 1.0, True)
         assert game.score()["found"] == 1
     assert words == {"higher", "lower"}
-
-
-def test_the_table_has_the_share_of_right_answers_and_the_calls(tmp_path):
-    task = TASKS["calculator"]
-    for name, right in (("honest", 1.0), ("noise", 0.25)):
-        for seed in (1, 2):
-            run = tmp_path / f"calculator_{name}_{seed}"
-            run.mkdir()
-            lines = [
-                f'{{"step": {step}, "{task.score}": {right}, "val-aux/num_turns/mean": 3.5, "timing_s/step": 2}}'
-                for step in task.shown
-            ]
-            (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    table = rows(tmp_path, "calculator", 2)
-    assert table[2].startswith("| calculator | right | 1.00 1.00 |")
-    assert table[5].startswith("| noise | calls an answer | 0.75 0.75 |")

@@ -61,15 +61,3 @@ def test_the_plan_says_where_the_teacher_computes(mode, steps, needs):
     passes = make_step_passes(load_config([*TAUGHT, f"{LOSS}loss_mode={mode}"]).config)
     assert passes.describe(1) == steps
     assert passes.needs("teacher") == needs
-
-
-def test_keys_of_estimates_are_without_effect_where_whole_distributions_are_compared():
-    unread = ["distillation.teacher.log_prob_max_token_len_per_gpu=8192", f"{LOSS}log_prob_min_clamp=-10"]
-    for mode, number in (("jsd", 2), ("k3", 0)):
-        notes = without_effect(load_config([*TAUGHT, f"{LOSS}loss_mode={mode}", *unread]))
-        assert sum("which runs the teacher" in note for note in notes) == number
-
-
-def test_a_teacher_of_verl_s_is_ours():
-    written = "distillation.teacher_models.teacher_model.model_path=theirs"
-    assert load_config([*BASE, written]).config.distillation.teacher.model.path == "theirs"

@@ -2,24 +2,11 @@
 
 import pytest
 
-from rltrain.api import look_over
-from rltrain.base.errors import ConfigError
-from rltrain.config.check import check
 from rltrain.config.load import load_config
-from rltrain.config.notes import without_effect
 from rltrain.config.schema.conditions import is_met
 from rltrain.config.schema.declarations import ESTIMATORS, POLICY_LOSSES
 from rltrain.config.schema.keys import all_keys
-
-A = "actor_rollout_ref."
-BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]
-VALIDATES_ALONE = ["data.val_files=v.parquet", "trainer.val_only=True"]
-
-
-def notes(*overrides: str) -> list[str]:
-    loaded = load_config([*BASE, *overrides])
-    check(loaded)
-    return [*loaded.warnings, *without_effect(loaded)]
+from tests.config.commands import BASE, A, notes, words
 
 
 def test_every_condition_of_a_key_can_be_read():
@@ -51,95 +38,86 @@ def test_conditions_by_hand(condition, expected):
     assert is_met(load_config([]).config, "actor_rollout_ref.actor", condition) is expected
 
 
-def test_a_condition_finds_keys_around_its_section():
-    config = load_config([f"{A}actor.use_kl_loss=True"]).config
-    assert is_met(config, "actor_rollout_ref.ref", "actor.use_kl_loss")
-    assert is_met(config, "actor_rollout_ref.actor", "use_kl_loss")
-
-
-def test_a_plain_command_has_no_notes():
-    assert notes() == []
+VALIDATES = "data.val_files=v.parquet"
+ALONE = f"{VALIDATES} trainer.val_only=True"
+GAE, KL = "algorithm.adv_estimator=gae", "actor.use_kl_loss=True"
+ESTIMATES = "distillation.enabled=True distillation.teacher.model.path=t distillation.distillation_loss.loss_mode="
 
 
 @pytest.mark.parametrize(
     ("key", "dead", "alive"),
     [
-        (f"{A}actor.kl_loss_coef=0.1", [], [f"{A}actor.use_kl_loss=True"]),
-        (f"{A}ref.fsdp_config.param_offload=True", [], [f"{A}actor.use_kl_loss=True"]),
+        ("actor.kl_loss_coef=0.1", "", KL),
+        ("ref.fsdp_config.param_offload=True", "", KL),
+        ("ref.fsdp_config.param_offload=True", f"{KL} model.lora_rank=8", KL),
+        ("ref.fsdp_config.model_dtype=bf16", KL, None),
+        ("actor.clip_ratio=0.1", "actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.3", "actor.clip_ratio_low=0.2"),
+        ("actor.optim.min_lr_ratio=0.1", "", "actor.optim.lr_scheduler_type=cosine"),
+        ("actor.optim.lr_warmup_steps_ratio=0.1", "actor.optim.lr_warmup_steps=3", ""),
+        ("actor.ppo_micro_batch_size_per_gpu=1", "actor.use_dynamic_bsz=True", "actor.use_dynamic_bsz=False"),
         (
-            f"{A}actor.clip_ratio=0.1",
-            [f"{A}actor.clip_ratio_low=0.2", f"{A}actor.clip_ratio_high=0.3"],
-            [f"{A}actor.clip_ratio_low=0.2"],
+            "actor.ppo_micro_batch_size_per_gpu=1",
+            "actor.use_dynamic_bsz=True",
+            "rollout.log_prob_use_dynamic_bsz=False",
         ),
-        (f"{A}actor.optim.min_lr_ratio=0.1", [], [f"{A}actor.optim.lr_scheduler_type=cosine"]),
-        (f"{A}actor.optim.lr_warmup_steps_ratio=0.1", [f"{A}actor.optim.lr_warmup_steps=3"], []),
-        (f"{A}rollout.val_kwargs.top_p=0.7", [], [f"{A}rollout.val_kwargs.temperature=1.0"]),
-        ("trainer.resume_from_path=c/global_step_5", [], ["trainer.resume_mode=resume_path"]),
-        ("trainer.test_freq=5", [], ["data.val_files=v.parquet"]),
-        (f"{A}model.lora_alpha=32", [], [f"{A}model.lora_rank=8"]),
-        (f"{A}model.exclude_modules=[o_proj]", [], [f"{A}model.lora_rank=8"]),
-        (f"{A}model.lora_rank=8", [f"{A}model.lora_adapter_path=a"], []),
+        ("ref.log_prob_micro_batch_size_per_gpu=1", f"{KL} actor.use_dynamic_bsz=True", None),
+        ("actor.ppo_max_token_len_per_gpu=9999", "actor.ppo_micro_batch_size_per_gpu=1", ""),
         (
-            f"{A}ref.fsdp_config.param_offload=True",
-            [f"{A}actor.use_kl_loss=True", f"{A}model.lora_rank=8"],
-            [f"{A}actor.use_kl_loss=True"],
+            "actor.ppo_max_token_len_per_gpu=4096",
+            "actor.use_dynamic_bsz=False actor.ppo_micro_batch_size_per_gpu=2",
+            "actor.use_dynamic_bsz=True",
         ),
-        (
-            "critic.model.lora_alpha=8",
-            ["algorithm.adv_estimator=gae"],
-            ["algorithm.adv_estimator=gae", "critic.model.lora_rank=4"],
-        ),
-        ("algorithm.kl_ctrl.kl_coef=0.1", [], ["algorithm.use_kl_in_reward=True"]),
-        ("algorithm.gamma=0.9", [], ["algorithm.adv_estimator=gae"]),
+        ("rollout.val_kwargs.top_p=0.7", "", "rollout.val_kwargs.temperature=1.0"),
+        ("rollout.val_kwargs.n=8", "", "rollout.val_kwargs.temperature=0.6"),
+        ("rollout.val_kwargs.temperature=0.6", "rollout.val_kwargs.do_sample=False", "rollout.val_kwargs.n=4"),
+        ("rollout.val_kwargs.do_sample=True", "", "rollout.val_kwargs.temperature=0.6"),
+        ("rollout.enforce_eager=False", "", "rollout.name=vllm"),
+        ("rollout.oversample_ratio=1.5", "", "rollout.tail=oversample"),
+        ("rollout.tail_max_age=2", "rollout.tail=oversample rollout.oversample_ratio=1", "rollout.tail=oversample"),
+        ("rollout.tail_draft_tokens=2", "", "rollout.tail=exact rollout.name=vllm"),
+        ("+rollout.engine_kwargs.vllm.block_size=32", "rollout.name=sglang", "rollout.name=vllm"),
+        ("+rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", "", None),
+        ("rollout.free_cache_engine=False", "", "rollout.name=vllm"),
+        ("rollout.load_format=dummy_dtensor", "", None),
+        ("rollout.multi_turn.max_assistant_turns=3", "", "rollout.multi_turn.function_tool_path=tools.py"),
+        ("model.use_fused_kernels=True", "", "model.use_fused_kernels=False"),
+        ("model.use_remove_padding=False", "", "model.use_remove_padding=True"),
+        ("model.lora_alpha=32", "", "model.lora_rank=8"),
+        ("model.lora_rank=8", "model.lora_adapter_path=a", ""),
+        ("critic.optim.lr=1e-5", "", GAE),
+        ("critic.optim.lr=1e-5", f"{ALONE} {GAE}", GAE),
+        ("critic.model.lora_alpha=8", GAE, f"{GAE} critic.model.lora_rank=4"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "", "algorithm.use_kl_in_reward=True"),
+        ("algorithm.gamma=0.9", "", GAE),
         (
             "reward_model.overlong_buffer.enable=True",
-            [],
-            ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.len=8"],
+            "",
+            "reward_model.reward_manager=dapo reward_model.overlong_buffer.len=8",
         ),
-        (f"+{A}rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", [], None),
-        (f"{A}rollout.oversample_ratio=1.5", [], [f"{A}rollout.tail=oversample"]),
+        ("actor.optim.lr=1e-5", ALONE, VALIDATES),
+        ("trainer.resume_from_path=c/global_step_5", "", "trainer.resume_mode=resume_path"),
+        ("trainer.test_freq=5", "", VALIDATES),
+        ("trainer.test_freq=5", ALONE, VALIDATES),
+        ("trainer.save_freq=5", ALONE, ""),
+        ("trainer.rollout_data_dir=answers", ALONE, ""),
+        ("trainer.resume_weights_only=True", "trainer.resume_mode=disable", ""),
+        ("trainer.samples_max_prompts=5", "trainer.samples_freq=-1", ""),
+        ("trainer.hang_factor=9", "trainer.hang_floor_s=null", ""),
+        ("data.val_max_samples=5", "", VALIDATES),
         (
-            f"{A}rollout.tail_max_age=2",
-            [f"{A}rollout.tail=oversample", f"{A}rollout.oversample_ratio=1"],
-            [f"{A}rollout.tail=oversample"],
+            "actor.checkpoint.save_contents=[model]",
+            "",
+            "actor.checkpoint.save_contents=[model,optimizer,extra]",
         ),
-        (f"{A}rollout.tail_draft_tokens=2", [], [f"{A}rollout.tail=exact", f"{A}rollout.name=vllm"]),
-        (f"+{A}rollout.engine_kwargs.vllm.block_size=32", [f"{A}rollout.name=sglang"], [f"{A}rollout.name=vllm"]),
-        (f"{A}rollout.free_cache_engine=False", [], [f"{A}rollout.name=vllm"]),
-        (f"{A}rollout.mode=async", [], [f"{A}rollout.mode=sync"]),
-        (f"{A}model.use_fused_kernels=True", [], [f"{A}model.use_fused_kernels=False"]),
-        (f"{A}rollout.load_format=dummy_dtensor", [], None),
-        (f"{A}actor.optim.lr=1e-5", VALIDATES_ALONE, VALIDATES_ALONE[:1]),
-        ("critic.optim.lr=1e-5", [*VALIDATES_ALONE, "algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae"]),
-        ("trainer.save_freq=5", VALIDATES_ALONE, []),
-        ("trainer.test_freq=5", VALIDATES_ALONE, VALIDATES_ALONE[:1]),
-        ("trainer.val_before_train=False", VALIDATES_ALONE, []),
-        ("trainer.rollout_data_dir=answers", VALIDATES_ALONE, []),
-        ("trainer.resume_weights_only=True", ["trainer.resume_mode=disable"], []),
-        ("trainer.samples_max_prompts=5", ["trainer.samples_freq=-1"], []),
-        ("trainer.hang_factor=9", ["trainer.hang_floor_s=null"], []),
-        ("data.val_max_samples=5", [], VALIDATES_ALONE[:1]),
-        (
-            f"{A}actor.checkpoint.save_contents=[model]",
-            [],
-            [f"{A}actor.checkpoint.save_contents=[model,optimizer,extra]"],
-        ),
+        # Estimates are of no use where whole distributions are compared.
+        ("distillation.teacher.log_prob_max_token_len_per_gpu=8192", f"{ESTIMATES}jsd", f"{ESTIMATES}k3"),
     ],
 )
-def test_a_key_is_named_where_it_is_dead_and_only_there(key, dead, alive):
-    name = key.partition("=")[0].lstrip("+")
-    assert [note for note in notes(key, *dead) if note.startswith(f"{name}: no effect: ")]
+def test_a_key_without_effect_is_named_and_others_are_not(key, dead, alive):
+    name = words(key)[0].partition("=")[0].lstrip("+")
+    assert [note for note in notes(key, dead) if name in note.partition(": no effect: ")[0] != note]
     if alive is not None:
-        assert not [note for note in notes(key, *alive) if note.startswith(f"{name}:")]
-
-
-def test_each_key_is_named_once():
-    tokens = f"{A}actor.use_dynamic_bsz=True"
-    lines = notes(tokens, f"{A}ref.log_prob_micro_batch_size_per_gpu=1", f"{A}ref.use_torch_compile=True")
-    assert [line.partition(":")[0] for line in lines] == [
-        f"{A}ref.use_torch_compile",
-        f"{A}ref.log_prob_micro_batch_size_per_gpu",
-    ]
+        assert not [note for note in notes(key, alive) if name in note.partition(": no effect: ")[0]]
 
 
 def test_weights_of_0_need_no_note():
@@ -152,33 +130,10 @@ def test_keys_without_effect_for_one_reason_share_a_line():
     overlong = "reward.reward_kwargs.overlong_buffer_cfg."
     renamed = [f"{A}actor.grad_clip=1.0", f"{overlong}len=8", f"{overlong}penalty_factor=2"]
     of_ref = [f"{A}ref.log_prob_use_dynamic_bsz=True", f"{A}ref.fsdp_config.param_offload=True"]
-    loaded = load_config([*BASE, *renamed, *of_ref])
-    assert look_over(loaded) == [
+    assert notes(*renamed, *of_ref) == [
         f"{A}actor.grad_clip is called {A}actor.optim.clip_grad here",
         f"{A}ref.fsdp_config.param_offload, {A}ref.log_prob_use_dynamic_bsz: no effect: there is no reference policy "
         "with use_kl_loss=False",
         f"{overlong}len, {overlong}penalty_factor: no effect: reward_model.reward_manager=naive; it counts with "
         "reward_manager=dapo",
     ]
-
-
-def test_settings_of_the_reference_that_follow_the_actor_say_so():
-    lines = notes(
-        f"{A}actor.use_kl_loss=True", f"{A}ref.fsdp_config.model_dtype=bf16", f"{A}ref.fsdp_config.param_offload=True"
-    )
-    assert len(lines) == 1
-    assert lines[0].startswith(f"{A}ref.fsdp_config.model_dtype: no effect: the reference is sharded")
-
-
-def test_clip_ratio_alone_sets_both_sides():
-    actor = load_config([f"{A}actor.clip_ratio=0.1"]).config.actor_rollout_ref.actor
-    assert (actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, None, None)
-
-
-def test_free_form_keys_may_have_words_of_refused_ones():
-    kwargs = load_config(
-        ["custom_reward_function.reward_kwargs.sandbox_fusion_url=u"]
-    ).config.custom_reward_function.reward_kwargs
-    assert kwargs == {"sandbox_fusion_url": "u"}
-    with pytest.raises(ConfigError, match="calls your sandbox"):
-        load_config(["reward_model.sandbox_fusion.url=u"])

@@ -1,193 +1,160 @@
 """Keys that mean what they mean in verl, and the notes on those that do not."""
 
+import numpy as np
 import pytest
 
-from rltrain.base.errors import ConfigError
-from rltrain.config.check import check
-from rltrain.config.load import load_config
-from rltrain.config.notes import other_meanings, without_effect
+from rltrain.base.errors import ConfigError, RewardError
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import make_step_passes
+from rltrain.controller.samples import Samples
 from rltrain.models.optim import learning_rate
+from rltrain.rewards.processes.score import Score
 from rltrain.run.report.plan import describe
+from rltrain.run.scorers import check_columns
 from rltrain.trainer.plan import make_plan
+from rltrain.trainer.rewards import known_number
+from tests.config.commands import A, load, meanings, notes, problems
 
-A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
-BASE = [
-    "actor_rollout_ref.model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4", "trainer.n_gpus_per_node=1",
-]  # fmt: skip
-JUDGE = ["reward_model.enable=True", "reward_model.model.path=judge"]
-
-
-def loaded(*overrides: str):
-    found = load_config([*BASE, *overrides])
-    check(found)
-    return found
+JUDGE = "reward_model.enable=True reward_model.model.path=judge"
+BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+GROUPS = "algorithm.filter_groups.enable=True"
 
 
-def notes(*overrides: str) -> list[str]:
-    return list(other_meanings(loaded(*overrides)))
-
-
-def plan_of(*overrides: str) -> str:
-    config = loaded(*overrides).config
+def plan_of(*commands: str) -> str:
+    config = load(*commands).config
     return describe(make_plan(config), config)
-
-
-def refusal(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        loaded(*overrides)
-    return str(error.value)
-
-
-# -- aggregation -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("loss", "own"),
-    [
-        ("vanilla", "token-mean"),
-        ("cispo", "token-mean"),
-        ("gspo", "seq-mean-token-mean"),
-        ("sapo", "seq-mean-token-mean"),
-        ("geo_mean", "seq-mean-token-mean"),
-    ],
+    [("vanilla", "token-mean"), ("cispo", "token-mean"), ("gspo", "seq-mean-token-mean")],
 )
 def test_a_loss_takes_its_own_mean_unless_one_is_set(loss, own):
-    mode = f"{A}policy_loss.loss_mode={loss}"
-    for overrides, expected in ([mode], own), ([mode, f"{A}loss_agg_mode=token-sum"], "token-sum"):
-        assert make_step_passes(loaded(*overrides).config).aggregation == expected
-        assert f"grpo advantages, {loss} loss, {expected}" in plan_of(*overrides)
-    assert notes(mode) == notes(mode, f"{A}loss_agg_mode={own}") == []
-
-
-def test_an_aggregation_that_verl_would_not_take_is_noted():
-    gspo = f"{A}policy_loss.loss_mode=gspo"
-    (note,) = notes(gspo, f"{A}loss_agg_mode=token-mean")
-    assert note.startswith(f"{A}loss_agg_mode=token-mean: followed")
-    assert "seq-mean-token-mean" in note
-    assert notes(f"{A}loss_agg_mode=seq-mean-token-mean") == []
+    mode = f"actor.policy_loss.loss_mode={loss}"
+    for command, expected in (mode, own), (f"{mode} actor.loss_agg_mode=token-sum", "token-sum"):
+        assert make_step_passes(load(command).config).aggregation == expected
+        assert f"grpo advantages, {loss} loss, {expected}" in plan_of(command)
+    assert meanings(mode) == meanings(f"{mode} actor.loss_agg_mode={own}") == []
 
 
 def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
-    gspo = [f"{A}policy_loss.loss_mode=gspo", f"{CORRECTION}bypass_mode=True"]
-    assert make_step_passes(loaded(*gspo).config).aggregation == "seq-mean-token-mean"
-    passes = make_step_passes(loaded(*gspo, f"{CORRECTION}loss_type=reinforce").config)
+    gspo = f"actor.policy_loss.loss_mode=gspo {BYPASS}"
+    assert make_step_passes(load(gspo).config).aggregation == "seq-mean-token-mean"
+    passes = make_step_passes(load(gspo, "algorithm.rollout_correction.loss_type=reinforce").config)
     assert (passes.policy_loss, passes.aggregation) == ("gpg", "token-mean")
 
 
-def test_a_loss_beside_the_bypass_is_noted():
-    (note,) = notes(f"{A}policy_loss.loss_mode=gspo", f"{CORRECTION}bypass_mode=True")
-    assert note.startswith(f"{A}policy_loss.loss_mode=gspo: ")
-    assert "verl replaces it by vanilla" in note
-    assert notes(f"{CORRECTION}bypass_mode=True") == []
+@pytest.mark.parametrize(
+    ("command", "note", "without"),
+    [
+        (
+            "actor.policy_loss.loss_mode=gspo actor.loss_agg_mode=token-mean",
+            "followed",
+            "actor.loss_agg_mode=token-mean",
+        ),
+        (f"actor.policy_loss.loss_mode=gspo {BYPASS}", "verl replaces it by vanilla", BYPASS),
+        ("actor.clip_ratio=0.1", "both bounds", "actor.clip_ratio=0.1 actor.clip_ratio_high=0.3"),
+        *(
+            (f"algorithm.adv_estimator={estimator} rollout.n=1", "ONE ANSWER TO A PROMPT", "rollout.n=2")
+            for estimator in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+        ),
+    ],
+)
+def test_a_key_that_means_something_else_than_in_verl_is_noted(command, note, without):
+    (line,) = meanings(command)
+    assert note in line
+    assert "verl" in line
+    assert meanings(without) == []
 
 
-def test_weights_are_not_normalised_beside_the_bypass():
-    keys = [f"{CORRECTION}{key}" for key in ("bypass_mode=True", "loss_type=reinforce", "rollout_is=token")]
-    (note,) = without_effect(loaded(*keys, f"{CORRECTION}rollout_is_batch_normalize=True"))
-    assert "rollout_is_batch_normalize: no effect: with bypass_mode" in note
-
-
-def test_a_clip_ratio_alone_is_noted():
-    (note,) = notes(f"{A}clip_ratio=0.1")
-    assert "both bounds" in note
-    assert notes(f"{A}clip_ratio=0.2") == notes(f"{A}clip_ratio=0.1", f"{A}clip_ratio_high=0.3") == []
-
-
-# -- rewards -----------------------------------------------------------------------------------------------------------
+def test_one_answer_to_a_prompt_is_said_in_the_plan():
+    assert "grpo advantages (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" in plan_of("rollout.n=1")
+    load("rollout.n=1 rollout.do_sample=False")  # greedy answers differ from prompt to prompt
+    assert "ONE ANSWER" not in plan_of()
+    for estimator in ("grpo_passk", "rloo_vectorized", "gpg_paper"):
+        (line,) = problems(f"algorithm.adv_estimator={estimator} rollout.n=1")
+        assert "actor_rollout_ref.rollout.n must be >= 2 (got 1)" in line
+    assert any("a prompt has one answer, and all are kept" in note for note in notes(f"{GROUPS} rollout.n=1"))
 
 
 def test_a_reward_model_alone_decides_unless_rules_have_a_weight():
-    assert "1 x the reward model's score (it alone decides" in plan_of(*JUDGE)
-    assert "scoring" not in plan_of(*JUDGE)
-    both = plan_of(*JUDGE, "reward_model.rule_weight=0.5", "reward_model.weight=2")
+    assert "1 x the reward model's score (it alone decides" in plan_of(JUDGE)
+    assert "scoring" not in plan_of(JUDGE)
+    both = plan_of(JUDGE, "reward_model.rule_weight=0.5 reward_model.weight=2")
     assert "2 x the reward model's score + 0.5 x the scorer's\n" in both
     assert "scoring" in both
-    assert "reward " not in plan_of()
-
-
-def test_scoring_keys_beside_a_reward_model_have_no_effect():
-    lines = without_effect(loaded(*JUDGE, "reward.timeout_s=3"))
-    assert lines == [
+    assert notes(JUDGE, "reward.timeout_s=3") == [
         "reward.timeout_s: no effect: the reward model alone decides unless reward_model.rule_weight is set"
     ]
-    assert without_effect(loaded(*JUDGE, "reward.timeout_s=3", "reward_model.rule_weight=1")) == []
+    assert notes(JUDGE, "reward.timeout_s=3 reward_model.rule_weight=1") == []
+    for asking in ("reward.weights.acc=1", "data.sampler.name=solve_rate"):
+        assert "unless reward_model.rule_weight is set (got null)" in problems(JUDGE, asking)[0]
 
 
 def test_a_function_beside_a_reward_model_needs_a_decision():
     custom = "custom_reward_function.path=my.py"
-    text = refusal(*JUDGE, custom)
-    assert "reward_model.rule_weight=0" in text
-    assert "reward_model.rule_weight=1" in text
+    text = "\n".join(problems(JUDGE, custom))
     for weight in (0, 1):
-        loaded(*JUDGE, custom, f"reward_model.rule_weight={weight}")
-
-
-def test_what_asks_for_a_scorer_names_the_rule_weight():
-    for asking in ("reward.weights.acc=1", "data.sampler.name=solve_rate"):
-        assert "unless reward_model.rule_weight is set (got null)" in refusal(*JUDGE, asking)
+        assert f"reward_model.rule_weight={weight}" in text
+        load(JUDGE, custom, f"reward_model.rule_weight={weight}")
+    served = "reward_model.rollout.dtype=bfloat16 custom_reward_function.path=my.py"
+    assert any("a generative reward model" in line for line in problems(JUDGE, served))
 
 
 @pytest.mark.parametrize("key", ["reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"])
 def test_the_limit_of_dapo_s_penalty_is_read(key):
-    overlong = ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=True"]
-    settings = loaded(*overlong, "reward_model.overlong_buffer.len=10", f"{key}=100")
+    overlong = f"reward_model.reward_manager=dapo reward_model.overlong_buffer.enable=True {key}=100"
+    settings = load(overlong, "reward_model.overlong_buffer.len=10")
     assert settings.config.reward_model.overlong_buffer.max_resp_len == 100
-    assert without_effect(settings) == []
-    text = refusal(*overlong, "reward_model.overlong_buffer.len=101", f"{key}=100")
-    assert f"at most {key}=100" in text
-
-
-# -- dynamic sampling, warm-up -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
-def test_one_answer_to_a_prompt_is_said_in_capitals(estimator):
-    alone = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1"]
-    (note,) = notes(*alone)
-    assert "ONE ANSWER TO A PROMPT" in note
-    assert "as in verl" in note
-    assert f"{estimator} advantages (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" in plan_of(*alone)
-    # Greedy answers differ from prompt to prompt.
-    loaded(*alone, "actor_rollout_ref.rollout.do_sample=False")
-    assert notes(f"algorithm.adv_estimator={estimator}") == []
-    assert "ONE ANSWER" not in plan_of(f"algorithm.adv_estimator={estimator}")
-    assert notes("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1") == []
-
-
-@pytest.mark.parametrize("estimator", ["grpo_passk", "rloo_vectorized", "gpg_paper"])
-def test_an_estimator_that_would_learn_nothing_from_one_answer_is_refused(estimator):
-    text = refusal(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")
-    assert "actor_rollout_ref.rollout.n must be >= 2 (got 1)" in text
-
-
-def test_dynamic_sampling_of_single_answers_keeps_all_of_them():
-    alone = loaded("algorithm.filter_groups.enable=True", "actor_rollout_ref.rollout.n=1")
-    assert "algorithm.filter_groups.enable: no effect: a prompt has one answer, and all are kept" in without_effect(
-        alone
-    )
+    assert f"at most {key}=100" in problems(overlong, "reward_model.overlong_buffer.len=101")[0]
 
 
 @pytest.mark.parametrize(("rounds", "most"), [(0, 100), (-1, 100), (7, 7)])
 def test_no_limit_of_rounds_is_a_stated_bound(rounds, most):
-    text = plan_of("algorithm.filter_groups.enable=True", f"algorithm.filter_groups.max_num_gen_batches={rounds}")
+    text = plan_of(GROUPS, f"algorithm.filter_groups.max_num_gen_batches={rounds}")
     assert f"at most {most} rounds of 1,024 prompts" in text
 
 
 def test_rewards_after_kl_cannot_filter_groups():
-    metric = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_final_reward"]
-    loaded(*metric)
-    assert "metric=seq_reward" in refusal(*metric, "algorithm.use_kl_in_reward=True")
+    metric = f"{GROUPS} algorithm.filter_groups.metric=seq_final_reward"
+    load(metric)
+    assert "metric=seq_reward" in problems(metric, "algorithm.use_kl_in_reward=True")[0]
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(-1, 10), (0, 10), (3, 3)])
 def test_no_warmup_steps_leave_it_to_the_ratio(steps, warmup):
-    keys = [f"{A}optim.lr_warmup_steps={steps}", f"{A}optim.lr_warmup_steps_ratio=0.1"]
-    assert make_plan(loaded(*keys, "trainer.total_training_steps=100").config).lr_warmup_steps == warmup
+    keys = f"actor.optim.lr_warmup_steps={steps} actor.optim.lr_warmup_steps_ratio=0.1"
+    assert make_plan(load(keys, "trainer.total_training_steps=100").config).lr_warmup_steps == warmup
 
 
 def test_the_first_step_of_a_warmup_already_learns():
     rates = [learning_rate(step, OptimConfig(lr=1.0), 3, 100) for step in range(5)]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_weights_are_not_normalised_beside_the_bypass():
+    correction = "algorithm.rollout_correction."
+    keys = f"{correction}loss_type=reinforce {correction}rollout_is=token {correction}rollout_is_batch_normalize=True"
+    (note,) = notes(BYPASS, keys)
+    assert note.startswith(f"{correction}rollout_is_batch_normalize: no effect: with bypass_mode")
+
+
+def test_adapters_are_merged_or_not_as_verl_s_key_says():
+    for merge in (True, False):
+        loaded = load(f"model.lora_rank=8 model.lora.merge={merge}")
+        assert loaded.config.actor_rollout_ref.model.merges is merge
+    assert notes("model.lora.merge=False")[0].startswith(f"{A}model.lora.merge: no effect")
+
+
+def test_a_metric_that_no_scorer_returns_is_told_with_those_there_are():
+    metric = f"{GROUPS} algorithm.filter_groups.metric=solved"
+    with pytest.raises(ConfigError, match=r"metric=solved: .* It returns score, acc, format"):
+        check_columns(load(metric).config, [Score(1.0, "ok", extras={"format": 1.0, "acc": 1.0})])
+    weighed = load("trainer.val_only=True data.val_files=v.parquet reward.weights.fromat=1").config
+    with pytest.raises(ConfigError, match=r"reward.weights=fromat: a scorer of data.val_files returns no"):
+        check_columns(weighed, [Score(1.0, "ok", extras={"format": 1.0})], "val")
+    # A scorer that returned it for the first rows, and not for others.
+    samples = Samples(2)
+    samples.update({"score": np.ones(2), "scorer/acc": np.ones(2), "reward_failed": np.zeros(2)})
+    with pytest.raises(RewardError, match=r"no number 'solved' .* It returned acc"):
+        known_number(samples, "solved", 0.0)

@@ -3,8 +3,9 @@
 import pytest
 
 from rltrain.base.errors import ConfigError
-from rltrain.config.load import load_config, to_yaml
+from rltrain.config.load import load_config
 from rltrain.tools.port.__main__ import main as port
+from tests.config.commands import problems
 
 FILES = {
     "EasyR1": "data: {rollout_batch_size: 8}\nworker: {actor: {global_batch_size: 4}}\ntrainer: {max_steps: 6}\n",
@@ -36,25 +37,12 @@ def test_whose_a_file_is_stands_in_one_sentence(tmp_path, trainer):
         assert "unknown key" not in str(raised.value)
 
 
-def test_keys_of_easyr1_on_the_command_line_name_its_page():
-    words = ["config=examples/config.yaml", "worker.actor.optim.lr=1e-6", "worker.rollout.n=5"]
-    with pytest.raises(ConfigError) as raised:
-        load_config([*words, "data.train_files=/d", "actor_rollout_ref.model.path=/m"])
-    lines = [line for line in str(raised.value).splitlines() if "docs/from-easyr1.md" in line]
-    assert lines[0].startswith("config=examples/config.yaml: ")
-    assert lines[1].startswith("worker.actor.optim.lr=1e-06, worker.rollout.n=5: ")
-    assert "unknown key" not in str(raised.value)
-
-
-def test_a_launch_of_easyr1_names_its_page(tmp_path):
+def test_keys_and_launches_of_easyr1_name_its_page(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("python3 -m verl.trainer.main config=config.yaml worker.rollout.n=6\n")
     with pytest.raises(ConfigError, match=r"verl\.trainer\.main: .*docs/from-easyr1\.md"):
         port.__wrapped__([str(script)])
-
-
-def test_a_file_of_ours_is_nobody_else_s(tmp_path):
-    words = ["data.train_files=/d", "actor_rollout_ref.model.path=/m"]
-    file = tmp_path / "run.yaml"
-    file.write_text(to_yaml(load_config(words).config))
-    assert load_config([], [str(file)]).config.data.train_files == "/d"
+    lines = problems("config=examples/config.yaml worker.actor.optim.lr=1e-6 worker.rollout.n=5")
+    lines = [line for line in lines if "docs/from-easyr1.md" in line]
+    assert lines[0].startswith("config=examples/config.yaml: ")
+    assert lines[1].startswith("worker.actor.optim.lr=1e-06, worker.rollout.n=5: ")

@@ -6,9 +6,8 @@ from rltrain.base.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.schema.keys import all_keys, get
+from tests.config.commands import BASE, A
 
-A = "actor_rollout_ref."
-BASE = [f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4"]
 NAME = "trainer.experiment_name"
 GRADIENT_CHECKPOINTING = f"{A}model.enable_gradient_checkpointing"
 
@@ -39,28 +38,12 @@ def test_a_name_is_taken_whole(name):
 
 
 @pytest.mark.parametrize(
-    ("word", "name"), [("'{a}'", "{a}"), ('"a #1"', "a #1"), ("'it''s'", "it's"), ('" a"[b', None)]
-)
-def test_quotes_are_those_of_yaml(word, name):
-    if name is None:
-        refused(f"{NAME}={word}")
-    else:
-        assert value(NAME, word) == name
-
-
-@pytest.mark.parametrize(
     "name",
     ["{a}", "{}", "{a: 1}", "[a]", "[]", "[a", '"', "'a' #1", "a ", " a", "a\nb", "a\tb", "\x01", "\udcff", "..", ".",
      "../x", "a/./b", "x" * 256],
 )  # fmt: skip
 def test_a_name_that_is_no_folder_of_its_own_is_refused(name):
     assert refused(f"{NAME}={name}").startswith(NAME)
-
-
-def test_an_empty_name_says_what_it_becomes():
-    loaded = load_config([*BASE, f"{NAME}="])
-    assert loaded.warnings == (f"{NAME}= is empty, so it is run, the default",)
-    assert loaded.config.trainer.experiment_name == "run"
 
 
 def test_a_chat_template_may_begin_with_braces():
@@ -91,10 +74,6 @@ def test_numbers_in_free_form_keys_are_decimal():
     for word in ("1:20", "0x10", "yes", ".inf", "1e400", "-.inf", ".nan"):
         assert "give a number" in refused(f"reward.weights.acc={word}")
     assert "octal" in refused("reward.weights={acc: 010}")
-
-
-def test_layers_are_recomputed_all_or_none():
-    assert "every layer is recomputed or none is" in refused(f"{GRADIENT_CHECKPOINTING}=6")
 
 
 def test_a_frequency_is_a_number_or_the_word_epoch(tmp_path):
@@ -154,11 +133,3 @@ def test_a_file_says_where_yaml_reads_something_else(text, said, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     assert said in refused(files=(str(file),))
-
-
-def test_a_file_may_have_such_texts_in_quotes(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text("trainer: {experiment_name: '007', project_name: \"1:20\"}\ndata.train_files: 2026-01-01\n")
-    config = load_config([], [str(file)]).config
-    assert (config.trainer.experiment_name, config.trainer.project_name) == ("007", "1:20")
-    assert config.data.train_files == "2026-01-01"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conformance.api import Api, parameters
-from tests.conformance.scan import Scan, Use
+from tests.conformance.scan import Scan
 from tests.conformance.uses import PACKAGES, Package
 from tests.conformance.wheels import Wheel
 
@@ -26,11 +26,12 @@ FILE = Path(__file__).with_name("api.json")
 def scans(package: Package) -> dict[str, Scan]:
     """Of the adapters, by file."""
     files = [file for pattern in package.files for file in sorted(ROOT.glob(pattern))]
-    return {str(file.relative_to(ROOT)): Scan(file, package.foreign, package.makers, package.objects) for file in files}
+    return {str(file.relative_to(ROOT)): Scan(file, package.foreign) for file in files}
 
 
-def used(package: Package) -> list[Use]:
-    return [use for scan in scans(package).values() for use in scan.uses]
+def imported(package: Package) -> set[str]:
+    """``module:Name`` of the package's names that adapters import."""
+    return {path for scan in scans(package).values() for path in scan.imported.values()}
 
 
 def listed(package: Package) -> list[str]:
@@ -48,10 +49,11 @@ def own_parameters(file: str, path: str) -> list[str]:
 
 def places(package: Package, set_of_wheels: tuple[str, ...]) -> dict[str, str]:
     """path as it is listed (``owner.name``, an import) -> where it stands in this set."""
-    imported = [use.name for use in used(package) if ":" in use.name]
     return {
         path: _replaced(package, set_of_wheels, path)
-        for path in sorted({*(path.rstrip("?") for path in listed(package)), *imported, *package.called.values()})
+        for path in sorted(
+            {*(path.rstrip("?") for path in listed(package)), *imported(package), *package.called.values()}
+        )
     }
 
 

@@ -32,18 +32,16 @@ def texts(package: Package) -> set[str]:
 def calls(package: Package) -> list[tuple[str, int, tuple[str, ...]]]:
     """Of all calls: the path of what is called, the number of positional arguments and the keywords."""
     paths = {path.replace(":", ".").split(".")[-1]: path for path in record.listed(package)}
-    return [
-        (use.name if ":" in use.name else paths[use.name], use.num_positional, use.keywords)
-        for use in record.used(package) if use.num_positional is not None and (":" in use.name or use.name in paths)
-    ]  # fmt: skip
+    made = [use for scan in record.scans(package).values() for use in scan.calls()]
+    return [(paths.get(use.name, use.name), *use[1:]) for use in made if ":" in use.name or use.name in paths]
 
 
 @each_package
 def test_every_use_of_an_adapter_is_listed(name):
     package = PACKAGES[name]
-    used = {use.name for use in record.used(package) if ":" not in use.name} | texts(package)
     known = words(*package.attributes.values(), *package.texts.values(), package.ours)
-    assert not used - known, f"not listed in uses.py: {sorted(used - known)}"
+    assert not texts(package) - known, f"not listed in uses.py: {sorted(texts(package) - known)}"
+    used = texts(package).union(*(scan.attributes() for scan in record.scans(package).values()))
     assert not known - used, f"listed in uses.py and not used: {sorted(known - used)}"
 
 

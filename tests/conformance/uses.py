@@ -19,8 +19,7 @@ class Package:
     name: not in every version, and the adapter asks. replaced: the owner's place in a package that derives from it.
     texts: place (``module:Class`` for its fields, ``module`` for its constants) -> texts. ours: texts that name
     nothing of the package's. called: our method -> theirs, in whose place it is called. optional: keywords that an
-    adapter asks for before it hands them on. makers: functions of ours -> what they return. only: which texts could
-    be the package's. objects: what is annotated ``Any`` is the package's.
+    adapter asks for before it hands them on. only: which texts could be the package's.
     """
 
     files: tuple[str, ...]
@@ -32,9 +31,7 @@ class Package:
     replaced: dict[str, str] = field(default_factory=dict)
     called: dict[str, str] = field(default_factory=dict)
     optional: str = ""
-    makers: dict[str, str] = field(default_factory=dict)
     only: str = r"[A-Za-z][\w.]+"
-    objects: bool = True
 
 
 # fmt: off
@@ -178,7 +175,6 @@ TORCH_NPU = Package(
     },
     # The modules of those; and what stands in the wheel's compiled part: by torch_npu's documentation alone.
     ours="CPU NPU ProfilerActivity memory profiler",
-    makers={"torch_npu": "torch_npu:"},
     only=r"(?!)",
 )
 
@@ -190,9 +186,7 @@ KERNELS = Package(
         "torch_npu:": "npu_rms_norm npu_rotary_mul npu_swiglu",
         "liger_kernel.transformers.functional:": "liger_rms_norm liger_rope liger_swiglu",
     },
-    makers={"torch_npu": "torch_npu:"},
     only=r"(?!)",
-    objects=False,
 )
 
 TORCH = Package(

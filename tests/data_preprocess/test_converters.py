@@ -119,24 +119,20 @@ def check_gsm8k(folder):
     assert len(load(folder, "test")) == 1
 
 
-def test_gsm8k_from_jsonl_files(tmp_path):
+def test_gsm8k_from_files_and_the_hub_s_folders(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", GSM8K)
     write_jsonl(tmp_path / "test.jsonl", GSM8K[:1])
-    assert gsm8k.main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
-    check_gsm8k(tmp_path / "out")
+    for config, records in (("main", GSM8K), ("socratic", GSM8K[:1])):  # as on the hub
+        (tmp_path / "hub" / config).mkdir(parents=True)
+        for split, part in (("train", records), ("test", records[:1])):
+            file = tmp_path / "hub" / config / f"{split}-00000-of-00001.parquet"
+            pq.write_table(pa.Table.from_pylist(part), file)
+    for folder in (tmp_path, tmp_path / "hub"):
+        assert gsm8k.main(["--input", str(folder), "--output", str(tmp_path / "out")]) == 0
+        check_gsm8k(tmp_path / "out")
     files = ["--input", str(tmp_path / "train.jsonl"), "--test-input", str(tmp_path / "test.jsonl")]
     assert gsm8k.main([*files, "--output", str(tmp_path / "two")]) == 0
     check_gsm8k(tmp_path / "two")
-
-
-def test_gsm8k_from_the_hub_s_folder_layout(tmp_path):
-    for config, records in (("main", GSM8K), ("socratic", GSM8K[:1])):
-        (tmp_path / config).mkdir()
-        for split in ("train", "test"):
-            part = records if split == "train" else records[:1]
-            pq.write_table(pa.Table.from_pylist(part), tmp_path / config / f"{split}-00000-of-00001.parquet")
-    assert gsm8k.main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
-    check_gsm8k(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -178,27 +174,6 @@ def test_reasoning_gym_rows_score_one_with_their_answer(tmp_path):
         assert scorer("<answer>x</answer>", one.ground_truth, one.extra_info) < 0.1
 
 
-def test_reasoning_gym_as_gsm8k_has_its_instruction_and_number(tmp_path):
-    pytest.importorskip("reasoning_gym")
-    options = [
-        "--task",
-        "gsm_symbolic",
-        "--num-train",
-        "20",
-        "--num-test",
-        "4",
-        "--as-gsm8k",
-        "--output",
-        str(tmp_path),
-    ]
-    assert reasoning_gym.main(options) == 0
-    for one in load(tmp_path, "train"):
-        assert one.data_source == "openai/gsm8k"
-        assert question(one).endswith(gsm8k.INSTRUCTION)
-        float(one.ground_truth)
-        assert find_scorer(one.data_source)(f"#### {one.ground_truth}", one.ground_truth, {})["score"] == 1.0
-
-
 def test_reasoning_gym_streams_do_not_overlap():
     pytest.importorskip("reasoning_gym")
     splits = {seed: reasoning_gym.generate("chain_sum", 200, 20, seed=seed) for seed in (0, 1)}
@@ -209,18 +184,6 @@ def test_reasoning_gym_streams_do_not_overlap():
     }
     assert not sets[0, "train"] & sets[0, "test"]
     assert len(sets[0, "train"] & sets[1, "train"]) < 20
-
-
-def test_a_reasoning_gym_question_is_in_one_split_only(monkeypatch):
-    pytest.importorskip("reasoning_gym")
-    entries = [{"question": f"q{number}", "answer": "1"} for number in (0, 1, 2, 3, 1, 4, 0, 5)]
-    monkeypatch.setattr(
-        reasoning_gym, "_entries", lambda task, size, seed, settings: iter(entries[:3] if seed == 0 else entries)
-    )
-    splits = reasoning_gym.generate("chain_sum", 3, 2, seed=0)
-    assert [one["extra_info"]["entry"][14:16] for one in splits["test"]] == ["q3", "q4"]
-    with pytest.raises(DataError, match="only 3 questions outside the training set"):
-        reasoning_gym.generate("chain_sum", 3, 4, seed=0)
 
 
 def test_reasoning_gym_mistakes_are_named(capsys, tmp_path):
@@ -264,13 +227,8 @@ def test_reasoning_gym_shows_a_worked_example_and_sets_the_task(tmp_path):
     for each in (*made["train"], *made["test"]):
         assert each["prompt"][:2] == WORKED_EXAMPLE
         assert len(each["prompt"]) == 3
+        assert each["data_source"] == "openai/gsm8k"
+        assert each["prompt"][2]["content"].endswith(gsm8k.INSTRUCTION)
         assert each["extra_info"]["question"].count(" + ") + each["extra_info"]["question"].count(" - ") == 1
     plain = generate("chain_sum", 4, 2, seed=0, as_gsm8k=True, settings={"min_terms": 2, "max_terms": 2})
     assert [each["prompt"][2:] for each in made["train"]] == [each["prompt"] for each in plain["train"]]
-
-
-def test_unknown_settings_of_a_reasoning_gym_task_are_named():
-    from rltrain.data_preprocess.reasoning_gym import generate
-
-    with pytest.raises(DataError, match="'no_such': 1"):
-        generate("chain_sum", 1, 0, seed=0, settings={"no_such": 1})

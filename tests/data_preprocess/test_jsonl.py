@@ -5,7 +5,6 @@ import gzip
 import json
 import re
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -169,19 +168,6 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(convert, tmp_path, na
     assert said in error
 
 
-def test_columns_that_are_left_out_are_named(convert):
-    given = [{"question": "2+3", "answer": {"v": 5}, "level": 1, "source": "x", "id": 3}]
-    rows, out = convert(given, "--answer-column", "answer.v", "--keep", "id")
-    assert "columns that are left out: level source (--keep NAME … keeps them)" in out
-    assert rows[0].extra_info == {"split": "train", "index": 0, "id": 3}
-    assert "left out" not in convert([{"question": "2+3", "answer": "5"}])[1]
-
-
-def test_an_answer_begun_is_noted(convert):
-    given = [{"question": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "The sum"}], "answer": "5"}]
-    assert "1 rows that end with the assistant's message" in convert(given)[1]
-
-
 def test_a_column_that_changes_its_types_is_named(convert):
     error, _ = convert([{"question": "1", "answer": "1", "x": 1, "y": y} for y in ("a", ["b"])], "--keep", "x", "y")
     assert "extra_info.y changes its type (row 0: str, row 1: list); store it as JSON text" in error
@@ -204,8 +190,3 @@ def test_pictures_in_base64_become_files(convert, tmp_path):
     )
     table = pq.read_table(tmp_path / "out/train.parquet").column("images").to_pylist()
     assert [row[0]["bytes"] for row in table] == [RED, RED, RED, BLUE, RED]
-
-
-def test_a_table_of_floats_from_pandas_keeps_its_whole_numbers(convert, tmp_path):
-    pq.write_table(pa.table({"question": ["a", "b", "c"], "answer": [5.0, None, 0.5]}), tmp_path / "a.parquet")
-    assert [row.ground_truth for row in convert(tmp_path / "a.parquet")[0]] == ["5", "0.5"]

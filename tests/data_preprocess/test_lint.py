@@ -48,14 +48,6 @@ def encoder(tmp_path):
     return ChatEncoder(str(tmp_path / "model"))
 
 
-def test_clean_files_exit_with_zero_and_say_how_much_was_checked(tmp_path, capsys):
-    image = {"bytes": RED, "path": None}
-    rows = [picture_row("<image> one", [image]), picture_row("<image> two", [image])]
-    files = [write(tmp_path, [sum_row(i) for i in range(5)]), write(tmp_path, rows, "test")]
-    assert main(files) == 0
-    assert capsys.readouterr().out == "7 usable rows, no problems\n"
-
-
 def test_every_bad_row_is_counted_and_the_first_few_are_shown(tmp_path, capsys):
     rows = [sum_row(i, data_source=None if i % 2 else "rltrain/arithmetic") for i in range(12)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bad.parquet")
@@ -67,12 +59,6 @@ def test_every_bad_row_is_counted_and_the_first_few_are_shown(tmp_path, capsys):
     assert "… and 3 more" in shown
     assert "files that cannot be read: 1\n" in shown
     assert shown.endswith("6 usable rows, 7 problems\n")
-
-
-def test_a_file_of_bad_rows_alone_is_reported_row_by_row(tmp_path):
-    pq.write_table(pa.Table.from_pylist([sum_row(1, prompt="text"), sum_row(2, prompt="text")]), tmp_path / "a.parquet")
-    number, findings = lint([str(tmp_path / "a.parquet")])
-    assert (number, len(findings["rows with schema errors"])) == (0, 2)
 
 
 def test_duplicates_are_seen_across_files_by_text_and_picture(tmp_path):
@@ -163,16 +149,7 @@ def test_answers_that_their_scorer_refuses_are_found(tmp_path):
     assert len(findings) == 1
 
 
-def test_each_of_several_solutions_must_be_accepted(tmp_path):
-    reward = "def compute_score(solution_str, ground_truth, **_):\n    return float(solution_str in ground_truth[:1])"
-    (tmp_path / "reward.py").write_text(reward)
-    file = write(tmp_path, [row("x", f"{len(s)}", s, ability="a", split="train", index=0) for s in (["1"], ["1", "2"])])
-    _, findings = lint([file], custom=CustomReward(str(tmp_path / "reward.py")))
-    assert [line.split(": ")[0] for line in findings["answers their own scorer refuses"]] == [f"{file!r} row 1"]
-
-
 def test_a_scorer_that_hangs_is_stopped(tmp_path, custom, monkeypatch):
-    monkeypatch.setattr(linter, "FORMS", linter.FORMS[:1])
     monkeypatch.setattr(linter, "ScoringSlot", partial(linter.ScoringSlot, timeout_s=0.2))
     file = write(tmp_path, [sum_row(1, data_source="slow")])
     _, findings = lint([file], custom=custom)
@@ -213,12 +190,6 @@ def test_truths_that_are_written_otherwise_are_read_and_those_that_nothing_match
     assert lint([str(tmp_path / "float.parquet")])[1] == {}
 
 
-def test_an_answer_that_the_prompt_begins_is_named(tmp_path):
-    begun = sum_row(1) | {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "The sum is"}]}
-    (line,) = lint([write(tmp_path, [begun, sum_row(2)])])[1]["prompts that end with a begun answer"]
-    assert "row 0: its last message is the assistant's" in line
-
-
 def test_a_format_of_special_tokens_is_out_of_reach(tmp_path, custom, encoder):
     file = write(tmp_path, [sum_row(1), sum_row(2)])
     encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
@@ -238,14 +209,6 @@ def test_a_format_that_the_template_makes_unreachable_is_found(tmp_path, custom,
         found = lint([file], encoder=other, custom=custom)[1].get("format rewards out of reach", [])
         assert len(found) == (0 if reachable else 1)
         assert all("the chat template opens <think> itself" in line and "earns 0.9 at best" in line for line in found)
-
-
-def test_a_template_that_refuses_the_rows_ends_no_linter(tmp_path, encoder):
-    encoder.tokenizer.chat_template = (
-        "{% if messages[0].content != '?' %}{{ raise_exception('no such role') }}{% endif %}"
-    )
-    number, findings = lint([write(tmp_path, [sum_row(1)])], encoder=encoder, max_prompt_length=9)
-    assert (number, list(findings)) == (1, ["prompts the chat template refuses"])
 
 
 def test_the_command_line_takes_the_run_s_reward_and_tokenizer(tmp_path, custom, encoder, capsys):

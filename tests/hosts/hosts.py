@@ -5,7 +5,7 @@
         first, second = network(2, delay_ms=100, loss=0.01)     # on a bad wire; .wire(delay_ms=0) mends it
         first.run("hostname")                       # ends: .returncode, .output
         job = second.start("sleep 100")             # goes on: .wait(), .output, .kill()
-        second.cut()                                # the cable is pulled; .mend()
+        second.cut()                                # the cable is pulled
         second.power_off()                          # cable and all processes; .boot() starts it anew, with its files
 
 A host has its own address (``eth0``), name, processes, /tmp, $HOME (below /tmp) and /dev/shm. Like many a server it
@@ -22,9 +22,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from tests.clock import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 _UNSHARE = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -40,14 +41,6 @@ def forbidden() -> str:
     except OSError as error:
         return f"hosts on one machine need unshare, nsenter and ip: {error}"
     return f"this kernel gives no namespaces to this user: {process.stderr.strip()}" if process.returncode else ""
-
-
-def wait_until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
-    """Poll; AssertionError with ``what`` when it does not come."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {limit_s:.0f} s"
-        time.sleep(0.05)
 
 
 class Job:
@@ -83,7 +76,7 @@ class Job:
 
     def wait_for(self, words: str, timeout_s: float = WAIT_S) -> None:
         """Until it has written ``words``; AssertionError when it ends before."""
-        wait_until(lambda: words in self.output or self.returncode is not None, f"'{words}' in {self.log}", timeout_s)
+        eventually(lambda: words in self.output or self.returncode is not None, f"'{words}' in {self.log}", timeout_s)
         assert words in self.output, f"it ended with {self.returncode} before it said '{words}':\n{self.output}"
 
     def signal(self, number: int) -> None:
@@ -223,10 +216,6 @@ class Host:
     def cut(self) -> None:
         """Pull the cable."""
         self._switch.ip("link", "set", self._port, "down")
-
-    def mend(self) -> None:
-        """Put the cable back."""
-        self._switch.ip("link", "set", self._port, "up")
 
     def power_off(self) -> None:
         """All processes end, and no connection is closed: nobody is told."""

@@ -5,18 +5,20 @@ Two clusters: of the first, Ray goes on after the script; in the second the scri
 
 import pytest
 
-from tests.hosts.hosts import ROOT, wait_until
+from tests.clock import eventually
+from tests.hosts.hosts import ROOT
 
 # For a busy machine; what is waited for comes long before.
 LIMIT_S = 240
 SCRIPT = f"bash {ROOT}/scripts/ray_start.sh"
 # The driver of a run: says what the cluster is, once per run of it, and then waits to be ended.
 DRIVER = """
-import pathlib, ray, signal, sys, time
+import ray, signal, sys
 ray.init(log_to_driver=False)
 print("driver sees", sorted(node["NodeManagerAddress"] for node in ray.nodes()), flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-time.sleep(600)
+while True:
+    signal.pause()
 """
 
 
@@ -101,7 +103,7 @@ def test_a_supervised_launch_gathers_again_and_ends_together(hosts):
     for job in (first, second):
         job.wait_for("attempt 1 ended with exit code 137", LIMIT_S)
     seen = "driver sees ['192.0.2.1', '192.0.2.2']"
-    wait_until(lambda: first.output.count(seen) == 2 or first.returncode is not None, "the second attempt", LIMIT_S)
+    eventually(lambda: first.output.count(seen) == 2 or first.returncode is not None, "the second attempt", LIMIT_S)
     worker.check(f"kill -TERM {worker.pids('-m rltrain.supervise')[0]}")
     assert (first.wait(LIMIT_S), second.wait(LIMIT_S)) == (75, 75)
     assert "attempt 2 ended with exit code 75" in first.output

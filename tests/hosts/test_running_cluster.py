@@ -7,7 +7,7 @@ import os
 import pytest
 
 from rltrain.base.env import cpu_quota, installed
-from tests.hosts.hosts import wait_until
+from tests.clock import eventually
 from tests.hosts.test_two_hosts import Run
 
 TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
@@ -80,10 +80,10 @@ def test_a_host_outside_drives_the_cluster_as_a_client(hosts):
     head, _, outside = hosts
     given = TOKEN | {"NCCL_DEBUG": "WARN"}
     listens = f"timeout 5 bash -c '</dev/tcp/{head.address}/10001'"
-    wait_until(lambda: outside.run(listens).returncode == 0, "Ray's client server", LIMIT_S)
+    eventually(lambda: outside.run(listens).returncode == 0, "Ray's client server", LIMIT_S)
     job = outside.start(f"{LOOK} {ADDRESS}=ray://{head.address}:10001", given)
     # The process that serves the client dies while it starts, as happens on a busy head: another one is asked for.
-    wait_until(lambda: head.pids("specific-server") or job.returncode is not None, "a server of the client", LIMIT_S)
+    eventually(lambda: head.pids("specific-server") or job.returncode is not None, "a server of the client", LIMIT_S)
     assert job.returncode is None, job.output
     head.kill("specific-server")
     assert job.wait(LIMIT_S) == 0, job.output

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.hosts.hosts import wait_until
+from tests.clock import eventually
 from tests.hosts.test_two_hosts import END_S, Run, join, joined, of_run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -21,7 +21,7 @@ def worker_of(host, job) -> int:
         found[:] = host.pids("ray::_Host")
         return len(found) == 1 or job.returncode is not None
 
-    wait_until(seen, f"a worker on {host.name}", 40)
+    eventually(seen, f"a worker on {host.name}", 40)
     assert job.returncode is None, job.output
     return found[0]
 
@@ -37,11 +37,11 @@ def test_a_stopped_worker_of_another_host_is_named_and_ended(network, tiny_model
     job = run.start(2, 1, trainer__hang_timeout_s=LIMIT_S)
     run.wait_for_step(job, 1)
     victim = worker_of(hosts[1], job)
-    wait_until(lambda: len(of_run(hosts[1])) > 1, "the other host scores too", 40)
+    eventually(lambda: len(of_run(hosts[1])) > 1, "the other host scores too", 40)
     hosts[1].check(f"kill -{signal.SIGSTOP:d} {victim}")
     assert job.wait(END_S) == 75, job.output
     place = rf"hybrid worker, rank \d of 2 \(pid {victim} on host2\), in [\w.]+"
     assert re.search(rf"^error: {place}: not done after \d+ s \(and not answering", job.output, re.MULTILINE)
     assert "Traceback" not in job.output
     for host in hosts:
-        wait_until(lambda host=host: not of_run(host), f"workers and scorers of {host.name} end", 40)
+        eventually(lambda host=host: not of_run(host), f"workers and scorers of {host.name} end", 40)

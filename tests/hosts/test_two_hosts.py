@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from rltrain.run.report.table import read_metrics
+from tests.clock import eventually
 from tests.distance import distance
-from tests.hosts.hosts import wait_until
 from tests.local import local_trainer
 from tests.tiny import small_run
 
@@ -53,7 +53,7 @@ class Run:
         return self.hosts[0].start(f"exec python -m rltrain.main_ppo {' '.join(words)}", self._environment)
 
     def wait_for_step(self, job, step: int) -> None:
-        wait_until(lambda: self.last_step >= step or job.returncode is not None, f"step {step}", START_S)
+        eventually(lambda: self.last_step >= step or job.returncode is not None, f"step {step}", START_S)
         assert self.last_step >= step, job.output
 
     def learns_what_one_process_learns(self, folder) -> list[dict]:
@@ -82,7 +82,7 @@ class Run:
         def made() -> list[int]:
             return [int(step) for step in re.findall(r"step (\d+)/", job.output)]
 
-        wait_until(lambda: len(made()) > 1 or job.returncode is not None, "a second step", START_S)
+        eventually(lambda: len(made()) > 1 or job.returncode is not None, "a second step", START_S)
         assert len(made()) > 1, job.output
         self.wait_for_step(job, made()[1])
         return self.lines[made()[1] - 1]
@@ -167,4 +167,4 @@ def test_a_run_folder_that_is_not_shared_is_refused_before_a_step(run):
 
 
 def test_no_worker_is_left_where_the_command_ran(run):
-    wait_until(lambda: not run.hosts[0].pids("_Host"), "workers of host1 end")
+    eventually(lambda: not run.hosts[0].pids("_Host"), "workers of host1 end")

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.hosts.hosts import wait_until
+from tests.clock import eventually
 from tests.hosts.test_two_hosts import IMPATIENT, START_S, Run, of_run
 from tests.tiny import small_run
 
@@ -18,15 +18,16 @@ STEPS = 5
 LEFT_S = 100
 # The scores are those of always. Some steps wait in the middle until they are let go.
 REWARD = """
-import pathlib, time
+import pathlib
+from tests.clock import eventually
 from rltrain.rewards.scorers.registry import find_scorer
 def compute_score(data_source, solution_str, ground_truth, extra_info, folder, steps):
     folder = pathlib.Path(folder)
     lines = folder / "run" / "metrics.jsonl"
     step = 1 + (len(lines.read_text().splitlines()) if lines.exists() else 0)
-    while step in steps and not (folder / f"go_{step}").exists():
+    if step in steps:
         (folder / f"waits_{step}").touch()
-        time.sleep(0.1)
+        eventually((folder / f"go_{step}").exists)
     return find_scorer(data_source)(solution_str, ground_truth, extra_info)
 """
 
@@ -51,7 +52,7 @@ def test_a_run_outlives_each_of_its_hosts(network, tiny_model, arithmetic_files,
     def lose(host, job, step) -> None:
         """Take the power of a host away in the middle of ``step``."""
         waits = run.shared / f"waits_{step}"
-        wait_until(lambda: waits.exists() or job.returncode is not None, f"step {step}", START_S)
+        eventually(lambda: waits.exists() or job.returncode is not None, f"step {step}", START_S)
         assert waits.exists(), job.output
         assert of_run(hosts[1])
         host.power_off()
@@ -59,7 +60,7 @@ def test_a_run_outlives_each_of_its_hosts(network, tiny_model, arithmetic_files,
 
     first, second = map(line, hosts)
     lose(hosts[0], first, 2)
-    wait_until(lambda: not of_run(hosts[1]), "workers and scorers of host2 end without a head", LEFT_S)
+    eventually(lambda: not of_run(hosts[1]), "workers and scorers of host2 end without a head", LEFT_S)
     assert second.returncode is None, second.output
     hosts[0].boot()
     first = line(hosts[0])
@@ -71,7 +72,7 @@ def test_a_run_outlives_each_of_its_hosts(network, tiny_model, arithmetic_files,
     assert [attempt["exit_code"] for attempt in attempts] == [75, 0]
     assert re.search(r"the node host2 \(192.0.2.2\) has left", attempts[0]["cause"])
     for host in hosts:
-        wait_until(lambda host=host: not of_run(host), f"workers and scorers of {host.name} end", 20)
+        eventually(lambda host=host: not of_run(host), f"workers and scorers of {host.name} end", 20)
 
     assert [each["step"] for each in run.lines] == list(range(1, STEPS + 1))
     run.learns_what_one_process_learns(tmp_path)

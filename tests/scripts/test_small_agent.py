@@ -2,25 +2,15 @@
 
 import argparse
 import random
-import subprocess
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.data_preprocess import arithmetic, guess_number
-from rltrain.main_ppo import main
 from scripts import make_small_agent as script
 from scripts.make_small_model import END
+from tests.scripts.example import accept_commands, run_example
 
-ROOT = Path(__file__).parent.parent.parent
-# In place of the real one, which installs packages.
-SETUP = f"""
-REPO={ROOT} PYTHON={{python}}
-setup_env() {{{{ :; }}}}
-say() {{{{ :; }}}}
-handing_on_signals() {{{{ "$@"; }}}}
-"""
 CONVERTERS = {"calculator": arithmetic, "guess": guess_number}
 
 
@@ -64,38 +54,16 @@ def test_the_warm_up_shows_what_the_template_writes(task):
     assert len(lengths) > 1
 
 
-def example(folder, task):
-    """Run a copy of the example beside a Python that notes its arguments in ``commands``, one a line."""
-    for name in ("scripts", "examples"):
-        (folder / name).mkdir()
-    (folder / "scripts" / "setup_env.sh").write_text(SETUP.format(python=folder / "python"))
-    (folder / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" --end-- >>{folder}/commands\n')
-    (folder / "python").chmod(0o755)
-    script_copy = folder / "examples" / "agent_cpu.sh"
-    script_copy.write_text((ROOT / "examples" / "agent_cpu.sh").read_text())
-    command = ["env", f"TASK={task}", "WARM_UP=2", f"OUT={folder}/out", "bash", str(script_copy), "--dry-run"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("task", ["calculator", "guess"])
 def test_the_commands_of_the_example_are_accepted(task, tmp_path, capsys):
-    process = example(tmp_path, task)
+    process = run_example(tmp_path, "agent_cpu.sh", TASK=task, WARM_UP=2)
     assert (process.returncode, process.stderr) == (0, "")
-    convert, make, train = (lines.split("\n") for lines in (tmp_path / "commands").read_text().split("--end--\n")[:3])
-    assert CONVERTERS[task].main(convert[2:-1]) == 0
-    assert make[0] == "scripts/make_small_agent.py"
-    assert script.main(make[1:-1]) == 0
+    accept_commands(tmp_path, CONVERTERS[task], script, "make_small_agent", capsys)
     (model,) = (tmp_path / "out").glob("*model*")
     assert len(AutoTokenizer.from_pretrained(model)) == len(tokenizer_of(task))
     assert sum(weights.numel() for weights in AutoModelForCausalLM.from_pretrained(model).parameters()) < 5e5
-    assert train[:2] == ["-m", "rltrain.main_ppo"]
-    capsys.readouterr()
-    assert main(train[2:-1]) == 0
-    out, error = capsys.readouterr()
-    assert "a run would start" in out
-    assert not error
 
 
 def test_the_example_knows_two_tasks(tmp_path):
-    process = example(tmp_path, "chess")
+    process = run_example(tmp_path, "agent_cpu.sh", TASK="chess")
     assert (process.returncode, process.stderr) == (2, "error: TASK=chess: it is calculator or guess\n")

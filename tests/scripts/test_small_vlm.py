@@ -1,8 +1,6 @@
 """The small vision-language models of examples/vlm_cpu.sh, and the command that trains them."""
 
 import importlib.util
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -15,17 +13,9 @@ from transformers import AutoModelForImageTextToText
 from rltrain.config.schema.families import FAMILIES as ROWS
 from rltrain.data.chat import ChatEncoder
 from rltrain.data_preprocess import rectangles
-from rltrain.main_ppo import main
+from tests.scripts.example import ROOT, accept_commands, run_example
 
-ROOT = Path(__file__).parent.parent.parent
 FAMILIES = [name for name, family in ROWS.items() if family.images]
-# In place of the real one, which installs packages.
-SETUP = f"""
-REPO={ROOT} PYTHON={{python}}
-setup_env() {{{{ :; }}}}
-say() {{{{ :; }}}}
-handing_on_signals() {{{{ "$@"; }}}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +45,6 @@ def test_a_small_model_sees_every_square_as_one_token(script, family, tmp_path):
 
 
 def test_the_commands_of_the_example_are_accepted(script, tmp_path, capsys):
-    for name in ("scripts", "examples"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "scripts" / "setup_env.sh").write_text(SETUP.format(python=tmp_path / "python"))
-    # Tells its arguments; the example hides what its converter prints.
-    (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" --end-- >>{tmp_path}/commands\n')
-    (tmp_path / "python").chmod(0o755)
-    example = tmp_path / "examples" / "vlm_cpu.sh"
-    example.write_text((ROOT / "examples" / "vlm_cpu.sh").read_text())
-    command = ["env", "FAMILY=qwen3_vl", "BLANK=1", f"OUT={tmp_path}/out", "bash", str(example), "--dry-run"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_example(tmp_path, "vlm_cpu.sh", FAMILY="qwen3_vl", BLANK=1)
     assert (process.returncode, process.stderr) == (0, "")
-    convert, make, train = (lines.split("\n") for lines in (tmp_path / "commands").read_text().split("--end--\n")[:3])
-    assert convert[:2] == ["-m", "rltrain.data_preprocess.rectangles"]
-    assert rectangles.main(convert[2:-1]) == 0
-    assert make[0] == "scripts/make_small_vlm.py"
-    assert script.main(make[1:-1]) == 0
-    assert train[:2] == ["-m", "rltrain.main_ppo"]
-    capsys.readouterr()
-    assert main(train[2:-1]) == 0
-    out, error = capsys.readouterr()
-    assert "a run would start" in out
-    assert not error
+    accept_commands(tmp_path, rectangles, script, "make_small_vlm", capsys)

@@ -23,6 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from rltrain.base.attempt import ATTEMPT, interpret_exit, shell_code, told_supervisor
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import ConfigError, command
 from rltrain.slots.limits import descendants, send
 
@@ -69,7 +70,8 @@ class Supervisor:
     file: the commands report through it.
     """
 
-    def __init__(self, words: list[str], options: argparse.Namespace, file: Path) -> None:
+    def __init__(self, words: list[str], options: argparse.Namespace, file: Path, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._words, self._options, self._file = words, options, file
         self._attempts: list[Attempt] = []
         self._folder: Path | None = None
@@ -90,10 +92,7 @@ class Supervisor:
             self._report(last)
             if verdict:
                 return last.exit_code
-            until = time.monotonic() + wait_s
-            while not self._asked and time.monotonic() < until:
-                time.sleep(min(_POLL_S, wait_s))
-            if self._asked:
+            if self._clock.poll(lambda: self._asked, wait_s, min(_POLL_S, wait_s)):
                 _say(f"stopped by {signal.Signals(self._asked).name} before attempt {last.attempt + 1}")
                 return 130 if self._asked == signal.SIGINT else _AGAIN
 
@@ -102,7 +101,7 @@ class Supervisor:
             # Machines remove temporary folders that are some days old.
             self._file.parent.mkdir(exist_ok=True)
             self._file.write_text("", encoding="utf-8")
-        started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), time.monotonic()
+        started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
             # In another session, because a terminal would send Ctrl-C to the run too, which `_hand_on` does already.
@@ -130,8 +129,8 @@ class Supervisor:
         # A run that was killed by the signal that was handed on has stopped as requested.
         code = _AGAIN if code == 128 + signal.SIGTERM and self._asked else code
         return Attempt(
-            len(self._attempts) + 1, started, round(time.monotonic() - clock, 1), code, *self._progress(),
-            cause.partition("\n")[0], bool(report.get("passing")), time.monotonic(),
+            len(self._attempts) + 1, started, round(self._clock.monotonic() - clock, 1), code, *self._progress(),
+            cause.partition("\n")[0], bool(report.get("passing")), self._clock.monotonic(),
         )  # fmt: skip
 
     def _verdict(self) -> str:
@@ -193,9 +192,9 @@ class Supervisor:
 
     def _end_processes_left_behind(self) -> None:
         """End the processes that the command has left behind: they may hold devices, ports and the run folder."""
-        started = time.monotonic()
+        started = self._clock.monotonic()
         while left := descendants(os.getpid()):
-            waited = time.monotonic() - started
+            waited = self._clock.monotonic() - started
             if waited > (2 * _LEAVE_S if self._asked else _LEFT_S):
                 # They never run another line of code. The next attempt reports devices that they still hold.
                 pids = ", ".join(map(str, left))
@@ -205,7 +204,7 @@ class Supervisor:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
 
 
 def stalled(attempts: list[Attempt]) -> list[Attempt]:

@@ -119,7 +119,7 @@ class Recording:
     """Whether the script came to its end in time."""
 
 
-def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
+def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MOST_SECONDS) -> Recording:
     """Run ``script`` in the jail. Raises ConfigError where it cannot be read or the machine gives no jail."""
     try:
         text = script.read_text("utf-8", "replace")
@@ -130,7 +130,7 @@ def record(script: Path, arguments: Sequence[str] = ()) -> Recording:
     values = {name: _stand_in(name) for name in expected_variables(text, others)}
 
     def run(prelude: str, given: dict[str, str]) -> dict[str, Any]:
-        return _jailed(script, text, arguments, given, {**neighbours, "/bin/prelude": prelude})
+        return _jailed(script, text, arguments, given, {**neighbours, "/bin/prelude": prelude}, most_seconds)
 
     # A script may give up before its launch because something it looks for is missing; then it is asked to go on.
     for prelude in (_PRELUDE, _PRELUDE + _NO_EXIT):
@@ -218,7 +218,12 @@ def _exported(variables: list[str], placeholders: dict[str, str]) -> dict[str, s
 
 
 def _jailed(
-    script: Path, text: str, arguments: Sequence[str], placeholders: dict[str, str], given: dict[str, str]
+    script: Path,
+    text: str,
+    arguments: Sequence[str],
+    placeholders: dict[str, str],
+    given: dict[str, str],
+    most_seconds: float,
 ) -> dict[str, Any]:
     inside = f"{_HERE}/{script.name}"
     # Absolute names of interpreters, which need not be where this machine has its own.
@@ -248,7 +253,7 @@ def _jailed(
                 "BASH_ENV": "/bin/prelude",
                 **placeholders,
             },
-            "seconds": MOST_SECONDS,
+            "seconds": most_seconds,
             "num_tasks": tasks_of_user(user) + _NUM_TASKS,
         }
         json.dump(job, spec)
@@ -257,10 +262,10 @@ def _jailed(
         # The deadline here is for a jail that does not come to its own.
         try:
             process = subprocess.run(
-                command, capture_output=True, text=True, timeout=3 * MOST_SECONDS, pass_fds=[spec.fileno()], cwd="/"
+                command, capture_output=True, text=True, timeout=3 * most_seconds, pass_fds=[spec.fileno()], cwd="/"
             )
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"{script} did not end within {3 * MOST_SECONDS} s. {_BY_HAND}") from error
+            raise ConfigError(f"{script} did not end within {3 * most_seconds} s. {_BY_HAND}") from error
     if process.returncode == NO_JAIL:
         raise ConfigError(
             "a script is expanded in a jail (Linux namespaces), which this machine does not grant, so nothing was run. "

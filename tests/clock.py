@@ -5,9 +5,11 @@ clock = VirtualClock(manual=True)   # it stands still until `clock.advance(secon
 eventually(lambda: file.exists(), "the worker's file")
 """
 
+import asyncio
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rltrain.base.clock import Clock
@@ -51,6 +53,31 @@ class VirtualClock(Clock):
             while not event.is_set() and self._now < end:
                 self._moved.wait(0.01)  # an event does not wake a condition
         return event.is_set()
+
+    async def pause(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        end = self._now + seconds
+        if not self._manual:
+            self.advance(seconds)
+        await self._until(end)
+
+    async def within(self, awaitable: Awaitable[T], seconds: float | None) -> T:
+        task = asyncio.ensure_future(awaitable)
+        passing = asyncio.ensure_future(self._until(self._now + (math.inf if seconds is None else seconds)))
+        try:
+            await asyncio.wait({task, passing}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise asyncio.TimeoutError
+            return task.result()
+        finally:
+            passing.cancel()
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _until(self, end: float) -> None:
+        await asyncio.sleep(0)
+        while self._now < end:
+            await asyncio.sleep(0.005)
 
 
 def eventually(condition: Callable[[], T], what: str = "", limit_s: float = PATIENCE_S) -> T:

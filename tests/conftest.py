@@ -147,3 +147,19 @@ def network(tmp_path_factory):
             return found.hosts
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def local_ray():
+    """The plain Ray of this process's tests, whose workers are forked (`tests.faults.nursery`)."""
+    import ray
+
+    from tests.faults import nursery
+
+    if not ray.is_initialized():
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {"RAY_IGNORE_UNHANDLED_ERRORS": "1", **nursery.variables()}.items():
+                patch.setenv(name, value)
+            ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()

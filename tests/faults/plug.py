@@ -2,35 +2,34 @@
 
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rltrain.base.clock import Clock
 from rltrain.run.report.table import read_metrics
+from tests.clock import PATIENCE_S
 from tests.faults.nursery import begin
 from tests.ranks import MARK, STAND_IN
 
-# What a run may take to start or to end beside others, where no time is promised. Alone it takes a tenth of it.
-PATIENCE_S = 240
+
+def wait_while_running(process: subprocess.Popen, condition: Callable[[], object], what: str) -> None:
+    """Return once condition() is true. AssertionError with the output of the run where it ends before."""
+
+    def come_or_over() -> object:
+        return condition() or process.poll() is not None
+
+    if not Clock().poll(come_or_over, PATIENCE_S) or not condition():
+        process.kill()
+        raise AssertionError(f"{what} did not come; the run says:\n{process.communicate()[0]}")
 
 
-def wait_until(found: Callable[[], object], limit_s: float = PATIENCE_S, every_s: float = 0.05) -> bool:
-    """Whether ``found()`` is true within the time."""
-    deadline = time.monotonic() + limit_s
-    while not (value := found()) and time.monotonic() < deadline:
-        time.sleep(every_s)
-    return bool(value)
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = PATIENCE_S) -> None:
-    """Return once metrics.jsonl has that step; raises with what the run says where it does not come."""
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    """Return once metrics.jsonl has that step."""
 
     def come() -> bool:
         return (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in read_metrics(folder))
 
-    if not wait_until(lambda: come() or process.poll() is not None, limit_s) or not come():
-        process.kill()
-        raise AssertionError(f"step {step} did not come; the run says:\n{process.communicate()[0]}")
+    wait_while_running(process, come, f"step {step}")
 
 
 def wait_for_line(process: subprocess.Popen, words: str) -> str:
@@ -109,11 +108,17 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def gone(folder: Path, within_s: float = 40) -> bool:
-    """Whether nothing that was started with `start` is left; raises with what is."""
-    wait_until(lambda: not processes_of(folder), within_s, 0.3)  # it looks at everything in /proc
+def ended(pids: Iterable[int]) -> None:
+    """Wait until none of these processes runs."""
+    pids = list(pids)
+    Clock().poll(lambda: not alive(pids), PATIENCE_S)
+    assert not (left := alive(pids)), left
+
+
+def gone(folder: Path) -> None:
+    """Wait until nothing that was started with `start` is left."""
+    Clock().poll(lambda: not processes_of(folder), PATIENCE_S, 0.3)  # it looks at everything in /proc
     assert not (left := processes_of(folder)), left
-    return True
 
 
 class Trap:

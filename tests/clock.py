@@ -25,6 +25,7 @@ class VirtualClock(Clock):
     def __init__(self, now: float = 1000.0, manual: bool = False) -> None:
         self._now, self._manual = now, manual
         self._moved = threading.Condition()
+        self._ends: list[tuple[float, asyncio.AbstractEventLoop, asyncio.Event]] = []
         self.asked: list[float] = []
 
     def monotonic(self) -> float:
@@ -35,6 +36,9 @@ class VirtualClock(Clock):
         with self._moved:
             self._now += seconds
             self._moved.notify_all()
+            for end, loop, over in self._ends:
+                if end <= self._now:
+                    loop.call_soon_threadsafe(over.set)
 
     def sleep(self, seconds: float) -> None:
         self.wait(threading.Event(), seconds)
@@ -60,6 +64,8 @@ class VirtualClock(Clock):
         if not self._manual:
             self.advance(seconds)
         await self._until(end)
+        for _ in range(10):  # deadlines that have passed come first
+            await asyncio.sleep(0)
 
     async def within(self, awaitable: Awaitable[T], seconds: float | None) -> T:
         task = asyncio.ensure_future(awaitable)
@@ -75,9 +81,15 @@ class VirtualClock(Clock):
             await asyncio.wait({task})
 
     async def _until(self, end: float) -> None:
-        await asyncio.sleep(0)
-        while self._now < end:
-            await asyncio.sleep(0.005)
+        mine = (end, asyncio.get_running_loop(), asyncio.Event())
+        with self._moved:
+            self._ends.append(mine)
+        try:
+            if self._now < end:
+                await mine[2].wait()
+        finally:
+            with self._moved:
+                self._ends.remove(mine)
 
 
 def eventually(condition: Callable[[], T], what: str = "", limit_s: float = PATIENCE_S) -> T:

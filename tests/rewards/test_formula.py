@@ -1,7 +1,5 @@
 """Formulas by their values: what is equal, what is not, and that nothing is computed that is large."""
 
-import time
-
 import pytest
 
 from rltrain.rewards.grading import formula
@@ -9,6 +7,7 @@ from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.truths import solutions, why_unmatchable
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.registry import find_scorer
+from tests.clock import PATIENCE_S
 
 EQUAL = [
     ("x+1", "1+x"),
@@ -98,31 +97,19 @@ BOMBS = [
 ]
 
 
-@pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
-def test_a_formula_that_explodes_is_unequal_and_costs_milliseconds(bomb):
-    score = find_scorer("lighteval/MATH")
-    score("\\boxed{\\pi}", "\\sqrt2", {})  # mpmath is imported by its first use
-    for truth in ("x+1", "5", "\\sqrt{2}", "(1,2)", bomb + "+1"):
-        start = time.process_time()
-        assert score(f"\\boxed{{{bomb}}}", truth, {})["score"] == 0.0
-        assert time.process_time() - start < 0.5  # below 0.05 on an idle core
-
-
 def test_a_bomb_leaves_its_scorer_alive():
-    with ScoringSlot(timeout_s=20.0) as slot:
-        for bomb in BOMBS[:11]:
-            assert (slot.score("lighteval/MATH", f"\\boxed{{{bomb}}}", "x+1", {}).status) == "ok"
+    """A formula that explodes is unequal; nothing large is computed, or it would not end in time."""
+    with ScoringSlot(timeout_s=PATIENCE_S) as slot:
+        for bomb in BOMBS:
+            for truth in ("x+1", "\\sqrt{2}", "(1,2)", bomb + "+1"):
+                score = slot.score("lighteval/MATH", f"\\boxed{{{bomb}}}", truth, {})
+                assert (score.status, score.value) == ("ok", 0.0), (bomb, truth)
         assert slot.score("lighteval/MATH", "\\boxed{1+x}", "x+1", {}).value == 1.0
+        assert slot.take_printed() == ""
 
 
 def test_words_are_not_taken_for_products_of_letters():
     assert find_scorer("lighteval/MATH")("\\boxed{silent}", "\\text{listen}", {})["score"] == 0.0
-
-
-def test_scorers_of_ours_print_nothing():
-    with ScoringSlot() as made:
-        assert made.score("lighteval/MATH", "\\boxed{x+1}", "1+x", {}).value == 1.0
-        assert made.take_printed() == ""
 
 
 def test_a_plain_number_is_wanted_as_one_by_dapo():

@@ -17,7 +17,7 @@ from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.asking import AskingScorer
 from rltrain.rewards.processes.judged import JudgedScorer
-from tests.doubles.judge import Cut, JudgeDouble
+from tests.doubles.judge import Cut
 
 MATH = "lighteval/MATH"
 YES, NO = "It is.\n\\boxed{yes}", "It is not.\n\\boxed{no}"
@@ -64,22 +64,21 @@ def asked_and_read(scorer, calls, replies):
         (Cut("The result is \\boxed{42} or"), {"parse": "rule", "rule": "first"}),
     ],
 )  # fmt: skip
-def test_a_reply_whole_or_cut_says_the_same_in_both_kinds(asking, reply, keys, monkeypatch):
+def test_a_reply_whole_or_cut_says_the_same_in_both_kinds(asking, double, reply, keys, monkeypatch):
     call = (MATH, "forty-two", "42", {})
     # Its key is the server's alone: a judge on the devices asks for none.
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    double = JudgeDouble(lambda *_: reply)
-    served = JudgedScorer(Config(reward=RewardConfig(judge=JudgeConfig(url=double.url, model="grader", **keys))))
+    judge = double(lambda *_: reply)
+    served = JudgedScorer(Config(reward=RewardConfig(judge=JudgeConfig(url=judge.url, model="grader", **keys))))
     try:
         (of_server,) = served.score_all([call], [lambda: Question("What is 6 x 7?")])
         told = Reply(str(reply), "no text", isinstance(reply, Cut))
         (on_devices,), (message,) = asked_and_read(
             asking(api_key_env="NO_SUCH_KEY", **keys), [call], lambda message: told
         )
-        assert message == double.messages[0]
+        assert message == judge.messages[0]
     finally:
         served.close()
-        double.close()
     assert (on_devices.value, on_devices.status) == (of_server.value, of_server.status)
     assert on_devices.extras == of_server.extras
     assert (on_devices.kind, on_devices.call) == (of_server.kind, of_server.call)

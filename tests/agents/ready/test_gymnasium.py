@@ -43,12 +43,6 @@ def test_a_hole_ends_it_and_what_is_no_action_is_told():
     assert lake.score() == {"score": 0.0, "steps": 3.0}
 
 
-def test_steps_are_bounded_also_those_that_are_none():
-    lake = FrozenLake(max_steps=2)
-    lake.reset(ROW, 0)
-    assert [done for *_, done in played(lake, "left", "fly")] == [False, True]
-
-
 def test_a_slippery_lake_repeats_itself_by_the_seed_of_its_row():
     def path(seed, group):
         lake = FrozenLake(slippery=True)

@@ -23,6 +23,14 @@ def wait_while_running(process: subprocess.Popen, condition: Callable[[], object
         raise AssertionError(f"{what} did not come; the run says:\n{process.communicate()[0]}")
 
 
+def over(process: subprocess.Popen, code: int = 0) -> str:
+    """Wait for the end of the run with this exit code, and return its output."""
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, output
+    assert code == 0 or "Traceback" not in output, output
+    return output
+
+
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
     """Return once metrics.jsonl has that step."""
 
@@ -142,6 +150,7 @@ class Trap:
         "update_actor": ("workers/actor_ref.py", "update"),
         "save": PHASES["save"],
     }
+    EXPORT = {"export": ("models/weights/export.py", "write")}  # noqa: RUF012 - read only
     # Of vLLM: the process that looks at the model's class while the engine starts, and the loop of its steps.
     ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("vllm/engine.py", "generate")}  # noqa: RUF012
 
@@ -155,10 +164,18 @@ class Trap:
     def lay(self, phase: str, how: int | str, rank: int | None = None) -> None:
         """From now on; processes that have started already are hurt too. how: a signal, or "memory". rank: which worker
         alone; None: the first that comes."""
-        words = [*(self.PHASES | self.TRAINED | self.ENGINE)[phase], how if isinstance(how, str) else str(int(how))]
+        words = [
+            *(self.PHASES | self.TRAINED | self.EXPORT | self.ENGINE)[phase],
+            how if isinstance(how, str) else str(int(how)),
+        ]
         words += [] if rank is None else [str(rank)]
         (self._folder / "laid").write_text(" ".join(words))
         (self._folder / "laid").rename(self._folder / "trap")
+
+    def wait(self, process: subprocess.Popen) -> str:
+        """Return the pid of the process that is caught, once there is one."""
+        wait_while_running(process, lambda: self.caught, "the trap")
+        return self.caught
 
     @property
     def caught(self) -> str:

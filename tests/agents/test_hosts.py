@@ -131,27 +131,6 @@ class Count:
         self.turns += 1
         return f"{self.turns} of {self.most}", 0.5, self.turns == self.most
 '''
-SLOW = '''
-import pathlib
-
-class Slow:
-    def __init__(self, folder):
-        self.folder = pathlib.Path(folder)
-        self.note("begun")
-        while not (self.folder / "go").exists():
-            pass
-
-    def note(self, name):
-        with open(self.folder / name, "a") as file:
-            file.write(".")
-
-    def close(self):
-        self.note("closed")
-
-    def look(self) -> str:
-        """Look."""
-        return "nothing"
-'''
 AGENT = """
 import random, asyncio
 
@@ -167,17 +146,6 @@ async def moody(chat, row, seed):
     await chat.reply()
     chat.add("user", "more")
     await chat.reply()
-
-async def hasty(chat, row, seed):
-    await chat.reply()
-    chat.add("user", "well?")
-    try:
-        await asyncio.wait_for(chat.reply(), 0.1)
-    except asyncio.TimeoutError:
-        print("hurries")
-        chat.add("user", "hurry")
-        await chat.reply()
-    return {"said": len(chat.messages)}
 
 async def broken(chat, row, seed):
     await chat.reply()
@@ -343,22 +311,6 @@ def test_an_instance_lives_as_long_as_its_trajectory(make, tmp_path):
     shop.close(other)
 
 
-def test_an_instance_that_is_made_too_late_is_closed(make, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
-    hosts = make(environment="slow.py:Slow", kwargs={"folder": str(tmp_path)})
-
-    def are(name, number):
-        """Wait until so many instances have come so far."""
-        eventually(lambda: (tmp_path / name).exists() and (tmp_path / name).read_text() == number * ".", name)
-
-    for number in (1, 2):
-        trajectory = hosts.begin(start(tools=("look",)), turn())
-        are("begun", number)  # and what was sent before is heard
-        hosts.close(trajectory)
-    (tmp_path / "go").touch()
-    are("closed", 2)
-
-
 def test_an_environment_answers_every_turn_until_it_is_done(make, tmp_path):
     hosts = make(environment="count.py:Count")
     number = hosts.begin(start(), turn(text="a"))
@@ -387,16 +339,6 @@ def test_an_agent_that_fails_says_why(make, tmp_path):
     found = replies(hosts, 2)
     assert re.search(r"agent\.py.*RuntimeError: no server", found[numbers[0]]["failed"], re.DOTALL)
     assert found[numbers[1]]["failed"] == "not done after 2 s (multi_turn.trajectory_timeout_s)"
-
-
-def test_an_agent_that_does_not_wait_for_the_policy_keeps_nothing_from_it(make, tmp_path):
-    """What it adds meanwhile would never be heard: it is begun again, with the turn that it had given up."""
-    hosts, file = make(), tmp_path / "agent.py"
-    number = hosts.begin(start(f"{file}:hasty"), turn(text="5"))
-    assert texts(reply(hosts)) == ["well?"]
-    eventually(lambda: "hurries" in hosts.printed())
-    hosts.go_on(number, turn(text="7"))
-    assert reply(hosts)["end"] == {"said": 4.0}
 
 
 def test_an_agent_begun_again_says_the_same_or_is_given_up(make, tmp_path):
@@ -435,64 +377,8 @@ def test_what_cannot_be_imported_ends_the_wait(make, tmp_path):
         reply(hosts)
 
 
-def test_turns_that_come_while_a_slow_file_is_imported_are_answered(make, tmp_path):
-    """More than a socket holds."""
-    wait = f"import os, threading\nwhile not os.path.exists({str(tmp_path / 'go')!r}): threading.Event().wait(0.01)\n"
-    (tmp_path / "slow.py").write_text("print('x' * 300_000)\n" + wait + TOOLS)
-    hosts = make(functions="slow.py")
-    large = {"cases": "x" * 300_000}
-    numbers = [hosts.begin(start(extra_info=large), turn(("echo", {"word": str(at)}))) for at in range(3)]
-    (tmp_path / "go").touch()
-    found = replies(hosts, 3)
-    assert [texts(found[number]) for number in numbers] == [["0"], ["1"], ["2"]]
-
-
-def test_a_call_that_is_cancelled_by_itself_is_an_error(make, tmp_path):
-    code = '''
-import asyncio
-
-async def cancel() -> str:
-    """Cancel."""
-    raise asyncio.CancelledError
-
-async def agent(chat, row, seed):
-    await chat.reply()
-    raise asyncio.CancelledError
-'''
-    (tmp_path / "cancel.py").write_text(code.partition("async def agent")[0])
-    (tmp_path / "agent.py").write_text(code)
-    hosts = make(functions="cancel.py")
-    number = hosts.begin(start(tools=("cancel",)), turn(("cancel", {})))
-    other = hosts.begin(start(f"{tmp_path}/agent.py:agent"), turn(text="5"))
-    found = replies(hosts, 2)
-    assert texts(found[number]) == ["Error: RuntimeError: it was cancelled by its own code"]
-    assert "CancelledError" in found[other]["failed"]
-
-
 def test_an_end_is_told_whatever_closing_does(make, tmp_path):
     (tmp_path / "slow.py").write_text(COUNT + "    def close(self):\n        import signal; signal.pause()\n")
     hosts = make(environment="slow.py:Count", kwargs={"most": 1})
     hosts.begin(start(), turn(text="a"))
     assert reply(hosts)["end"] == {"score": 0.5}
-
-
-def test_an_agent_begun_again_hears_its_tools_once(make, tmp_path):
-    (tmp_path / "agent.py").write_text("""
-async def agent(chat, row, seed):
-    for _ in range(2):
-        turn = await chat.reply()
-        await chat.answer_calls(turn)
-        chat.add("user", "go on")
-    await chat.reply()
-    return {"score": sum(chat.rewards), "messages": len(chat.messages)}
-""")
-    code = TOOLS.replace("-> str:", "-> tuple:", 1).replace("    return word", "    return word, 0.5")
-    (tmp_path / "paid.py").write_text(code)
-    hosts = make(functions="paid.py")
-    number = hosts.begin(start(f"{tmp_path}/agent.py:agent"), turn(("echo", {"word": "a"})))
-    assert texts(reply(hosts)) == ["a", "go on"]
-    killed()
-    hosts.go_on(number, turn(("echo", {"word": "b"})))
-    assert texts(reply(hosts)) == ["b", "go on"]
-    hosts.go_on(number, turn(text="done"))
-    assert reply(hosts)["end"] == {"score": 1.0, "messages": 8.0}

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from rltrain.agents import stand_ins
-from rltrain.agents.chat import Late, within
 from rltrain.agents.toolbox import Places, Toolbox
 from rltrain.base.errors import ConfigError
 
@@ -310,59 +309,6 @@ def test_a_tool_of_verls_is_created_once_a_trajectory_and_released_at_its_end(pl
     assert kind.objects == 1
     assert len(kind.created) == 2
     assert kind.released == kind.created
-
-
-SLOW = """
-import threading
-
-may_end = {"tool": threading.Event(), "instance": threading.Event()}
-made, released = [], []
-
-def make(what):
-    made.append(what)
-    may_end[what].wait(20)
-
-class Slow:
-    def __init__(self, config, tool_schema):
-        make("tool")
-
-    def create(self):
-        make("instance")
-        return "it"
-
-    def execute(self, instance_id, parameters):
-        return instance_id
-
-    def release(self, instance_id):
-        released.append(instance_id)
-"""
-
-
-def test_what_a_call_that_is_given_up_has_begun_to_make_is_for_the_next(places, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
-    box = Toolbox(places(None, CONFIG.replace("tools_of_verl.py:Notes", "slow.py:Slow")))
-    slow = sys.modules[box.configured["note"].kind.__module__]
-
-    async def is_late(session):
-        with pytest.raises(Late):
-            await within(session.call("note", {}), 0.05)
-
-    async def run():
-        session = await box.open(ROW, 1)
-        for what in ("tool", "instance"):
-            await is_late(session)
-            await is_late(session)
-            assert slow.made[-1] == what
-            slow.may_end[what].set()
-            while what == "tool" and "instance" not in slow.made:
-                await is_late(session)
-        content = (await session.call("note", {}))["content"]
-        await session.close()
-        return content
-
-    assert asyncio.run(run()) == "it"
-    assert slow.made == ["tool", "instance"]
-    assert slow.released == ["it"]
 
 
 @pytest.mark.parametrize(

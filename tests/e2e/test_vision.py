@@ -91,26 +91,3 @@ def test_two_processes_learn_behind_images_of_tools_as_one_does(tmp_path, capsys
     capsys.readouterr()
     assert view([str(tmp_path / "of_2"), "--most-turns"]) in (0, None)
     assert "<image>" in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_two_vllm_replicas_answer_to_pictures(tmp_path):
-    """With the arguments that verl's scripts give."""
-    model = save_tiny_vision_model(tmp_path / "model", "qwen2_5_vl", tied=False)
-    files = write_pictures(tmp_path / "train.parquet", range(24)), write_pictures(tmp_path / "test.parquet", range(4))
-    keys = {R + "name": "vllm", R + "limit_images": 2, "+" + R + "engine_kwargs__vllm__block_size": 32}
-    keys |= {"+" + R + "engine_kwargs__vllm__disable_mm_preprocessor_cache": True, "data__image_key": "images"}
-    keys |= {"data__max_prompt_length": 48, "data__max_pixels": 20000, "trainer__n_gpus_per_node": 2}
-    keys |= {
-        "trainer__save_freq": 2,
-        "trainer__test_freq": 1,
-        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 128,
-    }
-    assert main(small_run(model, files, tmp_path / "run", **keys)) == 0
-    for line in read_metrics(tmp_path / "run"):
-        assert line["rollout/log_prob_gap/mean"] < 1e-4
-        assert line.get("rollout/canary_gap", 0) < 1e-4  # validation may have brought the weights already
-        assert line["perf/image_gb"] > 0
-        assert line["actor/grad_norm"] > 0
-    start, end = load_file(model / "model.safetensors"), weights(tmp_path / "run", 2)
-    assert any("visual" in key and not (start[key] == end[key]).all() for key in start)

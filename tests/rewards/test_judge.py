@@ -95,10 +95,7 @@ def test_with_rule_beside_the_scorers_number_stays_and_the_judges_goes_along(dou
     [
         ("Result: \\boxed{42}", MATH, "42", 1.0),
         ("\\boxed{\\frac{1}{2}}", MATH, "0.5", 1.0),
-        ("\\boxed{none}", MATH, "42", 0.0),
-        ("42", "openai/gsm8k", "42", 1.0),
         ("\\boxed{42}", "math_dapo", "42", 1.0),
-        ("\\boxed{41}", "math_dapo", "42", -1.0),
     ],
 )
 def test_the_result_that_the_judge_finds_is_compared_by_the_scorer_in_any_form(
@@ -115,14 +112,6 @@ def test_a_template_of_ones_own_is_filled_in_and_may_say_less(double, judged, tm
     judge = double(lambda *_: "yes")
     score(judged(judge.url, prompt=str(tmp_path / "ask.txt")), call("<think>7</think>42", level="hard"))
     assert judge.messages == [f"hard|{MATH}|42|{{x}}"]
-
-
-def test_images_go_along_where_they_are_asked_for(double, judged):
-    judge = double(lambda *_: YES)
-    score(judged(judge.url), "42", images=(b"\x89PNG1234",))
-    image, text = judge.requests[0]["messages"][0]["content"]
-    assert image == {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORzEyMzQ="}}
-    assert text["type"] == "text"
 
 
 def test_a_question_is_the_last_message_of_the_user_and_its_images(tmp_path):
@@ -173,11 +162,6 @@ def test_the_last_box_or_line_is_the_verdict(reply, value):
 def test_nothing_else_of_a_reply_is_a_verdict(reply):
     with pytest.raises(Unreadable):
         last_verdict(reply)
-
-
-def test_an_expression_reads_its_last_match(double, judged):
-    judge = double(lambda *_: "rating: [[3]] no, rating: [[7]]")
-    assert score(judged(judge.url, parse=r"\[\[(\d+)\]\]"), "x")[0].value == 7.0
 
 
 # -- a judge that does not do its work ---------------------------------------------------------------------------------
@@ -319,13 +303,6 @@ def test_threads_may_share_a_cache_while_it_is_written(double, judged, tmp_path)
     assert [[scored.value for scored in found] for found in results] == [[1.0] * 6] * 3
 
 
-def test_a_file_that_is_no_cache_is_refused_and_left_alone(judged, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine " * 1000)
-    with pytest.raises(ConfigError, match=r"reward\.judge\.cache=.*notes\.txt"):
-        judged("http://127.0.0.1:1/v1", cache=str(tmp_path / "notes.txt"))
-    assert (tmp_path / "notes.txt").read_text() == "mine " * 1000
-
-
 def test_the_key_goes_to_the_server_and_nowhere_else(double, judged, monkeypatch, tmp_path):
     monkeypatch.setenv("MY_JUDGE", "sk-Secret123")
     judge = double(
@@ -365,9 +342,7 @@ def test_the_key_goes_to_the_server_and_nowhere_else(double, judged, monkeypatch
         (["url=host:80"], r"reward\.judge\.url='host:80' is no address"),
         (["model=null"], r"needs reward\.judge\.model"),
         (["rule=beside"], r"needs reward\.weights"),
-        (["rule=first", "judge_weight=0.5"], r"reward\.weights\.judge weighs a number that answers have not"),
         (["request.messages=1"], r"reward\.judge\.request\.messages is decided by rltrain"),
-        (["max_concurrency=2", "num_workers=3"], r"cannot share reward\.judge\.max_concurrency=2"),
         (["api_key_env=sk-Secret123"], r"no name of an environment variable"),
         (["custom=x.py"], r"custom_reward_function\.path=x\.py is called by nobody"),
         (["scorer=http://h:1/"], r"reward\.url and reward\.judge\.url"),
@@ -375,7 +350,6 @@ def test_the_key_goes_to_the_server_and_nowhere_else(double, judged, monkeypatch
 )
 def test_settings_that_cannot_be_are_refused(words, said):
     full = {"num_workers": "reward.num_workers", "custom": "custom_reward_function.path", "scorer": "reward.url"}
-    full["judge_weight"] = "reward.weights.judge"
     keys = ["url=http://host:1/v1", "model=m", *words]
     with pytest.raises(ConfigError, match=said) as refusal:
         check(load_config([f"{full.get(k, f'reward.judge.{k}')}={v}" for k, _, v in (w.partition("=") for w in keys)]))
@@ -387,8 +361,6 @@ def test_settings_that_cannot_be_are_refused(words, said):
     [
         ({}, "{{ anwser }}", r"knows no \{\{ anwser \}\}"),
         ({}, "{{ question }}", "shows the judge no answer"),
-        ({}, "{{ answer", "read as a Jinja template"),
-        ({"prompt": "/nowhere.txt"}, "", "cannot be read"),
         ({"parse": "(", "prompt": None}, "", "Write a regular expression"),
     ],
 )

@@ -1,11 +1,7 @@
 """A reward function may start processes of its own with multiprocessing, by whatever method."""
 
-import subprocess
-import sys
-
 import pytest
 
-from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.slot import ScoringSlot
 from tests.clock import PATIENCE_S
 
@@ -56,25 +52,6 @@ def test_processes_started_by_a_reward_function_find_its_functions(custom, tmp_p
     with ScoringSlot(custom(code), timeout_s=PATIENCE_S) as slot:
         score = slot.score(*CALL)
         assert (score.value, score.error) == (1.0, None), slot.take_printed()
-
-
-def test_a_function_given_as_an_object_is_told_to_become_a_file(tmp_path):
-    """Its functions have no module that another process could import."""
-    script = f"""
-import multiprocessing, sys
-from pathlib import Path
-from rltrain.base.plugin import save_object
-def same(pair): return 1.0
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    with multiprocessing.get_context("spawn").Pool(1) as pool: return pool.map(same, [1])[0]
-print(save_object("reward", compute_score, Path({str(tmp_path)!r})))
-"""
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    path, _, name = process.stdout.strip().rpartition(":")
-    with ScoringSlot(CustomReward(path, name), timeout_s=PATIENCE_S) as slot:
-        score = slot.score(*CALL)
-    assert score.status == "crashed"
-    assert score.error.endswith("write them into a file and give FILE.py:NAME.")
 
 
 LOST = """

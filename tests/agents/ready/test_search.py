@@ -41,13 +41,6 @@ def test_passages_are_written_as_search_r1_writes_them(corpus):
     assert [line.partition(")")[0] for line in two] == ["Doc 1(Title: Berlin", "Doc 2(Title: Paris"]
 
 
-def test_words_are_found_in_other_forms_and_cases(corpus):
-    found = Search(str(corpus))
-    assert "Title: Seine" in found.search("FLOWING rivers")
-    assert "Title: Caf\u00e9" in found.search("CAFE")
-    assert "Title: \u6771\u4eac" in Search(str(corpus), tokenizer="trigram").search("\u65e5\u672c\u306e\u9996\u90fd")
-
-
 @pytest.mark.parametrize(
     ("query", "words"),
     [

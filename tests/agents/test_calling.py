@@ -82,8 +82,6 @@ SHOWN = {"type": "image", "image": ADDRESS}
     [
         (RED, [SHOWN]),
         ([RED, "a red one", RED], [SHOWN, {"type": "text", "text": "a red one"}, SHOWN]),
-        ([{"type": "image", "bytes": RED}, {"type": "text", "text": "x"}], [SHOWN, {"type": "text", "text": "x"}]),
-        ([{"type": "image_url", "image_url": {"url": ADDRESS}}], [SHOWN]),
         (ToolResponse(text="y", image=[RED, ADDRESS]), [SHOWN, SHOWN, {"type": "text", "text": "y"}]),
     ],
 )

@@ -18,7 +18,6 @@ from tests.clock import PATIENCE_S, eventually
 AGENTS = '''
 import json, threading
 import openai
-from rltrain.agents.threads import abandoned_s
 
 GO_ON = {"role": "user", "content": "go on"}
 
@@ -108,14 +107,6 @@ def leaves(chat, row, seed):
             messages += [reply.choices[0].message, GO_ON]
     except openai.APIStatusError as error:
         print("told", json.dumps(told(error)))
-
-
-def is_late(chat, row, seed):
-    """Looks for the endpoint when the trajectory is given up already."""
-    print("begun")
-    while not abandoned_s():
-        threading.Event().wait(0.01)
-    leaves(chat, row, seed)
 '''
 
 
@@ -247,15 +238,6 @@ def test_a_request_of_a_trajectory_that_is_given_up_gets_an_answer(room):
     room.hosts.close(number)
     told = json.loads(room.printed("told")[0])
     assert (told["status"], told["code"]) == (401, "unknown_trajectory")
-
-
-def test_who_comes_to_the_endpoint_after_the_trajectory_has_ended_does_not_wait(room):
-    room.begin("outside", turn(text="one"))  # is at work, so that the process is not ended for the other's thread
-    number = room.begin("is_late", turn(text="one"))
-    room.printed("begun")
-    room.hosts.close(number)
-    told = json.loads(room.printed("told")[0])
-    assert (told["status"], told["code"]) == (400, "trajectory_over")
 
 
 # At every run: tests/trainer/test_agents.py.

@@ -1,8 +1,5 @@
 """Tools of a user's file: which functions are tools, and what the model is shown of them."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 
 from rltrain.agents.functions import tools_of
@@ -78,10 +75,7 @@ def marked(mark, imports="from rltrain import tool"):
     [
         (TWO, ["add", "look_up"]),
         (marked("tool"), ["look_up"]),
-        (marked("tool()"), ["look_up"]),
         (marked('tool(name="search")'), ["search"]),
-        (marked('tool("search")'), ["search"]),
-        (marked("function_tool", "from verl.tools.function_tool import function_tool"), ["look_up"]),
         (marked('function_tool("search")', "from verl.tools.function_tool import function_tool"), ["search"]),
     ],
 )
@@ -96,30 +90,6 @@ def test_a_marked_function_that_is_imported_is_a_tool_and_any_other_is_not(writt
     assert list(tools_of(written("from neighbour_of_tools import add\n" + ONE.format(name="own", type="int")))) == [
         "own"
     ]
-
-
-def test_what_an_installed_verl_has_noted_of_the_file_counts(written, monkeypatch):
-    """Its decorator leaves no mark on the function."""
-    decorated = 'from verl.tools.function_tool import function_tool\n@function_tool("plus")' + ONE.format(
-        name="f", type="int"
-    )
-    installed = ModuleType("verl.tools.function_tool")
-    installed.FUNCTION_TOOL_REGISTRY = {"another": SimpleNamespace(name="another", fn=tools_of, tool_schema=SCHEMA)}
-
-    def function_tool(name):
-        def decorate(function):
-            entry = SimpleNamespace(name=name, fn=function, tool_schema=SCHEMA)
-            return installed.FUNCTION_TOOL_REGISTRY.setdefault(name, entry).fn
-
-        return decorate
-
-    installed.function_tool = function_tool
-    for name in ("verl", "verl.tools"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "verl.tools.function_tool", installed)
-    tools = tools_of(written(decorated + ONE.format(name="g", type="int")))
-    assert list(tools) == ["plus"]
-    assert tools["plus"].schema["function"]["description"] == "Read lines."
 
 
 def test_a_tool_is_shown_with_its_types_and_words(written):

@@ -10,7 +10,6 @@ import pytest
 from rltrain.agents.chat import Start, Terms, ToolCall, Turn
 from rltrain.agents.hosts import Hosts
 from rltrain.agents.toolbox import Places
-from rltrain.base.errors import ConfigError
 from rltrain.slots.limits import Limits, descendants
 from tests.clock import PATIENCE_S, eventually
 from tests.faults.plug import ended, pids
@@ -367,14 +366,6 @@ def test_trajectories_are_spread_over_the_processes(make):
     for _ in range(6):
         hosts.begin(start(), turn(("pid", {})))
     assert sorted(Counter(texts(line)[0] for line in replies(hosts, 6).values()).values()) == [3, 3]
-
-
-def test_what_cannot_be_imported_ends_the_wait(make, tmp_path):
-    (tmp_path / "bad.py").write_text("import nowhere")
-    hosts = make(functions="bad.py")
-    hosts.begin(start(), turn(("echo", {"word": "x"})))
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        reply(hosts)
 
 
 def test_an_end_is_told_whatever_closing_does(make, tmp_path):

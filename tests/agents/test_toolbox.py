@@ -2,12 +2,9 @@
 
 import asyncio
 import pickle
-import subprocess
-import sys
 
 import pytest
 
-from rltrain.agents import stand_ins
 from rltrain.agents.toolbox import Places, Toolbox
 from rltrain.base.errors import ConfigError
 
@@ -60,28 +57,6 @@ class Shop(Base):
 
     def _check(self): pass
 '''
-KINDS = """
-class Kinds:
-    three = 3
-
-    @staticmethod
-    def one(x: int) -> str:
-        '''One.
-
-        Args:
-            x: X.
-        '''
-        return str(x)
-
-    @classmethod
-    def two(cls) -> str:
-        '''Two.'''
-        return cls.__name__
-
-    @property
-    def four(self):
-        return 4
-"""
 GUESS = "class Guess:\n    def step(self, text): return 'higher', 0.0, False\n    def helper(self): pass\n"
 TOOLS = '''
 import asyncio
@@ -255,14 +230,11 @@ def test_a_class_that_cannot_be_used_is_refused_with_the_key(places, text, words
     assert "multi_turn.environment=" in str(refusal.value)
 
 
-def test_marked_static_and_inherited_methods_are_tools(places):
+def test_marked_methods_are_tools(places):
     marked = SHOP.replace("    async def buy", "    @rltrain.tool(name='purchase')\n    async def buy")
     box = Toolbox(places(None, None, marked))
     assert box.names == ["purchase"]
     assert conversation(box, ("purchase", {"item": "ox", "price": 1}))[0]["reward"] == 0.5
-    box = Toolbox(places(None, None, KINDS))
-    assert box.names == ["one", "two"]
-    assert [said["content"] for said in conversation(box, ("one", {"x": 1}), ("two", {}))] == ["1", "Kinds"]
 
 
 def test_what_goes_wrong_is_raised_and_the_instance_is_closed(places, caplog):
@@ -335,36 +307,3 @@ def test_a_yaml_file_that_cannot_be_used_says_what_to_mend(places, text, words):
     with pytest.raises(ConfigError, match=words) as refusal:
         Toolbox(places(None, text))
     assert "multi_turn.tool_config_path=" in str(refusal.value)
-
-
-def test_names_of_verl_are_importable_for_tools_alone(places):
-    assert "verl" not in sys.modules
-    box = Toolbox(places(None, CONFIG))
-    assert "verl" not in sys.modules
-
-    async def run():
-        sessions = [await box.open(ROW, number) for number in range(2)]
-        await sessions[0].close()
-        assert sys.modules["verl.tools.base_tool"].BaseTool is stand_ins.BaseTool
-        await sessions[1].close()
-        await sessions[1].close()
-
-    asyncio.run(run())
-    assert not [name for name in sys.modules if name.partition(".")[0] == "verl"]
-
-
-def test_who_calls_tools_imports_neither_torch_nor_transformers(places, tmp_path):
-    code = f"""
-import asyncio, sys
-from rltrain.agents.toolbox import Places, Toolbox
-box = Toolbox({places(ADD, CONFIG, SHOP)!r})
-async def run():
-    session = await box.open({ROW!r}, 1)
-    said = [await session.call("add", {{"a": 2}}), await session.call("note", {{"text": "x"}})]
-    await session.close()
-    return said, box.names, {{"torch", "transformers", "ray"}} & set(sys.modules)
-print(asyncio.run(run()))
-"""
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "'content': '2'" in told
-    assert told.endswith("['add', 'note', 'named', 'balance', 'buy'], set())\n")

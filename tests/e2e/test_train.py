@@ -140,20 +140,15 @@ def test_every_timer_is_there_and_the_phases_add_up(reference_run):
     assert {"timing_s/testing", "timing_s/save_checkpoint"} <= lines[-1].keys()
 
 
-def test_validation_runs_before_during_and_at_the_end(reference_run):
+def test_every_step_is_measured_validated_and_agrees_with_the_engine(reference_run):
+    lines = read_metrics(reference_run)
     key = "val-core/rltrain/arithmetic/reward/mean@1"
-    assert [line["step"] for line in read_metrics(reference_run) if key in line] == [0, 1, 2]
-
-
-def test_the_engine_agrees_with_the_trainer_after_every_sync(reference_run):
-    for line in read_metrics(reference_run):
-        assert line["step"] == 0 or line["rollout/log_prob_gap/mean"] < 1e-5
-
-
-def test_bytes_through_the_driver_are_few(reference_run):
-    """Bytes that grow with the samples, and per rank and step the moments of some thirty quantities."""
-    most = 160 + 2000 / 16
-    assert all(line["perf/driver_bytes_per_sample"] < most for line in read_metrics(reference_run) if line["step"])
+    assert [line["step"] for line in lines if key in line] == [0, 1, 2]
+    for line in lines[1:]:
+        assert line["rollout/log_prob_gap/mean"] < 1e-5
+        assert line["reward/compute_s"] > 0
+        # Bytes that grow with the samples, and per rank and step the moments of some thirty quantities.
+        assert line["perf/driver_bytes_per_sample"] < 160 + 2000 / 16
 
 
 def test_the_answers_of_every_step_and_validation_are_kept(reference_run):
@@ -200,13 +195,6 @@ def test_a_callback_is_told_of_steps_validations_and_saves(reference_run):
     assert found == [[None, 1.0, 0.0], [16.0, 1.0, 0.0], [16.0, 1.0, 0.0]]
     # A checkpoint is whole some time after its step has ended; the last one before the last line is written.
     assert [lines[0].get("watch/whole"), lines[-1].get("watch/whole")] == [None, 1.0]
-
-
-def test_the_export_says_where_it_comes_from(reference_run, tiny_model, arithmetic_files):
-    card = (reference_run / "global_step_2" / "huggingface" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [rltrain")
-    for words in (f"| base model | {tiny_model} |", "| steps | 2 |", "grpo", str(arithmetic_files[0]), "pytest"):
-        assert words in card
 
 
 def test_the_export_is_a_model_that_transformers_loads(reference_run, tiny_model):
@@ -341,15 +329,6 @@ def test_a_reward_outage_saves_what_was_learned_before(tiny_model, arithmetic_fi
     )  # fmt: skip
     assert main(args) == 2
     assert [entry.name for entry in folder.glob("global_step_*")] == ["global_step_2"]
-
-
-def test_a_reward_that_always_fails_stops_with_its_traceback(tiny_model, arithmetic_files, tmp_path, capsys):
-    scorer = tmp_path / "reward.py"
-    scorer.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
-    assert main(small_run(tiny_model, arithmetic_files, tmp_path / "run", custom_reward_function__path=scorer)) == 2
-    output = capsys.readouterr()
-    assert (output.out + output.err).count("ZeroDivisionError") == 1
-    assert "loading" not in output.out  # of models, which take long
 
 
 def test_grpo_learns_what_is_rewarded(tiny_model, arithmetic_files, tmp_path):

@@ -12,9 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rltrain.main_ppo import main
 from rltrain.run.report.table import read_metrics
-from rltrain.run.report.view import main as view
 from tests.e2e.test_train import largest_difference, stopped_after, weights
-from tests.seeing_tools import seeing_run
 from tests.tiny import small_run
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
 
@@ -72,22 +70,3 @@ def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
         run("resumed")
         assert largest_difference(second, weights(tmp_path / "resumed", 2)) == 0
         assert largest_difference(second, first) > 0
-
-
-@pytest.mark.long
-def test_two_processes_learn_behind_images_of_tools_as_one_does(tmp_path, capsys):
-    model = save_tiny_vision_model(tmp_path / "model", "qwen3_vl", tied=True)
-    files = write_pictures(tmp_path / "train.parquet", range(24)), write_pictures(tmp_path / "test.parquet", range(4))
-    run = seeing_run(tmp_path, "qwen3_vl", "Room") | {"trainer__samples_freq": 1, "trainer__total_training_steps": 1}
-    lines = []
-    for number in (1, 2):
-        folder = tmp_path / f"of_{number}"
-        assert main(small_run(model, files, folder, **run, trainer__n_gpus_per_node=number)) == 0
-        lines += read_metrics(folder)
-        assert lines[-1]["agent/images"] > 16
-        assert lines[-1]["rollout/log_prob_gap/mean"] < 1e-5
-    for name in ("agent/images", "actor/grad_norm", "actor/pg_loss", "actor/kl_loss"):
-        assert lines[1][name] == pytest.approx(lines[0][name], rel=1e-3, abs=1e-6)
-    capsys.readouterr()
-    assert view([str(tmp_path / "of_2"), "--most-turns"]) in (0, None)
-    assert "<image>" in capsys.readouterr().out

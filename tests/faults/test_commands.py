@@ -11,7 +11,7 @@ from rltrain.base.clock import SYSTEM
 from rltrain.base.stop import ONE_REQUEST_S
 from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
-from tests.clock import eventually
+from tests.clock import PATIENCE_S, eventually
 from tests.faults.plug import (
     below,
     ended,
@@ -76,75 +76,68 @@ def test_sigterm_finishes_the_step_saves_and_exits_75(start, tiny_model, arithme
     assert (tmp_path / "samples" / f"train_{last:06d}.parquet").is_file()
 
 
-SLOW_REWARD = """
-import pathlib, signal
-def compute_score(data_source, solution_str, ground_truth, extra_info, folder, slow):
-    if extra_info["index"] in slow and solution_str != ground_truth:
-        (pathlib.Path(folder) / "slow").touch()
-        signal.pause()
+# Answers to the prompts ``slow`` wait until there is a file `go`; with ``later``, from the second step on.
+WAITING_REWARD = """
+import pathlib
+def compute_score(data_source, solution_str, ground_truth, extra_info, folder, slow, later=False):
+    folder = pathlib.Path(folder)
+    lines = folder / "run" / "metrics.jsonl"
+    while extra_info["index"] in slow and solution_str != ground_truth and not (folder / "go").exists():
+        if later and not (lines.exists() and lines.read_text()):
+            break
+        (folder / "waits").touch()
     return 1.0
 """
+
+
+@pytest.fixture
+def waiting(start, tiny_model, arithmetic_files, tmp_path):
+    """waiting(steps, slow, **more): the words of a run, and its process, which waits for an answer."""
+
+    def run(steps, slow, later=False, **more):
+        (tmp_path / "reward.py").write_text(WAITING_REWARD)
+        of_function = "custom_reward_function__reward_kwargs__"
+        keys = {"custom_reward_function__path": tmp_path / "reward.py", of_function + "folder": tmp_path}
+        keys |= {of_function + "slow": [*slow], of_function + "later": later, "reward__timeout_s": 10 * PATIENCE_S}
+        words = small_run(
+            tiny_model, arithmetic_files, tmp_path / "run", trainer__total_training_steps=steps, **keys, **more
+        )
+        process = start(words)
+        wait_while_running(process, (tmp_path / "waits").exists, "a waiting answer")
+        process.send_signal(signal.SIGINT)
+        return words, process
+
+    return run
 
 
 @pytest.mark.long
 @pytest.mark.fault("A second Ctrl-C, and one outside of a step, stop at once: 130")
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("when", ["in_a_step", "in_the_first_validation"])
-def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(start, tiny_model, arithmetic_files, tmp_path, when):
-    (tmp_path / "reward.py").write_text(SLOW_REWARD)
-    process = start(
-        small_run(
-            tiny_model, arithmetic_files, tmp_path / "run", trainer__total_training_steps=6,
-            trainer__val_before_train=True, custom_reward_function__path=tmp_path / "reward.py", reward__timeout_s=300,
-            custom_reward_function__reward_kwargs__folder=tmp_path,
-            custom_reward_function__reward_kwargs__slow=[*range(24)] if when == "in_a_step" else [*range(24, 30)],
-        )
-    )  # fmt: skip
-    wait_while_running(process, (tmp_path / "slow").exists, "a slow answer")
-    process.send_signal(signal.SIGINT)
+def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(waiting, tmp_path, when):
+    _, process = waiting(6, range(24) if when == "in_a_step" else range(24, 30), trainer__val_before_train=True)
     if when == "in_a_step":
         wait_for_line(process, "finishing this step, saving, then stopping (again: stop at once)")
         SYSTEM.sleep(2 * ONE_REQUEST_S)  # two signals at once are one request
         process.send_signal(signal.SIGINT)
-    output = over(process, 130)
+    output = over(process, 130)  # although the answer waits
     assert output.splitlines()[-1] == "stopped after step 0 of 6; nothing is saved yet, so the same command starts anew"
     assert not list(tmp_path.glob("run/global_step_*"))
-
-
-WAITING_REWARD = """
-import pathlib
-def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
-    folder = pathlib.Path(folder)
-    lines = folder / "run" / "metrics.jsonl"
-    while lines.exists() and lines.read_text() and not (folder / "go").exists():  # from the second step on
-        (folder / "waits").touch()
-    return 1.0
-"""
 
 
 @pytest.mark.long
 @pytest.mark.fault("One Ctrl-C in a step finishes and saves it, exit 130; the same command goes on")
 @pytest.mark.usefixtures("joined")
-def test_one_ctrl_c_finishes_the_step_and_saves(start, tiny_model, arithmetic_files, tmp_path):
-    (tmp_path / "reward.py").write_text(WAITING_REWARD)
-    run = tmp_path / "run"
-    args = small_run(
-        tiny_model, arithmetic_files, run, trainer__total_training_steps=3, reward__timeout_s=100,
-        custom_reward_function__path=tmp_path / "reward.py",
-        custom_reward_function__reward_kwargs__folder=tmp_path,
-    )  # fmt: skip
-    process = start(args)
-    wait_while_running(process, (tmp_path / "waits").exists, "a waiting answer")
-    process.send_signal(signal.SIGINT)
+def test_one_ctrl_c_finishes_the_step_and_saves(start, waiting, tmp_path):
+    words, process = waiting(3, range(24), later=True)
     wait_for_line(process, "SIGINT: finishing this step, saving, then stopping (again: stop at once)")
     (tmp_path / "go").touch()
-    output = over(process, 130)
+    run, output = tmp_path / "run", over(process, 130)
     assert output.splitlines()[-1] == "stopped after step 2 of 3; the same command goes on"
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
     assert [folder.name for folder in run.glob("global_step_*")] == ["global_step_2"]
     assert not find_damage(run / "global_step_2")
-    again = start(args)
-    output = over(again)
+    over(start(words))
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
 
 

@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -138,20 +136,6 @@ def test_a_program_that_misbehaves_leaves_nothing_running(request, length, progr
     assert run(slot, program) == 0.0
     assert slot.pid == pid
     eventually(lambda: len(alive(descendants(pid))) == 1, "the slot's own process is alone")
-
-
-def test_the_limit_of_threads_is_above_what_the_user_runs():
-    """The kernel counts all tasks of a user: a limit below them would let no program start, and score each 0."""
-    others = [subprocess.Popen(["sleep", "inf"]) for _ in range(70)]
-    try:
-        script = "from rltrain.slots import jail; import resource\njail._limit(5, 4096)\n"
-        script += "print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
-        process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    assert int(process.stdout) > 70 + 64
 
 
 def test_expected_outputs_are_not_in_the_program_s_reach(allowed):

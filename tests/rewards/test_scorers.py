@@ -7,32 +7,6 @@ from rltrain.base.errors import RewardError
 from rltrain.rewards.scorers import arithmetic, gsm8k, reasoning_gym
 from rltrain.rewards.scorers.registry import check_sources, find_scorer
 
-GSM8K = [
-    # answer, ground truth, score: decided by hand
-    ("#### 72", "72", 1),
-    ("She sold 72 clips.", "72", 0),
-    ("#### 73", "72", 0),
-    ("###### 72", "72", 1),
-    ("#### 72 clips", "72", 1),
-    ("#### -72", "-72", 1),
-    ("#### 1,234", "1234", 1),
-    ("#### 72.0", "72", 0),
-    ("#### 3.50", "3.5", 0),
-    ("#### 72 #### 10", "72", 0),
-    ("#### 72\n#### none", "72", 1),
-    ("#### **72**", "72", 0),
-    ("#### 72/1", "72", 1),
-    ("", "72", 0),
-    ("#### 72" + " ." * 200, "72", 0),  # farther than 300 characters from the end
-    ("#### 72", 72, 1),
-    ("#### ٧٢", "72", 0),
-]
-
-
-@pytest.mark.parametrize(("answer", "truth", "score"), GSM8K)
-def test_gsm8k_agrees_with_hand_made_decisions(answer, truth, score):
-    assert gsm8k.gsm8k(answer, truth, {})["score"] == score
-
 
 def test_gsm8k_flexible_takes_the_last_number():
     assert gsm8k.extract_answer("first 7, then $1,072.", "flexible") == "1072"

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.tools.try_reward import main
-from tests.doubles.judge import HANG
 
 REWARD = """
     from my_rule import last
@@ -106,12 +105,3 @@ def test_a_judge_is_tried_like_a_function(attempt, double):
     code, text = attempt("--kwargs", "model=grader", reward="judge")
     assert code == 2
     assert "a judge needs --kwargs url=" in text
-
-
-def test_a_judge_that_does_not_answer_is_waited_for_until_the_deadline(attempt, double, tmp_path):
-    (tmp_path / "answers.txt").write_text("4711")
-    judge = double(lambda *_: HANG)
-    words = ["--answers", tmp_path / "answers.txt", "--kwargs", f"url={judge.url}", "model=grader", "deadline_s=0.5"]
-    code, text = attempt(*words, reward="judge")
-    assert code == 2
-    assert "timeout: not judged within 0.5 s (reward.judge.deadline_s)" in text

@@ -1,7 +1,5 @@
 """The calculator: exact values, words for what is no expression, and no expression that takes long."""
 
-from fractions import Fraction
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,24 +57,6 @@ def test_what_cannot_be_calculated_is_told_at_once(expression, words):
     told = calculator(expression)  # before the test's timeout
     assert told.startswith("Error: ")
     assert words in told
-
-
-_NUMBERS = st.integers(-999, 999).map(lambda number: (f"({number})", Fraction(number)))
-
-
-def _joined(sides):
-    def together(parts):
-        (left, a), sign, (right, b) = parts
-        return f"({left}{sign}{right})", {"+": a + b, "-": a - b, "*": a * b}[sign]
-
-    return st.tuples(sides, st.sampled_from("+-*"), sides).map(together)
-
-
-@given(st.recursive(_NUMBERS, _joined, max_leaves=12))
-@settings(max_examples=60, deadline=None)
-def test_whole_numbers_are_those_of_fractions(expression):
-    text, value = expression
-    assert calculator(text) == str(value)
 
 
 @given(st.text(max_size=60))

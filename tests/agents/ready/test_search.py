@@ -7,8 +7,6 @@ import os
 import shlex
 import sqlite3
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -64,15 +62,6 @@ def test_no_query_raises(corpus, query):
     assert isinstance(Search(str(corpus)).search(query), str)
 
 
-def test_all_kinds_of_files_give_the_same_passages(corpus, tmp_path):
-    told = Search(str(corpus)).search("Paris capital")
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(corpus.read_bytes()))
-    rows = [{"title": title, "text": text} for title, text in PASSAGES]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
-    for name in ("c.jsonl.gz", "c.parquet"):
-        assert Search(str(tmp_path / name)).search("Paris capital") == told
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -95,14 +84,6 @@ def test_a_corpus_that_is_none_is_refused_and_leaves_no_index(tmp_path, text, wo
     for name in ("bad.parquet", "bad.jsonl.gz", "latin.jsonl"):
         with pytest.raises(DataError, match=f"{name} cannot be read"):
             Search(str(tmp_path / name))
-
-
-def test_a_place_or_tokenizer_that_does_not_serve_is_named(corpus, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="Name another place with folder="):
-        Search(str(corpus), folder=str(tmp_path / "file"))
-    with pytest.raises(DataError, match="tokenizer='nonsense': sqlite"):
-        Search(str(corpus), tokenizer="nonsense")
 
 
 def _indexed(corpus, barrier, names):

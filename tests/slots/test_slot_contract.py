@@ -216,18 +216,6 @@ def test_the_end_of_a_process_is_noticed_though_a_fork_has_its_connection(slot, 
     assert slot.call(tools("fork")).error == "the tool's process ended with exit code 5"
 
 
-def test_an_import_that_is_killed_is_made_once_more(slot, tmp_path):
-    file = tmp_path / "slow.py"
-    file.write_text(
-        "import os, signal\n"
-        "if not os.path.exists(f'{__file__}.seen'):\n"
-        "    open(f'{__file__}.seen', 'w').close()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "def echo(word): return word\n"
-    )
-    assert slot.call(f"{file}:echo", "a").value == "a"
-
-
 @pytest.mark.parametrize(("may_repeat", "times"), [(True, 2), (False, 1)])
 def test_a_call_is_made_twice_at_most_and_once_where_it_must_not_be_repeated(make, tools, tmp_path, may_repeat, times):
     file, slot = tmp_path / "calls", make(may_repeat=may_repeat)

@@ -164,6 +164,7 @@ def local_ray():
     config = small_config()
     config.ray_kwargs.ray_init["num_cpus"] = 4
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
         for name, value in nursery.variables().items():
             patch.setenv(name, value)
         start_ray(config)

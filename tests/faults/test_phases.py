@@ -82,6 +82,7 @@ def test_the_rank_that_died_is_named(start, tiny_model, arithmetic_files, trap, 
 def test_a_worker_killed_in_an_export_leaves_no_half_of_a_model(start, words, trap, shm, tmp_path):
     process = start(words, shm=shm, **trap.environment)
     wait_for_step(tmp_path / "run", 2, process)
+    eventually(lambda: list((tmp_path / "run").glob("global_step_*")))
     trap.lay("export", signal.SIGKILL)
     is_named(process, trap.wait(process), shm)
     for folder in (tmp_path / "run").glob("global_step_*"):

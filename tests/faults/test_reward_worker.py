@@ -14,14 +14,14 @@ from tests.tiny import small_run
 # Every call of such a run takes seconds, the slow answers too.
 LIMIT_S = 45
 REWARD = """
-import os, signal
+import os, select
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if os.path.exists({slow!r}):
         with open(f"/proc/{{os.getppid()}}/stat") as opened:  # of the reaper, whose parent is the worker
             worker = opened.read().rpartition(")")[2].split()[1]
         with open({scoring!r}, "a") as opened:
             opened.write(f"{{worker}}\\n")
-        signal.pause()
+        select.select([], [], [], 2)  # a slow answer, in time
     return len(solution_str) % 3
 """
 

@@ -5,9 +5,11 @@ clock = VirtualClock(manual=True)   # it stands still until `clock.advance(secon
 eventually(lambda: file.exists(), "the worker's file")
 """
 
+import asyncio
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rltrain.base.clock import Clock
@@ -23,6 +25,7 @@ class VirtualClock(Clock):
     def __init__(self, now: float = 1000.0, manual: bool = False) -> None:
         self._now, self._manual = now, manual
         self._moved = threading.Condition()
+        self._ends: list[tuple[float, asyncio.AbstractEventLoop, asyncio.Event]] = []
         self.asked: list[float] = []
 
     def monotonic(self) -> float:
@@ -33,6 +36,9 @@ class VirtualClock(Clock):
         with self._moved:
             self._now += seconds
             self._moved.notify_all()
+            for end, loop, over in self._ends:
+                if end <= self._now:
+                    loop.call_soon_threadsafe(over.set)
 
     def sleep(self, seconds: float) -> None:
         self.wait(threading.Event(), seconds)
@@ -51,6 +57,39 @@ class VirtualClock(Clock):
             while not event.is_set() and self._now < end:
                 self._moved.wait(0.01)  # an event does not wake a condition
         return event.is_set()
+
+    async def pause(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        end = self._now + seconds
+        if not self._manual:
+            self.advance(seconds)
+        await self._until(end)
+        for _ in range(10):  # deadlines that have passed come first
+            await asyncio.sleep(0)
+
+    async def within(self, awaitable: Awaitable[T], seconds: float | None) -> T:
+        task = asyncio.ensure_future(awaitable)
+        passing = asyncio.ensure_future(self._until(self._now + (math.inf if seconds is None else seconds)))
+        try:
+            await asyncio.wait({task, passing}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise asyncio.TimeoutError
+            return task.result()
+        finally:
+            passing.cancel()
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _until(self, end: float) -> None:
+        mine = (end, asyncio.get_running_loop(), asyncio.Event())
+        with self._moved:
+            self._ends.append(mine)
+        try:
+            if self._now < end:
+                await mine[2].wait()
+        finally:
+            with self._moved:
+                self._ends.remove(mine)
 
 
 def eventually(condition: Callable[[], T], what: str = "", limit_s: float = PATIENCE_S) -> T:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import subprocess
+import sys
 from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from tests.fault_table import FaultTable
 from tests.hosts.hosts import Network, forbidden
 from tests.left_out import LeftOut
-from tests.tiny import save_tiny_model, small_run, write_arithmetic
+from tests.tiny import save_tiny_model, small_config, small_run, write_arithmetic
 
 # A third of the time of reading a configuration, of which tests read thousands: its references, always the same few.
 omegaconf.base.parse = functools.cache(omegaconf.base.parse)
@@ -54,6 +55,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_unconfigure():
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
     gc.unfreeze()  # packages complain of what is left when Python ends
 
 
@@ -147,3 +150,22 @@ def network(tmp_path_factory):
             return found.hosts
 
         yield make
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """The plain Ray of this process, with four CPUs and forked workers (`tests.faults.nursery`). It lives on until the
+    process ends, or until tests that need another one shut it down."""
+    import ray
+
+    from rltrain.controller.cluster import start_ray
+    from tests.faults import nursery
+
+    config = small_config()
+    config.ray_kwargs.ray_init["num_cpus"] = 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        for name, value in nursery.variables().items():
+            patch.setenv(name, value)
+        start_ray(config)
+    return ray

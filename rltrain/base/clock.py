@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,6 +32,14 @@ class Clock:
         while not (value := condition()) and self.monotonic() < end:
             self.sleep(every_s)
         return value
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, in a coroutine."""
+        await asyncio.sleep(seconds)
+
+    async def within(self, awaitable: Awaitable[T], seconds: float | None) -> T:
+        """Return the result of an awaitable. Cancels it and raises asyncio.TimeoutError after so many seconds."""
+        return await asyncio.wait_for(awaitable, seconds)
 
 
 SYSTEM = Clock()

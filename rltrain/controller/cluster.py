@@ -24,6 +24,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
+from rltrain.base.clock import SYSTEM
 from rltrain.base.device import Device
 from rltrain.base.env import first_set, prepare_driver, ray_address, shipped, use_token
 from rltrain.base.errors import ConfigError, NodesMissing, WorkerLost
@@ -33,7 +34,7 @@ from rltrain.controller import lifeline
 from rltrain.controller.launch.files import own_token
 
 log = logging.getLogger(__name__)
-RESERVE_TIMEOUT_S = 120
+_RESERVE_S = 120
 _POLL_S = 0.5
 _CONNECT_S = 5
 # Of the object store; what Ray makes of less is told nowhere.
@@ -122,7 +123,7 @@ def start_ray(cfg: Config) -> bool:
     except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         arguments_shown = {**settings, "address": address} if address else settings
         named = ", ".join(f"{name}={value}" for name, value in arguments_shown.items() if name != "runtime_env")
-        raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{_way_in(address, error)}") from error
+        raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{way_in(address, error)}") from error
     except Exception as error:
         # Ray has no type of its own for a start that takes too long, or whose processes die.
         raise WorkerLost(
@@ -211,7 +212,7 @@ def _use_token() -> None:
         setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
-def _way_in(address: str | None, error: BaseException) -> str:
+def way_in(address: str | None, error: BaseException) -> str:
     """What to do where a cluster could not be joined. Ray tells some reasons by the cause of its error alone."""
     message = f"{error} {error.__cause__ or ''}".lower()
     if not address:
@@ -250,7 +251,7 @@ def free(groups: list[PlacementGroup]) -> None:
         ray.util.remove_placement_group(group)
 
 
-def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
+def reserve(cfg: Config, device: Device, within_s: float = _RESERVE_S) -> list[PlacementGroup]:
     """Reserve one placement group per node, with one bundle per device. Raises NodesMissing when they do not come up.
 
     A local Ray that lacks devices is a ConfigError at once. In a cluster, nodes may still join.
@@ -265,19 +266,19 @@ def reserve(cfg: Config, device: Device) -> list[PlacementGroup]:
     # of a sequence-parallel group are such neighbours, and they exchange the most.
     groups = [placement_group([dict(bundle)] * per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)]
     try:
-        _wait_for(groups, cfg, name)
+        _wait_for(groups, cfg, name, within_s)
     except BaseException:  # a Ray of the caller's goes on, and would hold or still look for these devices
         free(groups)
         raise
     return groups
 
 
-def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
+def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str, within_s: float) -> None:
     nnodes, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
     waiting, started, say_at = [group.ready() for group in groups], time.monotonic(), _FIRST_WORD_S
-    while waiting and (waited := time.monotonic() - started) < RESERVE_TIMEOUT_S:
+    while waiting and (waited := time.monotonic() - started) < within_s:
         if waited > say_at:
-            left = RESERVE_TIMEOUT_S - waited
+            left = within_s - waited
             log.info("waiting for devices: %s (%d s left)", _lacking(len(waiting), cfg, name), left)
             say_at += _SAY_EVERY_S
         # The wait is cut into short ones, because signals are handled between them.
@@ -286,7 +287,7 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str) -> None:
     if waiting:
         raise NodesMissing(
             f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not come up "
-            f"in {RESERVE_TIMEOUT_S} s: {_lacking(len(waiting), cfg, name)}. "
+            f"in {within_s:g} s: {_lacking(len(waiting), cfg, name)}. "
             "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
         )
 
@@ -296,15 +297,14 @@ def lost_node(nodes: Collection[str], wait_s: float) -> tuple[str, str]:
 
     Ray may learn of it only now, so this waits.
     """
-    deadline = time.monotonic() + wait_s
-    while nodes:
+
+    def lost() -> tuple[str, str] | None:
         for node in ray.nodes():
             if node["NodeID"] in nodes and not node["Alive"]:
                 return node["NodeID"], f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
-    return "", ""
+        return None
+
+    return (SYSTEM.poll(lost, wait_s, _POLL_S) if nodes else None) or ("", "")
 
 
 def ray_logs() -> str:

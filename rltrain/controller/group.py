@@ -13,7 +13,6 @@ import math
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
@@ -22,6 +21,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.device import Device
 from rltrain.base.env import driver_environment, worker_environment
 from rltrain.base.errors import AGAIN, RltrainError, WorkerLost
@@ -90,11 +90,11 @@ class Handle(Generic[_Result]):
             deadlines.limit_s(self._phase) if deadline_s is None else min(deadline_s, deadlines.fixed_s or math.inf)
         )
         polls = Polls(group.workers, stream)
-        started, warned, waits = self._since or time.monotonic(), False, bool(waiting or polls.open)
+        started, warned, waits = self._since or group.clock.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
             group.check()
             lifeline.raise_if_lost()
-            seconds = time.monotonic() - started
+            seconds = group.clock.monotonic() - started
             # Once all results are there, the ranks whose stream is still open are the late ones.
             late = sorted(waiting.values() or polls.ranks)
             # A result that is there is not late, however late it is asked for.
@@ -119,7 +119,7 @@ class Handle(Generic[_Result]):
                     polls.receive(reference, result)
             polls.tick()
         if waits:  # and not where the results were collected before
-            deadlines.took(self._phase, time.monotonic() - started)
+            deadlines.took(self._phase, group.clock.monotonic() - started)
         returned = [
             (*objects, self._results[rank]) if objects else self._results[rank]
             for rank, (*objects, _) in enumerate(self._references, self._first_rank)
@@ -131,7 +131,7 @@ class Handle(Generic[_Result]):
         finished, late = _look(self._waiting)
         if any(get(reference)[1] for reference in finished):
             return True
-        seconds = time.monotonic() - (self._since or math.inf)
+        seconds = self._group.clock.monotonic() - (self._since or math.inf)
         if late and seconds > self._group.deadlines.limit_s(self._phase):
             raise self._group.hung(self._phase, sorted({self._waiting[reference] for reference in late}), seconds)
         return not late
@@ -161,8 +161,9 @@ class WorkerGroup:
         deadlines: Deadlines | None = None,
         environment: dict[str, str] | None = None,
         before_end: Callable[[], object] = lambda: None,
+        clock: Clock = SYSTEM,
     ) -> None:
-        self._role = role
+        self._role, self.clock = role, clock
         self.deadlines = deadlines or Deadlines()
         self.check = check
         self._before_end = before_end
@@ -267,7 +268,7 @@ class WorkerGroup:
         replies = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
         # Ray returns a list only where there are several return values.
         references = [reply if isinstance(reply, list) else [reply] for reply in replies]
-        return Handle(self, calls[0].name, references, ranks.start, time.monotonic() if beside else None)
+        return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if beside else None)
 
     def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
         """Have the first worker of ``node`` make the parcels."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rltrain.config.agents import AGENT_KEY
 from rltrain.config.load import load_config
@@ -26,8 +26,8 @@ def nap(seconds: float):
     Args:
         seconds: How long.
     """
-    import time
-    time.sleep(seconds)
+    import threading
+    threading.Event().wait(seconds)
     return "awake \x1b[2J", 0.5
 
 
@@ -141,27 +141,14 @@ def test_an_agent_leads_its_trajectory_with_tools_or_without(attempt):
     assert "rltrain/tools" not in text, "the frames are the user's own"
 
 
-def test_an_agent_of_a_library_is_tried_too(attempt):
-    example = Path(__file__).parents[2] / "examples/agents/self_check.py"
-    for turns in (["4", "5"], ["4"]):  # the second is one too few, which ends it
-        code, text = attempt(f"{example}:agent", turns=turns)
-        assert code == 0, text
-        assert "── user ──\nCheck every step of your answer" in text
-        assert f"the end, after {len(turns)} turns" in text
-
-
 @pytest.mark.parametrize(
     ("file", "more", "words"),
     [
-        ("none.py", [], "multi_turn.function_tool_path=none.py: it is no name of a module, and "),
         ("count.py:None_", [], "multi_turn.environment=count.py:None_: the file has no function 'None_'"),
-        ("agent.py:nobody", [], "agent.default_agent_loop=agent.py:nobody: the file has no function 'nobody'"),
         ("none.yaml", [], "multi_turn.tool_config_path=none.yaml cannot be read"),
         ("tools.py", ["--row", 4], "--row 4: rows.parquet has the rows 0 to 3."),
-        ("tools.py", ["--turns", "none.txt"], "--turns none.txt cannot be read"),
         ("tools.py", [f"{MULTI_TURN}format=klingon"], "multi_turn.format=klingon: of the formats that are known"),
         ("tools.py", [f"{AGENT_KEY}=env_agent"], "is 'env_agent', and "),
-        ("tools.py", [f"{AGENT_KEY}=single_turn_agent"], "single_turn_agent: nobody answers"),
         ("tools.py", [f"{MULTI_TURN}max_trns=3"], "multi_turn.max_trns=3: no version of verl has this key"),
     ],
 )  # fmt: skip
@@ -170,12 +157,6 @@ def test_what_a_run_refuses_is_refused_in_its_words(attempt, file, more, words):
     assert code == 2
     assert words in text
     assert "Traceback" not in text
-
-
-def test_words_that_may_be_left_out_are_not_asked_for(capsys):
-    with pytest.raises(SystemExit):
-        main([])
-    assert "required: file, data\n" in capsys.readouterr().err
 
 
 def encoder_of(model, tools="tools.py"):
@@ -205,14 +186,6 @@ def test_a_model_says_turns_and_its_template_the_seams(attempt, caller):
     seam = "<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert f"── seam, as the policy reads it ──\n{seam!r}\n" in text
     assert ("calls are not run behind it" in text) != ("cut off: " in text)
-    # What the model was shown is what it would say, and turns of a file stand in the same template.
-    second = text.partition("turn 2, of the policy ──\n")[2]
-    tokenizer = AutoTokenizer.from_pretrained(caller)
-    start = encoder_of(caller).written([{"role": "user", "content": "0+0=?"}]) + CALL + seam
-    ids = tokenizer(start, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(caller)
-    whole = model.generate(ids, do_sample=False, max_new_tokens=4, eos_token_id=[CALL_ID], pad_token_id=0)[0]
-    assert second.startswith(tokenizer.decode(whole[ids.shape[1] :]))
     code, text = attempt("tools.py", "--model", caller, turns=[CALL, "5"])
     assert code == 0
     assert repr(seam) in text

@@ -1,11 +1,10 @@
-"""Workers in real processes: errors surface with role, rank and cause, within seconds."""
+"""Workers in real processes: errors surface with role, rank and cause. Time is virtual: it passes where a test says
+so, at every look of the driver."""
 
 import os
 import queue
 import re
 import signal
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,12 +19,12 @@ from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import get_device
 from rltrain.base.errors import NonFiniteError, WorkerError, WorkerLost
 from rltrain.controller.calls import Stream, bind
-from rltrain.controller.cluster import start_ray
 from rltrain.controller.failures import explain
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.hang import Deadlines
 from rltrain.controller.samples import Samples, whole
-from tests.tiny import small_config
+from tests.clock import VirtualClock, eventually, hang
+from tests.faults.plug import below, ended
 
 
 @dataclass(frozen=True)
@@ -34,20 +33,20 @@ class Chunk:
 
 
 class Toy(Protocol):
-    """What a worker may do, good and bad."""
+    """The calls of a worker, good and bad."""
 
     def who(self) -> str: ...
     def pid(self) -> int: ...
     def make(self, start: int) -> tuple[Batch, dict]: ...
     def read(self, batch: Batch) -> dict: ...
-    def stream(self, fail: bool) -> float: ...
+    def stream(self, go: Path, fail: bool) -> None: ...
     def take(self, wait_s: float) -> tuple[list[str], Chunk]: ...
     def fail(self) -> None: ...
     def fail_with_ours(self) -> None: ...
     def out_of_memory(self) -> None: ...
     def texts(self, found: list[str]) -> int: ...
-    def wait(self, seconds: float) -> float: ...
-    def hang(self) -> None: ...
+    def wait(self, go: Path) -> str: ...
+    def hang(self, here: Path) -> None: ...
 
 
 class ToyWorker(Toy):
@@ -69,14 +68,13 @@ class ToyWorker(Toy):
     def read(self, batch: Batch):
         return {"sum": int(batch.ragged("tokens").values.sum()), "rows": len(batch)}
 
-    def stream(self, fail: bool):
+    def stream(self, go: Path, fail: bool) -> None:
         for number in range(3):
             self.out.put(number)
-            time.sleep(0.7)
         if fail and self.rank == 1:
             raise ValueError("the answer was 41")
+        eventually(go.exists)
         self.out.put(None)
-        return time.time()
 
     def take(self, wait_s: float):
         try:
@@ -99,19 +97,41 @@ class ToyWorker(Toy):
     def texts(self, found: list[str]) -> int:
         return len(found)
 
-    def wait(self, seconds: float) -> float:
-        time.sleep(seconds)
-        return time.time()
+    def wait(self, go: Path) -> str:
+        eventually(go.exists)
+        return self.who()
 
-    def hang(self) -> None:
-        torch.distributed.barrier() if self.rank == 0 else time.sleep(60)
+    def hang(self, here: Path) -> None:
+        if self.rank == 0:
+            torch.distributed.barrier()
+        here.touch()
+        hang()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def local_ray(forked_workers):
-    start_ray(small_config())
-    yield
-    ray.shutdown()
+class SlowToBuild:
+    """A model that never finishes loading."""
+
+    def __init__(self, here: Path) -> None:
+        here.touch()
+        hang()
+
+
+@pytest.fixture
+def make(local_ray, tmp_path):
+    """Make groups of two workers. ``passes()`` seconds pass at every look of the driver."""
+    made, placement = [], ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
+
+    def group(passes=lambda: 0.0, before_end=lambda: None):
+        clock, deadlines = VirtualClock(manual=True), Deadlines(60.0, 5.0, tmp_path / "incidents")
+        keys = {"threads": 1, "deadlines": deadlines, "before_end": before_end, "clock": clock}
+        check = lambda: clock.advance(passes())  # noqa: E731
+        made.append(WorkerGroup("toy", [placement], get_device("cpu"), check=check, **keys))
+        return made[-1]
+
+    yield group
+    for each in made:
+        each.kill()
+    ray.util.remove_placement_group(placement)
 
 
 @pytest.fixture
@@ -121,50 +141,23 @@ def at_end():
 
 
 @pytest.fixture
-def group(tmp_path, at_end):
-    placement = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
-    deadlines = Deadlines(60.0, 5.0, tmp_path / "incidents")
-    group = WorkerGroup(
-        "toy",
-        [placement],
-        get_device("cpu"),
-        threads=1,
-        deadlines=deadlines,
-        before_end=lambda: [each() for each in at_end],
-    )
+def passing():
+    """Seconds that pass at every look of the driver."""
+    return [0.0]
+
+
+@pytest.fixture
+def group(make, at_end, passing):
+    group = make(lambda: passing[0], lambda: [each() for each in at_end])
     group.start("tests.controller.test_group:ToyWorker", {"tag": ray.put("w")})
-    yield group
-    group.kill()
-    ray.util.remove_placement_group(placement)
+    return group
 
 
-def test_a_ray_of_its_own_has_no_process_that_nobody_asks():
-    assert set(ray._private.worker._global_node.all_processes) <= {"gcs_server", "raylet", "reaper"}
-
-
-def stream(group, arrived, tick=lambda: None, *, fail: bool) -> list[float]:
-    handle = group.submit([bind(Toy.stream, fail)])
-    return handle.collect(stream=Stream(bind(Toy.take, 0.5), arrived, tick))
-
-
-def test_what_workers_hand_out_arrives_while_the_call_runs(group):
-    arrived, ticks = [], []
-    ended = stream(
-        group,
-        lambda rank, ref, chunk: arrived.append((time.time(), rank, ray.get(ref))),
-        lambda: ticks.append(1),
-        fail=False,
-    )
-    texts = [(rank, found[0]) for _, rank, found in arrived if found and "None" not in found[0]]
-    assert sorted(texts) == [(rank, f"text {rank}.{number}") for rank in range(2) for number in range(3)]
-    first = min(moment for moment, _, found in arrived if found)
-    assert first < min(ended) - 1.0
-    assert ticks
-
-
-def test_a_worker_that_fails_ends_the_stream(group):
-    with pytest.raises(WorkerError, match="the answer was 41"):
-        stream(group, lambda *found: None, fail=True)
+def test_a_local_ray_has_no_process_that_nobody_asks(local_ray):
+    lines = below(os.getpid()).values()
+    assert any("raylet/raylet" in line for line in lines)
+    helpers = r"python\S* \S*(dashboard|log_monitor|autoscaler)\S*\.py"
+    assert not [line for line in lines if re.search(helpers, line)]
 
 
 def test_payload_stays_in_the_store_and_finds_its_reader(group):
@@ -178,77 +171,81 @@ def test_payload_stays_in_the_store_and_finds_its_reader(group):
     requests = [samples.request(np.array([3, 0]), ["tokens"]), samples.request(np.array([1]), ["tokens"])]
     found = group.submit([bind(Toy.read, request.as_batch) for request in requests]).collect()
     assert found == [{"sum": 3 * 21 + 2 * 10, "rows": 2}, {"sum": 3 * 11, "rows": 1}]
-
-
-def test_two_calls_in_flight_are_collected_in_any_order(group):
-    started = time.time()
-    first = group.submit([bind(Toy.wait, 1.0)])
-    second = group.submit([bind(Toy.who)])
-    assert time.time() - started < 1.0
-    assert second.collect() == ["w0", "w1"]
-    ended = first.collect(deadline_s=0.5)  # it has ended already, so a short deadline is no obstacle
-    assert all(1.0 <= moment - started < 5.0 for moment in ended)
-
-
-def test_a_node_reports_memory_by_kind_of_process(group):
     (memory,) = ray.get([group.workers[0].measure.remote()])
     assert memory.keys() >= {"drift/worker_gb", "drift/ray_gb", "drift/object_store_gb"}
     assert all(0 < value < 64 for name, value in memory.items() if name != "drift/object_store_gb"), memory
 
 
-def test_a_deadline_of_ones_own_ends_a_call_that_exceeds_it(group):
-    handle = group.submit([bind(Toy.wait, 30.0)])
-    started = time.monotonic()
-    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after [12] s \(though answering"):
-        handle.collect(deadline_s=1.0)
-    assert time.monotonic() - started < 10
+def test_chunks_of_workers_arrive_while_the_call_runs(group, tmp_path):
+    texts, ticks = [], []
+
+    def arrived(rank, ref, chunk):
+        texts.extend((rank, text) for text in ray.get(ref))
+        if len(texts) == 6:
+            (tmp_path / "go").touch()  # until then the call runs
+
+    handle = group.submit([bind(Toy.stream, tmp_path / "go", False)])
+    handle.collect(stream=Stream(bind(Toy.take, 0.5), arrived, lambda: ticks.append(1)))
+    assert sorted(texts[:6]) == [(rank, f"text {rank}.{number}") for rank in range(2) for number in range(3)]
+    assert ticks
+    handle = group.submit([bind(Toy.stream, tmp_path / "go", True)])
+    with pytest.raises(WorkerError, match="the answer was 41"):
+        handle.collect(stream=Stream(bind(Toy.take, 0.5), arrived, lambda: None))
 
 
-def test_a_call_beside_others_is_timed_from_when_it_was_sent(group):
-    deadlines = group.deadlines
-    quick = group.submit([bind(Toy.wait, 0.1)], beside=True)
-    time.sleep(1.0)
-    assert quick.ready()
-    deadlines.fixed_s = 0.5
-    quick.collect()  # it was done in time, although nobody asked then
-    assert deadlines._longest["Toy.wait"] >= 1.0
-    late = group.submit([bind(Toy.wait, 30.0)], beside=True)
+def test_two_calls_in_flight_are_collected_in_any_order(group, tmp_path):
+    first, second = group.submit([bind(Toy.wait, tmp_path / "go")]), group.submit([bind(Toy.who)])
+    assert not first.ready()
+    (tmp_path / "go").touch()
+    assert second.collect() == ["w0", "w1"]
+    assert first.collect(deadline_s=-1) == ["w0", "w1"], "it has ended already, so no deadline is an obstacle"
+
+
+def test_a_deadline_of_a_call_ends_the_workers(group, passing, tmp_path):
+    handle, passing[0] = group.submit([bind(Toy.wait, tmp_path / "never")]), 1.0
+    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 11 s \(though answering"):
+        handle.collect(deadline_s=10.0)
+
+
+def test_a_call_beside_others_is_timed_from_when_it_was_sent(group, tmp_path):
+    quick = group.submit([bind(Toy.wait, tmp_path / "go")], beside=True)
+    (tmp_path / "go").touch()
+    eventually(quick.ready)
+    group.clock.advance(100)
+    assert quick.collect(), "it was done in time, although it was not asked then"
+    assert group.deadlines.limit_s("Toy.wait") == 5 * 100
+    late = group.submit([bind(Toy.wait, tmp_path / "never")], beside=True)
     assert not late.ready()
-    time.sleep(0.6)
-    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 1 s \(though answering"):
+    group.clock.advance(501)
+    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 501 s \(though answering"):
         late.ready()
 
 
-def test_what_goes_on_beside_may_end_before_an_error_ends_all(group, at_end):
-    writing, written = group.submit([bind(Toy.wait, 1.0)], beside=True), []
+def test_a_call_beside_others_may_end_before_an_error_ends_all(group, at_end, tmp_path):
+    writing, written = group.submit([bind(Toy.wait, tmp_path / "go")], beside=True), []
+    at_end.append((tmp_path / "go").touch)
     at_end.append(lambda: written.extend(writing.collect()))
-    with pytest.raises(WorkerError, match="the answer was 41"):
+    with pytest.raises(WorkerError, match="the answer was 41") as caught:
         group.call(Toy.fail)
     assert len(written) == 2
     assert group.ended
-
-
-def test_the_first_real_error_names_role_rank_and_cause(group):
-    started = time.monotonic()
-    with pytest.raises(WorkerError) as caught:
-        group.call(Toy.fail)
-    assert time.monotonic() - started < 10
     message = str(caught.value)
-    assert "toy worker, rank 1 of 2" in message
-    assert "ValueError: the answer was 41" in message
-    assert "in Toy.fail" in message
-    assert re.search(r'test_group.py", line \d+, in fail\n', message)  # the worker's own traceback
+    for words in ("toy worker, rank 1 of 2", "ValueError: the answer was 41", "in Toy.fail"):
+        assert words in message
+    assert re.search(r'test_group.py", line \d+, in fail\n', message), "the worker's own traceback"
     assert "\x1b" not in message
 
 
-def test_our_own_errors_keep_their_type(group):
-    with pytest.raises(NonFiniteError, match="nothing finite here"):
-        group.call(Toy.fail_with_ours)
-
-
-def test_out_of_memory_says_what_to_lower(group):
-    with pytest.raises(WorkerLost, match="ppo_max_token_len_per_gpu"):
-        group.call(Toy.out_of_memory)
+@pytest.mark.parametrize(
+    ("method", "error", "words"),
+    [
+        (Toy.fail_with_ours, NonFiniteError, "nothing finite here"),
+        (Toy.out_of_memory, WorkerLost, "ppo_max_token_len_per_gpu"),
+    ],
+)
+def test_errors_of_ours_keep_their_type_and_a_full_device_says_what_to_lower(group, method, error, words):
+    with pytest.raises(error, match=words):
+        group.call(method)
 
 
 @pytest.mark.parametrize(
@@ -299,26 +296,20 @@ def test_an_object_whose_owner_is_gone_is_a_lost_worker(group):
     references = ray.get(owner.put.remote())
     assert group.call(Toy.texts, references) == [1, 1]
     ray.kill(owner)
-
-    def ask_until_it_is_freed():  # with its owner, a moment later
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            group.call(Toy.texts, references)
-            time.sleep(0.1)
-
-    with pytest.raises(WorkerLost, match=r"did not come \(OwnerDiedError\)"):
-        ask_until_it_is_freed()
+    with pytest.raises(WorkerLost, match=r"did not come \(OwnerDiedError\)"):  # with its owner, a moment later
+        eventually(lambda: not group.call(Toy.texts, references))
 
 
 @pytest.mark.fault("A worker killed in a collective is named within seconds")
-def test_a_killed_worker_is_reported_within_ten_seconds(group, at_end):
+def test_a_killed_worker_is_reported_within_ten_seconds(group, at_end, tmp_path):
+    """By the end of its process: no deadline passes."""
     pid, waited = group.call(Toy.pid)[1], []
     at_end.append(lambda: waited.append(1))
-    started = time.monotonic()
-    threading.Timer(1.0, os.kill, [pid, signal.SIGKILL]).start()
+    handle = group.submit([bind(Toy.hang, tmp_path / "here")])
+    eventually((tmp_path / "here").exists)
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerLost) as caught:
-        group.call(Toy.hang)
-    assert time.monotonic() - started < 10
+        handle.collect()
     assert f"rank 1 of 2 (pid {pid}" in str(caught.value)
     assert caught.value.exit_code == 75
     assert not waited, "a dead worker writes nothing any more"
@@ -337,56 +328,29 @@ def test_a_call_may_take_some_times_the_longest_of_its_kind():
     assert Deadlines(None).limit_s("update") == float("inf")
 
 
-def gone(pids: list[int], within_s: float = 5) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        alive = [
-            pid
-            for pid in pids
-            if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-        ]
-        if not alive:
-            return True
-        time.sleep(0.1)
-    return False
-
-
 @pytest.mark.fault("A stopped worker is named, the stacks of the others are kept, and all end")
-def test_a_stopped_worker_is_named_and_all_stacks_are_kept(group, tmp_path, caplog):
+def test_a_stopped_worker_is_named_and_all_stacks_are_kept(group, passing, tmp_path, caplog):
     pids = group.call(Toy.pid)
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(
-        WorkerLost, match=rf"toy worker, rank 1 of 2 \(pid {pids[1]} on .*\), in Toy.hang: not done after [45] s"
-    ) as caught:
-        group.submit([bind(Toy.hang)]).collect(deadline_s=4.0)
+    handle, passing[0] = group.submit([bind(Toy.hang, tmp_path / "here")]), 1.0
+    name = rf"toy worker, rank 1 of 2 \(pid {pids[1]} on .*\), in Toy.hang"
+    with pytest.raises(WorkerLost, match=rf"{name}: not done after 5 s \(and not answering") as caught:
+        handle.collect(deadline_s=4.0)
     assert caught.value.exit_code == 75
-    assert "not answering" in str(caught.value)
     assert "rank 0" not in str(caught.value)
-    assert "not done after 2 s; the run ends after 4 s" in caplog.text
+    assert "not done after 3 s; the run ends after 4 s" in caplog.text
     (file,) = (tmp_path / "incidents").glob("hang_Toy.hang_*.txt")
     assert str(file) in str(caught.value)
     assert f"pid {pids[0]}" in file.read_text()
     assert "in Toy.hang" in file.read_text()
-    assert gone(pids)
-
-
-class SlowToBuild:
-    """A model that never finishes loading."""
-
-    def __init__(self) -> None:
-        time.sleep(60)
+    ended(pids)
 
 
 @pytest.mark.fault("A model that never finishes loading ends the run")
-def test_a_hang_before_the_first_call_is_noticed_too(tmp_path):
-    placement = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
-    deadlines = Deadlines(60.0, 5.0, tmp_path)
-    group = WorkerGroup("toy", [placement], get_device("cpu"), threads=1, deadlines=deadlines)
-    # Connecting takes its time; what follows has two seconds.
-    deadlines.took = lambda phase, seconds: phase != "connect" or setattr(deadlines, "fixed_s", 2.0)
+def test_a_hang_before_the_first_call_is_noticed_too(make, tmp_path):
+    group = make(lambda: 100.0 * (tmp_path / "here").exists())  # connecting takes no time
     with pytest.raises(WorkerLost, match=r"rank 0 of 2 .*, rank 1 of 2 .*, in build: .*though answering"):
-        group.start("tests.controller.test_group:SlowToBuild", {})
-    (file,) = tmp_path.glob("hang_build_*.txt")
+        group.start("tests.controller.test_group:SlowToBuild", {"here": tmp_path / "here"})
+    (file,) = (tmp_path / "incidents").glob("hang_build_*.txt")
     assert file.read_text().count("most recent call first") >= 2
-    assert gone([int(pid) for pid in re.findall(r"\(pid (\d+) on", file.read_text())])
-    ray.util.remove_placement_group(placement)
+    ended([int(pid) for pid in re.findall(r"\(pid (\d+) on", file.read_text())])

@@ -85,14 +85,6 @@ def test_a_node_reads_its_own_objects_as_they_are(store, samples):
     assert not store.cuts
 
 
-def test_ranks_of_one_node_alone_get_parcels_too(store, samples):
-    """As in a pass of some ranks, while others still generate."""
-    first, second = calls_of(samples, [[0, 1], [2, 3]])
-    routed = route_calls([first, second], [1, 1], store.cut)
-    assert store.cuts == [(0, 1, [("object 0", [0, 1]), ("object 1", [0, 1])])]
-    assert [store.read(call.args[1])["text"] for call in routed] == [["text 0", "text 1"], ["text 2", "text 3"]]
-
-
 def test_a_row_goes_to_a_node_once_however_many_read_it(store, samples):
     """Ranks 2 and 3 share sequences and are on node 1, as is rank 1, which reads two of the rows again."""
     (shared,) = calls_of(samples, [[0, 2, 6, 1]])
@@ -105,11 +97,6 @@ def test_a_row_goes_to_a_node_once_however_many_read_it(store, samples):
     assert store.bytes == sum(map(payload_bytes, parcel))
     # Of tokens 1 + 3 + 5 + 7 and of four prompts 12, eight lengths and four places, of 8 bytes each; and the texts.
     assert store.bytes == 8 * (16 + 12 + 8 + 4) + 4 * len("text 0")
-
-
-def test_samples_have_no_keyword_where_they_are_routed(store, samples):
-    with pytest.raises(TypeError, match="give samples as a positional argument"):
-        route_calls([Call(print, (), {"batch": samples.request(np.array([0]), COLUMNS)})], [0], store.cut)
 
 
 def test_only_what_another_node_reads_is_cut(store, samples):

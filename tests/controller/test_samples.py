@@ -39,14 +39,6 @@ def test_a_request_brings_the_wanted_rows_in_the_wanted_order(samples):
     assert batch.dense("advantage").tolist() == [0.4, 0.0, 0.1]
 
 
-def test_a_sample_may_be_requested_twice(samples):
-    assert resolve(samples.request(np.array([2, 2]), ["prompt_length"])).dense("prompt_length").tolist() == [20, 20]
-
-
-def test_an_empty_request_is_an_empty_batch(samples):
-    assert len(resolve(samples.request(np.array([], dtype=np.int64), ["tokens"]))) == 0
-
-
 def test_a_column_that_is_not_there_for_all_is_named(samples):
     samples.attach([whole(None, ("ref_log_probs",), np.array([0, 1]))])
     with pytest.raises(KeyError, match="'ref_log_probs' is there for 2 of 3 samples"):

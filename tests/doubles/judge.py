@@ -1,10 +1,11 @@
-"""A small OpenAI-compatible server that stands in for a judge: it is right, slow, busy, silent or talks nonsense."""
+"""A small HTTP server that stands in for a judge or a scorer: it is right, busy, silent, slow or talks nonsense."""
 
 import contextlib
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.clock import PATIENCE_S
 
 HANG, CLOSE = object(), object()
 
@@ -18,75 +19,102 @@ class Cut(str):
     """A text that has ended at a limit of tokens."""
 
 
-class JudgeDouble:
-    """Answers every request with what ``reply(message, number of the request)`` returns: a text, `Cut`, `status`,
-    `HANG` or `CLOSE`. ``tokens`` of each request are told; None: not."""
+class Double:
+    """Answers every request with what ``reply(request, number of the request)`` returns: `status`, `HANG` or `CLOSE`;
+    its body may be an iterator of parts."""
 
-    def __init__(self, reply, tokens=10, models=("grader",)):
-        self.requests, self.headers, self.starts, self.paths = [], [], [], []
+    path = "/score"
+
+    def __init__(self, reply, keep=True):
+        self.requests, self.headers, self.paths, self.num_connections = [], [], [], 0
         self.busy = self.busiest = 0
-        self._lock, self._over, double = threading.Lock(), threading.Event(), self
+        lock, over, double = threading.Lock(), threading.Event(), self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+            protocol_version = "HTTP/1.1" if keep else "HTTP/1.0"
+
+            def setup(self):
+                double.num_connections += 1
+                super().setup()
 
             def do_GET(self):
                 double.paths.append(self.path)
-                self.send(200, json.dumps({"data": [{"id": model} for model in models]}))
+                self.send(*double.got())
 
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with double._lock:
+                with lock:
                     double.requests.append(request)
                     double.headers.append(dict(self.headers))
                     double.paths.append(self.path)
-                    double.starts.append(time.monotonic())
                     double.busy += 1
                     double.busiest = max(double.busiest, double.busy)
                     number = len(double.requests)
-                told = reply(double.messages[number - 1], number)
+                told = reply(request, number)
                 if told is HANG:
-                    double._over.wait(20)
-                with double._lock:
+                    over.wait(PATIENCE_S)
+                with lock:
                     double.busy -= 1
                 if told in (HANG, CLOSE):
                     self.close_connection = True
-                elif isinstance(told, tuple):
-                    self.send(*told)
                 else:
-                    usage = {} if tokens is None else {"usage": {"total_tokens": tokens}}
-                    choice = {"message": {"role": "assistant", "content": told}, "finish_reason": "stop"}
-                    if isinstance(told, Cut):
-                        choice["finish_reason"] = "length"
-                    self.send(200, json.dumps({"choices": [choice]} | usage))
+                    self.send(*told)
 
             def send(self, code, body, headers=None):
                 self.send_response(code)
                 for name, value in (headers or {}).items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body.encode())))
+                body = body.encode() if isinstance(body, str) else body
+                parts = [body] if isinstance(body, bytes) else body
+                self.send_header("Content-Length", str(len(body) if isinstance(body, bytes) else 1 << 20))
                 self.end_headers()
-                self.wfile.write(body.encode())
+                for part in parts:
+                    self.wfile.write(part)
 
             def log_message(self, *_):
                 pass
 
             def handle(self):
-                with contextlib.suppress(OSError):  # whoever asked has given up
+                with contextlib.suppress(OSError):  # the client has closed the connection
                     super().handle()
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http, self._over = ThreadingHTTPServer(("127.0.0.1", 0), Handler), over
         self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        self.url = f"http://127.0.0.1:{self._http.server_port}{self.path}"
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    @property
-    def messages(self):
-        """The texts of the requests, without images."""
-        contents = [request["messages"][-1]["content"] for request in self.requests]
-        return [content if isinstance(content, str) else content[-1]["text"] for content in contents]
 
     def close(self):
         self._over.set()
         self._http.shutdown()
         self._http.server_close()
+
+
+class JudgeDouble(Double):
+    """OpenAI-compatible: ``reply(message, number of the request)`` may return a text or `Cut` too. ``tokens`` of each
+    request are in its reply; None: not."""
+
+    path = "/v1"
+
+    def __init__(self, reply, tokens=10, models=("grader",)):
+        self.got = lambda: (200, json.dumps({"data": [{"id": model} for model in models]}))
+
+        def completion(request, number):
+            told = reply(text_of(request), number)
+            if not isinstance(told, str | None):
+                return told
+            usage = {} if tokens is None else {"usage": {"total_tokens": tokens}}
+            finish = "length" if isinstance(told, Cut) else "stop"
+            choice = {"message": {"role": "assistant", "content": told}, "finish_reason": finish}
+            return 200, json.dumps({"choices": [choice]} | usage)
+
+        super().__init__(completion)
+
+    @property
+    def messages(self):
+        """The texts of the requests, without images."""
+        return [text_of(request) for request in self.requests]
+
+
+def text_of(request):
+    content = request["messages"][-1]["content"]
+    return content if isinstance(content, str) else content[-1]["text"]

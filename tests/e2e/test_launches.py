@@ -1,16 +1,14 @@
 """Launches of verl's scripts, run for two steps: the recorded words, and behind them smaller paths and sizes."""
 
 import math
-from pathlib import Path
 
 import pytest
 
 from rltrain.main_ppo import main
 from rltrain.run.report.table import read_metrics
-from tests.config.test_launches import CONFIG, EXAMPLES, LAUNCHES, TOOL_CONFIG, TOOLS, Launch
+from tests.config.test_launches import LAUNCHES, Launch
 from tests.pictures import RED
 from tests.tiny import save_tiny_reward_model, write_arithmetic
-from tests.tiny_tools import save_calling_model
 from tests.tiny_vision import save_tiny_vision_model
 
 pytestmark = pytest.mark.usefixtures("joined")
@@ -33,20 +31,8 @@ RUNS = {
     "ADV_ESTIMATOR=gae USE_KL=True SP_SIZE=2": ("critic/vf_loss", "perf/image_gb"),
     "0.5 tests/special_e2e/ppo_trainer/run_function_reward.sh ADV_ESTIMATOR=remax USE_KL=True": ("actor/kl_loss",),
 }
-# This one keeps its engine, vLLM over two devices, and those with tools keep vLLM; the others generate with hf, which
-# starts at once.
+# This one keeps its engine, vLLM over two devices; the others generate with hf, which starts at once.
 OVER_TWO_DEVICES = list(RUNS)[-1]
-WITH_TOOLS = {
-    "main tests/special_e2e/run_gsm8k_fsdp_sgl_multiturn_w_tool.sh actor_rollout_ref.rollout.name=vllm": (
-        "num_turns/mean", "agent/tool_errors", "actor/kl_loss",
-    ),
-    "0.5 recipe/retool/run_qwen2_7b_dapo.sh ARNOLD_WORKER_GPU=8 ARNOLD_WORKER_NUM=1": (
-        "num_turns/mean", "agent/tool_errors", "actor/pg_clipfrac",
-    ),
-}  # fmt: skip
-RUNS |= WITH_TOOLS
-CALL = '<tool_call>\n{"name": "tool", "arguments": {"answer": "4"}}\n</tool_call>'
-
 # What is made smaller where a launch sets it, under the key that it uses.
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 SIZES = {
@@ -62,13 +48,6 @@ MACHINE = {
     "trainer.total_training_steps": 2, "trainer.val_before_train": False, "trainer.test_freq": -1,
     "trainer.save_freq": -1,
 }  # fmt: skip
-# Of an answer with several turns: tokens, and what a worker computes at once.
-ROOM_FOR_TURNS = {
-    "data.max_prompt_length": 120, "data.max_response_length": 300, A + "ppo_max_token_len_per_gpu": 1100,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 1100, R + "gpu_memory_utilization": 0.2,
-}  # fmt: skip
-
-
 # A tiny random model never answers rightly, and groups that score alike teach nothing.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -84,26 +63,9 @@ def smaller(launch: Launch, paths: dict[str, object]) -> list[str]:
         ours |= {"custom_reward_function.path": paths["custom_reward_function.path"],
                  "custom_reward_function.name": "compute_score"}  # fmt: skip
     ours |= {"trainer.default_local_dir": paths["trainer.default_local_dir"]}
-    if launch.kind == "tools":
-        ours |= ROOM_FOR_TURNS | {R + "tensor_model_parallel_size": 1}
-    elif f"{launch.version} {launch.name}" != OVER_TWO_DEVICES:
+    if f"{launch.version} {launch.name}" != OVER_TWO_DEVICES:
         ours |= {R + "name": "hf", R + "tensor_model_parallel_size": 1}
     return [*launch.words, *(f"{key}={value}" for key, value in ours.items())]
-
-
-def with_tools(folder: Path) -> dict[str, object]:
-    """Models and files of a launch with tools, and among them the folder of verl's files of settings."""
-    (folder / "gsm8k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
-    tool, dataset = TOOLS.split("class CustomRLHFDataset")
-    # Apart, as verl is not installed: a dataset is loaded without the names of verl's that tools import.
-    (folder / "dataset.py").write_text(f"class CustomRLHFDataset{dataset}")
-    (folder / "tool.py").write_text(tool)
-    (folder / "tools.yaml").write_text(TOOL_CONFIG.format(code=folder / "tool.py"))
-    return {
-        "actor_rollout_ref.model.path": save_calling_model(folder / "model", call=CALL),
-        "data.custom_cls.path": folder / "dataset.py",
-        R + "multi_turn.tool_config_path": folder / "tools.yaml",
-    }
 
 
 # Every run of the suite makes one with a critic, `make test-long` the others.
@@ -134,13 +96,10 @@ def test_a_launch_of_verls_runs_two_steps(name, tiny_model, arithmetic_files, tm
     }
     (tmp_path / "reward.py").write_text(REWARD)
     save_tiny_reward_model(tmp_path / "judge")
-    paths |= with_tools(tmp_path) if launch.kind == "tools" else {}
-    words = smaller(launch, paths)
-    assert main([word.replace(EXAMPLES, str(tmp_path)) if word.startswith("--") else word for word in words]) == 0
+    assert main(smaller(launch, paths)) == 0
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     wanted = ("actor/grad_norm", "critic/score/mean", *RUNS[name])
     for row in rows:
         assert set(wanted) <= row.keys()
         assert all(math.isfinite(row[metric]) for metric in wanted)
-        assert name not in WITH_TOOLS or row["num_turns/max"] > 2

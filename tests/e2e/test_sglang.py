@@ -10,7 +10,7 @@ import pytest
 
 from rltrain.run.report.table import read_metrics
 from tests.faults.conftest import own_ray, start  # noqa: F401
-from tests.faults.plug import gone, wait_for_step
+from tests.faults.plug import gone, over, wait_for_step
 from tests.tiny import small_run
 
 R = "actor_rollout_ref__rollout__"
@@ -19,15 +19,15 @@ pytestmark = pytest.mark.usefixtures("own_ray")
 
 @pytest.fixture
 def launch(start, tiny_model, arithmetic_files, tmp_path, monkeypatch):  # noqa: F811
-    """Start a run of so many steps with the double as SGLang."""
+    """Start a run with the double as SGLang."""
     tests = Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests / "doubles", tests.parent))))
 
-    def launch(steps: int) -> subprocess.Popen:
+    def launch() -> subprocess.Popen:
         changes = {
             R + "name": "sglang", R + "tensor_model_parallel_size": 2, "trainer__n_gpus_per_node": 2,
             f"+{R}engine_kwargs__sglang__enable_deterministic_inference": True,
-            "trainer__total_training_steps": steps, "trainer__save_freq": -1, "trainer__save_at_end": False,
+            "trainer__total_training_steps": 100_000, "trainer__save_freq": -1, "trainer__save_at_end": False,
         }  # fmt: skip
         return start(small_run(tiny_model, arithmetic_files, tmp_path, **changes), whole=True)
 
@@ -50,33 +50,21 @@ def engine_pids() -> list[int]:
     ]
 
 
-# Engines over two devices, without Ray: tests/workers/test_replicas.py.
-@pytest.mark.long
-def test_a_run_with_one_engine_over_two_devices(launch, tmp_path):
-    process = launch(2)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    steps = [line for line in read_metrics(tmp_path) if line["step"]]
-    assert len(steps) == 2
-    for line in steps:
-        assert line["rollout/log_prob_gap/mean"] < 1e-5
-        assert line["rollout/canary_gap"] < 1e-5
-    assert gone(tmp_path)
-
-
 @pytest.mark.long
 @pytest.mark.fault("A killed process of an engine ends the run, exit 75, and leaves none")
 def test_a_dead_process_of_an_engine_ends_the_run(launch, tmp_path):
     before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as a script's `&` does
     try:
-        process = launch(100_000)
+        process = launch()
     finally:
         signal.signal(signal.SIGQUIT, before)
-    wait_for_step(tmp_path, 1, process, limit_s=240)
+    wait_for_step(tmp_path, 2, process)
+    for line in read_metrics(tmp_path)[:2]:
+        assert line["rollout/log_prob_gap/mean"] < 1e-5
+        assert line["rollout/canary_gap"] < 1e-5
     both = engine_pids()
     assert len(both) == 2
     os.kill(both[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 75, output
+    output = over(process, 75)
     assert re.search(r"rank 0 of 2 .*the process died", output)
-    assert gone(tmp_path)
+    gone(tmp_path)

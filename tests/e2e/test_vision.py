@@ -12,9 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rltrain.main_ppo import main
 from rltrain.run.report.table import read_metrics
-from rltrain.run.report.view import main as view
 from tests.e2e.test_train import largest_difference, stopped_after, weights
-from tests.seeing_tools import seeing_run
 from tests.tiny import small_run
 from tests.tiny_vision import save_tiny_vision_model, write_pictures
 
@@ -72,45 +70,3 @@ def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
         run("resumed")
         assert largest_difference(second, weights(tmp_path / "resumed", 2)) == 0
         assert largest_difference(second, first) > 0
-
-
-@pytest.mark.long
-def test_two_processes_learn_behind_images_of_tools_as_one_does(tmp_path, capsys):
-    model = save_tiny_vision_model(tmp_path / "model", "qwen3_vl", tied=True)
-    files = write_pictures(tmp_path / "train.parquet", range(24)), write_pictures(tmp_path / "test.parquet", range(4))
-    run = seeing_run(tmp_path, "qwen3_vl", "Room") | {"trainer__samples_freq": 1, "trainer__total_training_steps": 1}
-    lines = []
-    for number in (1, 2):
-        folder = tmp_path / f"of_{number}"
-        assert main(small_run(model, files, folder, **run, trainer__n_gpus_per_node=number)) == 0
-        lines += read_metrics(folder)
-        assert lines[-1]["agent/images"] > 16
-        assert lines[-1]["rollout/log_prob_gap/mean"] < 1e-5
-    for name in ("agent/images", "actor/grad_norm", "actor/pg_loss", "actor/kl_loss"):
-        assert lines[1][name] == pytest.approx(lines[0][name], rel=1e-3, abs=1e-6)
-    capsys.readouterr()
-    assert view([str(tmp_path / "of_2"), "--most-turns"]) in (0, None)
-    assert "<image>" in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_two_vllm_replicas_answer_to_pictures(tmp_path):
-    """With the arguments that verl's scripts give."""
-    model = save_tiny_vision_model(tmp_path / "model", "qwen2_5_vl", tied=False)
-    files = write_pictures(tmp_path / "train.parquet", range(24)), write_pictures(tmp_path / "test.parquet", range(4))
-    keys = {R + "name": "vllm", R + "limit_images": 2, "+" + R + "engine_kwargs__vllm__block_size": 32}
-    keys |= {"+" + R + "engine_kwargs__vllm__disable_mm_preprocessor_cache": True, "data__image_key": "images"}
-    keys |= {"data__max_prompt_length": 48, "data__max_pixels": 20000, "trainer__n_gpus_per_node": 2}
-    keys |= {
-        "trainer__save_freq": 2,
-        "trainer__test_freq": 1,
-        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 128,
-    }
-    assert main(small_run(model, files, tmp_path / "run", **keys)) == 0
-    for line in read_metrics(tmp_path / "run"):
-        assert line["rollout/log_prob_gap/mean"] < 1e-4
-        assert line.get("rollout/canary_gap", 0) < 1e-4  # validation may have brought the weights already
-        assert line["perf/image_gb"] > 0
-        assert line["actor/grad_norm"] > 0
-    start, end = load_file(model / "model.safetensors"), weights(tmp_path / "run", 2)
-    assert any("visual" in key and not (start[key] == end[key]).all() for key in start)

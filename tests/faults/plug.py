@@ -2,35 +2,42 @@
 
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rltrain.base.clock import Clock
 from rltrain.run.report.table import read_metrics
+from tests.clock import PATIENCE_S
 from tests.faults.nursery import begin
 from tests.ranks import MARK, STAND_IN
 
-# What a run may take to start or to end beside others, where no time is promised. Alone it takes a tenth of it.
-PATIENCE_S = 240
+
+def wait_while_running(process: subprocess.Popen, condition: Callable[[], object], what: str) -> None:
+    """Return once condition() is true. AssertionError with the output of the run where it ends before."""
+
+    def come_or_over() -> object:
+        return condition() or process.poll() is not None
+
+    if not Clock().poll(come_or_over, PATIENCE_S) or not condition():
+        process.kill()
+        raise AssertionError(f"{what} did not come; the run says:\n{process.communicate()[0]}")
 
 
-def wait_until(found: Callable[[], object], limit_s: float = PATIENCE_S, every_s: float = 0.05) -> bool:
-    """Whether ``found()`` is true within the time."""
-    deadline = time.monotonic() + limit_s
-    while not (value := found()) and time.monotonic() < deadline:
-        time.sleep(every_s)
-    return bool(value)
+def over(process: subprocess.Popen, code: int = 0) -> str:
+    """Wait for the end of the run with this exit code, and return its output."""
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, output
+    assert code == 0 or "Traceback" not in output, output
+    return output
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen, limit_s: float = PATIENCE_S) -> None:
-    """Return once metrics.jsonl has that step; raises with what the run says where it does not come."""
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    """Return once metrics.jsonl has that step."""
 
     def come() -> bool:
         return (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in read_metrics(folder))
 
-    if not wait_until(lambda: come() or process.poll() is not None, limit_s) or not come():
-        process.kill()
-        raise AssertionError(f"step {step} did not come; the run says:\n{process.communicate()[0]}")
+    wait_while_running(process, come, f"step {step}")
 
 
 def wait_for_line(process: subprocess.Popen, words: str) -> str:
@@ -109,11 +116,17 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def gone(folder: Path, within_s: float = 40) -> bool:
-    """Whether nothing that was started with `start` is left; raises with what is."""
-    wait_until(lambda: not processes_of(folder), within_s, 0.3)  # it looks at everything in /proc
+def ended(pids: Iterable[int]) -> None:
+    """Wait until none of these processes runs."""
+    pids = list(pids)
+    Clock().poll(lambda: not alive(pids), PATIENCE_S)
+    assert not (left := alive(pids)), left
+
+
+def gone(folder: Path) -> None:
+    """Wait until nothing that was started with `start` is left."""
+    Clock().poll(lambda: not processes_of(folder), PATIENCE_S, 0.3)  # it looks at everything in /proc
     assert not (left := processes_of(folder)), left
-    return True
 
 
 class Trap:
@@ -137,6 +150,7 @@ class Trap:
         "update_actor": ("workers/actor_ref.py", "update"),
         "save": PHASES["save"],
     }
+    EXPORT = {"export": ("models/weights/export.py", "write")}  # noqa: RUF012 - read only
     # Of vLLM: the process that looks at the model's class while the engine starts, and the loop of its steps.
     ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("vllm/engine.py", "generate")}  # noqa: RUF012
 
@@ -150,10 +164,18 @@ class Trap:
     def lay(self, phase: str, how: int | str, rank: int | None = None) -> None:
         """From now on; processes that have started already are hurt too. how: a signal, or "memory". rank: which worker
         alone; None: the first that comes."""
-        words = [*(self.PHASES | self.TRAINED | self.ENGINE)[phase], how if isinstance(how, str) else str(int(how))]
+        words = [
+            *(self.PHASES | self.TRAINED | self.EXPORT | self.ENGINE)[phase],
+            how if isinstance(how, str) else str(int(how)),
+        ]
         words += [] if rank is None else [str(rank)]
         (self._folder / "laid").write_text(" ".join(words))
         (self._folder / "laid").rename(self._folder / "trap")
+
+    def wait(self, process: subprocess.Popen) -> str:
+        """Return the pid of the process that is caught, once there is one."""
+        wait_while_running(process, lambda: self.caught, "the trap")
+        return self.caught
 
     @property
     def caught(self) -> str:

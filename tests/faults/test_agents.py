@@ -1,7 +1,6 @@
 """What tools, environments and agents may do to a step: it ends, the other answers are those of a quiet run, and no
 process is left."""
 
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,8 @@ import pytest
 from rltrain.base.columns import names as c
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.tasks import GenerateTask
-from tests.faults.plug import processes_of
+from tests.clock import PATIENCE_S
+from tests.faults.plug import over, processes_of
 from tests.faults.test_resume import kept, told
 from tests.ranks import MARK
 from tests.tiny import small_run
@@ -19,11 +19,10 @@ from tests.tiny_tools import save_calling_model, tool_run
 R = "actor_rollout_ref__rollout__"
 TURNS = R + "multi_turn__"
 NUM_PROMPTS = 12
-TIMEOUT_S = 3.0
-# A process that holds its lock is silent for 5 s more until it is given up, then its trajectories are tried alone.
-BOUND_S = 2 * (TIMEOUT_S + 5) + 8
+# Of calls that never end; all other calls have as long as a busy machine may need.
+LATE_S = 10.0
 TOOLS = '''
-import os, resource, sys, time
+import os, resource, select, signal, sys
 
 
 def hold():
@@ -51,7 +50,7 @@ def bomb():
             if not os.fork():
                 os.setsid()
         except BlockingIOError:
-            time.sleep(0.05)
+            select.select([], [], [], 0.05)
 
 
 def orphans():
@@ -60,7 +59,7 @@ def orphans():
             os.setsid()
             if os.fork():
                 os._exit(0)
-            time.sleep(1000)
+            signal.pause()
     return "5"
 
 
@@ -129,7 +128,7 @@ async def never_ends(chat, row, seed):
     await chat.reply()
     while row["extra_info"]["index"] == ROW:
         try:
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             pass
     chat.add("user", "again")
@@ -152,20 +151,18 @@ def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
         (tmp_path / "own.py").write_text(code)
         run = tool_run(calling, tmp_path)
         del run[TURNS + "function_tool_path"]
-        run |= {R + "n": 1, "algorithm__adv_estimator": "reinforce_plus_plus", TURNS + "tool_timeout_s": TIMEOUT_S}
+        run |= {R + "n": 1, "algorithm__adv_estimator": "reinforce_plus_plus", TURNS + "tool_timeout_s": PATIENCE_S}
         trainer = tiny_trainer(**run | keys)
         worker = trainer.worker.rollout
         places = np.arange(NUM_PROMPTS, dtype=np.int32)
-        started = time.monotonic()
         task = GenerateTask("train", places, 1, Sampling(400, 1.0), seed=1, step=1, call=next(trainer.calls))
         batch, texts, numbers = worker.generate(task)
-        seconds = time.monotonic() - started
         worker._answering._hosts.shut()
         log = tmp_path / "agents.log"
         rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
         answers = [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)]
         return SimpleNamespace(
-            answers=answers, told=[text.told for text in texts], numbers=numbers.per_sample, seconds=seconds,
+            answers=answers, told=[text.told for text in texts], numbers=numbers.per_sample,
             printed=log.read_text() if log.exists() else "", left=processes_of(tmp_path),
         )  # fmt: skip
 
@@ -184,10 +181,9 @@ def others_are_as_in(quiet, hurt, row):
     for name in (*c.OF_TURNS, c.NUM_TURNS, c.AGENT_FAILED):
         assert np.delete(hurt.numbers[name], row).tolist() == np.delete(quiet.numbers[name], row).tolist(), name
     assert not hurt.left
-    assert hurt.seconds - quiet.seconds < BOUND_S
 
 
-LATE = "Error: no result after 3 s"
+LATE = f"Error: no result after {LATE_S:g} s"
 CUT = "xxx...(truncated)...xxx"
 MEMORY = "Error: MemoryError"
 # What the policy is told, or why the answer is left out.
@@ -212,26 +208,25 @@ QUICK = ("memory",)
     "what", [pytest.param(what, marks=() if what in QUICK else pytest.mark.long) for what in FAULTS]
 )
 def test_a_tool_does_its_worst(played, tmp_path, what):
+    words = FAULTS[what]
     keys = {TURNS + "environment": f"{tmp_path}/own.py:Adds"}
+    keys |= {TURNS + "tool_timeout_s": LATE_S} if words == LATE or what == "hold" else {}
     quiet = played(TOOLS, **keys)
     row = first(quiet, c.TOOL_CALLS)
     hurt = played(TOOLS, **keys, **{TURNS + "environment_kwargs": f"{{what: {what}, row: {row}}}"})
     others_are_as_in(quiet, hurt, row)
-    words, numbers = FAULTS[what], {name: int(each[row]) for name, each in hurt.numbers.items() if each.dtype != object}
+    numbers = {name: int(each[row]) for name, each in hurt.numbers.items() if each.dtype != object}
     if what in ("hold", "leave"):
         assert hurt.told[row]["agent_failed"].startswith(words)
         assert numbers[c.AGENT_FAILED] == 1
         return
     results = [message["content"] for message in hurt.told[row]["messages"] if message["role"] == "tool"]
-    late = results.count(LATE)
-    # On a machine that is busy, all memory may take longer than a call has.
     assert results
-    assert all(words in result or (result == LATE and what == "pieces") for result in results), results
-    assert late == len(results) or words != LATE
-    # The call of the last turn has no room for a result, which nobody is shown.
+    assert all(words in result for result in results), results
+    # The call of the last turn has no room for a result, which is not shown.
     assert numbers[c.TOOL_CALLS] - len(results) in (0, 1)
-    assert numbers[c.TOOL_TIMEOUTS] - late in (0, words == LATE)
-    assert numbers[c.TOOL_ERRORS] - len(results) in ((0, 1) if words.startswith("Error") else (-len(results),))
+    assert numbers[c.TOOL_TIMEOUTS] == (numbers[c.TOOL_CALLS] if words == LATE else 0)
+    assert numbers[c.TOOL_ERRORS] == (numbers[c.TOOL_CALLS] if words.startswith("Error") else 0)
     assert len(hurt.printed) < 1 << 20
     assert ("more bytes were printed here and are left out" in hurt.printed) == (what == "prints")
 
@@ -256,12 +251,12 @@ def test_an_environment_does_its_worst(played, tmp_path, what):
 @pytest.mark.fault("An agent that waits without end, or cannot be cancelled, is left out after its time")
 @pytest.mark.parametrize("name", ["waits", pytest.param("never_ends", marks=pytest.mark.long)])
 def test_an_agent_does_its_worst(played, tmp_path, name):
-    keys = {R + "agent__default_agent_loop": f"{tmp_path}/own.py:{name}", TURNS + "trajectory_timeout_s": TIMEOUT_S}
+    keys = {R + "agent__default_agent_loop": f"{tmp_path}/own.py:{name}", TURNS + "trajectory_timeout_s": LATE_S}
     quiet = played(AGENT.replace("ROW", "-1"), **keys)
     row = first(quiet, c.NUM_TURNS)
     hurt = played(AGENT.replace("ROW", str(row)), **keys)
     others_are_as_in(quiet, hurt, row)
-    assert hurt.told[row]["agent_failed"] == "not done after 3 s (multi_turn.trajectory_timeout_s)"
+    assert hurt.told[row]["agent_failed"] == f"not done after {LATE_S:g} s (multi_turn.trajectory_timeout_s)"
     assert hurt.numbers[c.AGENT_FAILED][row]
 
 
@@ -306,8 +301,7 @@ def test_a_driver_killed_between_turns_is_resumed_as_if_nothing_had_been(start, 
         "actor_rollout_ref__actor__checkpoint__save_contents": "[model]", "trainer__n_gpus_per_node": 2,
     }  # fmt: skip
     folders = tmp_path / "quiet", tmp_path / "killed"
-    process = start(small_run(calling, arithmetic_files, folders[0], **run))
-    assert process.wait(300) == 0, process.communicate()[0]
+    over(start(small_run(calling, arithmetic_files, folders[0], **run)))
     codes = []
     while 0 not in codes and len(codes) < STEPS:
         process = start(small_run(calling, arithmetic_files, folders[1], **run), FUSE="1")

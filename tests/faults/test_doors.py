@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.plug import PATIENCE_S, processes_of, wait_for_step
+from tests.faults.plug import over, processes_of, wait_for_step
 from tests.tiny import small_run
 
 LISTENS = "0A"  # Linux's number of the state
@@ -54,7 +54,7 @@ def test_nothing_of_a_run_on_one_machine_listens_beyond_it(start, tiny_model, ar
         tiny_model, arithmetic_files, run, trainer__total_training_steps=100000, trainer__n_gpus_per_node=2
     )
     process = start(args, whole=True, HOME=str(home))
-    wait_for_step(run, 1, process, limit_s=240)
+    wait_for_step(run, 1, process)
     pids = [int(line.split()[0]) for line in processes_of(tmp_path)]
     found = list(listening(pids))
     assert {owner for _, _, owner in found if "_Host" in owner or "gcs_server" in owner or "raylet" in owner}
@@ -71,5 +71,4 @@ def test_nothing_of_a_run_on_one_machine_listens_beyond_it(start, tiny_model, ar
         )  # fmt: skip
         assert words in told.stdout, told
     process.terminate()
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75, output
+    over(process, 75)

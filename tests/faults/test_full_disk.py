@@ -9,7 +9,8 @@ import pytest
 
 from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
-from tests.faults.plug import PATIENCE_S, error_of, gone, wait_for_line, wait_for_step, wait_until
+from tests.clock import eventually
+from tests.faults.plug import error_of, gone, over, wait_for_line, wait_for_step
 from tests.tiny import small_run
 
 ROOM = r"checkpoint of step \d+.* has [\d.]+ (bytes|KiB|MiB) free and a checkpoint takes about [\d.]+ KiB"
@@ -34,10 +35,8 @@ def fill(disk) -> None:
 def ended_and_goes_on(process, start, command, disk) -> str:
     """What the run says that has found the disk full, once the same command has gone on with more room."""
     run = disk / "run"
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 74, output
+    output = over(process, 74)
     assert re.search(ROOM, error_of(output)), output
-    assert "Traceback" not in output
     # The half of a checkpoint that is removed may leave room for lines that have waited.
     last = max(map(int, re.findall(r"step (\d+)/", output)), default=0)
     assert "metrics.jsonl lacks its last" in output or read_metrics(run)[-1]["step"] >= last, output
@@ -46,8 +45,7 @@ def ended_and_goes_on(process, start, command, disk) -> str:
     assert [find_damage(run / f"global_step_{step}") for step in saved] == [None] * len(saved)
     (disk / "of_others").unlink()
     again = start(command(trainer__total_training_steps=max(saved) + 2))
-    said, _ = again.communicate(timeout=PATIENCE_S)
-    assert again.returncode == 0, said
+    over(again)
     assert [line["step"] for line in read_metrics(run)] == list(range(1, max(saved) + 3))
     assert shutil.disk_usage(disk).free > 2**20
     return output
@@ -61,7 +59,7 @@ def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(start, command, tmp_p
     wait_for_step(small_disk / "run", 4, process)
     fill(small_disk)
     ended_and_goes_on(process, start, command, small_disk)
-    assert gone(tmp_path)
+    gone(tmp_path)
 
 
 @pytest.mark.long
@@ -71,12 +69,12 @@ def test_a_disk_that_fills_up_under_a_save(start, command, trap, tmp_path, small
     process = start(command(), **trap.environment)
     wait_for_step(small_disk / "run", 3, process)
     trap.lay("save", signal.SIGSTOP)
-    assert wait_until(lambda: trap.caught or process.poll() is not None)
+    trap.wait(process)
     fill(small_disk)
     os.kill(int(trap.caught), signal.SIGCONT)
     output = ended_and_goes_on(process, start, command, small_disk)
     assert "could not be written: No space left on device" in output
-    assert gone(tmp_path)
+    gone(tmp_path)
 
 
 @pytest.mark.long
@@ -88,9 +86,9 @@ def test_a_full_disk_that_metrics_and_a_save_hit(start, command, tmp_path, small
     run = small_disk / "run"
     process = start(command(trainer__save_freq=5))
     wait_for_step(run, 6, process)
-    assert wait_until(lambda: (run / "global_step_5").exists())
+    eventually((run / "global_step_5").exists)
     fill(small_disk)
     wait_for_line(process, "metrics.jsonl cannot be written (No space left on device): training goes on")
     process.send_signal(signal.SIGUSR1)
     ended_and_goes_on(process, start, command, small_disk)
-    assert gone(tmp_path)
+    gone(tmp_path)

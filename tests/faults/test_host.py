@@ -1,6 +1,5 @@
 """What the host does not give: no memory, files that cannot be read or written. Told as that, and not as damage."""
 
-import json
 import os
 import re
 import subprocess
@@ -12,10 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain import api
 from rltrain.base import storage
-from rltrain.base.errors import RewardError, StorageError, command
-from rltrain.base.stop import Stop
+from rltrain.base.errors import StorageError, command
 from rltrain.config.load import load_config
 from rltrain.main_ppo import main
 from rltrain.run.changes import write_config
@@ -23,8 +20,6 @@ from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.earlier import set_aside
 from rltrain.run.report.table import main as report
-from rltrain.run.report.table import read_metrics
-from rltrain.run.watchers.watcher import Watcher, Watchers
 from tests.data.conftest import make_row
 from tests.tiny import small_config
 
@@ -68,20 +63,6 @@ def test_what_the_host_refuses_is_told_without_a_traceback(tmp_path, capsys, nam
     assert [said in line for line in capsys.readouterr().err.splitlines()] == [True, True]
 
 
-def test_other_errors_keep_their_traceback(capsys):
-    def fails(argv, stop=None):
-        raise FileNotFoundError(2, "No such file", "x")
-
-    for called in (command(fails), lambda argv: main(argv, fails)):
-        with pytest.raises(FileNotFoundError):
-            called([])
-
-    def raises(argv):
-        raise RewardError("the scorer says: cannot allocate memory")
-
-    assert command(raises)([]) == 2
-
-
 @pytest.mark.fault("A file of the run folder that cannot be read at a start: its name, exit 75")
 def test_files_of_a_run_that_cannot_be_read(tmp_path, at_once, capsys):
     config = small_config()
@@ -98,36 +79,6 @@ def test_files_of_a_run_that_cannot_be_read(tmp_path, at_once, capsys):
     folder.release()
     with pytest.raises(StorageError, match=r"metrics.jsonl cannot be read: Input/output error"):
         set_aside(config.trainer, tmp_path, 1)
-
-
-def test_a_run_that_has_ended_needs_no_report(tmp_path, at_once, monkeypatch, caplog):
-    class Archive(Watcher):
-        def last_words(self):
-            return "the answers of step 3 are missing"
-
-    class Ended:
-        folder, watchers, config, num_steps = tmp_path, Watchers(Archive()), load_config([]).config, 0
-
-        def fit(self):
-            self.num_steps = 1
-            return self
-
-        __enter__ = fit
-
-        def __exit__(self, *_):
-            return None
-
-    (tmp_path / "metrics.jsonl").symlink_to(NO_ANSWER)
-    monkeypatch.setattr("rltrain.run.build.build", lambda *_: Ended())
-    api.run(load_config([]), [], Stop())
-    assert "the report of the run cannot be shown" in caplog.text
-    assert "the page of the run cannot be written" in caplog.text
-    assert caplog.messages[-1] == "the answers of step 3 are missing", "it stands where the eye falls"
-
-
-def test_a_line_that_a_kill_has_cut_off_is_passed_over(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + '\n{"step": 2, "a')
-    assert read_metrics(tmp_path) == [{"step": 1}]
 
 
 # In a process of its own, which gets little more memory than it has.

@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import stat
-import time
 import warnings
 from pathlib import Path
 from random import Random
@@ -122,9 +121,7 @@ def test_power_may_fail_at_any_point_of_a_save(tiny_trainer, tmp_path):
     def finish_until(call: int):
         return lambda log: (killed_at(call, log), saver.finish())
 
-    started = time.perf_counter()
     last, calls = crash(finish_until(0))
-    seconds = time.perf_counter() - started
     assert last == 2
     assert len(calls) > 20
     left = [crash(finish_until(call))[0] for call in range(1, len(calls) + 1)]
@@ -144,15 +141,4 @@ def test_power_may_fail_at_any_point_of_a_save(tiny_trainer, tmp_path):
 
     assert {crash(cut_off(random.randrange(largest)))[0] for _ in range(10)} == {1}
 
-    def stop_after(delay_s: float):
-        def work(log: int) -> None:
-            killed_at(0, log)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, delay_s)
-            saver.finish()
-
-        return work
-
-    for _ in range(10):
-        crash(stop_after(random.uniform(0.001, seconds)))
     folder.release()

@@ -4,11 +4,11 @@ import os
 import re
 import resource
 import signal
-import time
 
 import pytest
 
-from tests.faults.plug import PATIENCE_S, alive, below, error_of, gone, pids, wait_for_step, wait_until
+from tests.clock import eventually
+from tests.faults.plug import below, ended, error_of, gone, over, pids, wait_for_step
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.usefixtures("own_ray")
@@ -34,27 +34,23 @@ def test_a_killed_part_of_ray_ends_the_run_and_its_processes(start, command, shm
     wait_for_step(tmp_path / "run", 2, process)
     started = below(process.pid)
     os.kill(pids(process.pid, part)[0], signal.SIGKILL)
-    killed = time.monotonic()
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert time.monotonic() - killed < 60  # with the end of Python on a busy machine
-    assert process.returncode == 75, output
+    output = over(process, 75)
     name = part.partition("/")[2]
     assert re.match(rf"error: Ray's .*{name}.* has ended on this node .*Run the same command again", told(output))
-    assert wait_until(lambda: not alive(started), 40), [started[pid] for pid in alive(started)]
-    assert wait_until(lambda: not os.listdir(shm), 10), os.listdir(shm)
+    ended(started)
+    eventually(lambda: not os.listdir(shm))
 
 
 @pytest.mark.long
 @pytest.mark.fault("A raylet killed while Ray starts is told without a traceback, exit 75, and nothing is left")
 def test_a_raylet_killed_at_the_start_is_told(start, command, tmp_path):
     process = start(command())
-    assert wait_until(lambda: pids(process.pid, "raylet/raylet"))
+    eventually(lambda: pids(process.pid, "raylet/raylet"))
     os.kill(pids(process.pid, "raylet/raylet")[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75, output
+    output = over(process, 75)
     assert "Ray" in told(output)
     assert "un the same command again" in told(output)
-    assert gone(tmp_path)
+    gone(tmp_path)
 
 
 @pytest.mark.long
@@ -66,6 +62,5 @@ def test_a_limit_for_files_that_ray_does_not_fit_is_named(start, command):
         process = start(command(), whole=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 2, output
+    output = over(process, 2)
     assert "ulimit -f unlimited" in told(output)

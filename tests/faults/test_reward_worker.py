@@ -7,20 +7,21 @@ import socket
 
 import pytest
 
-from tests.faults.plug import alive, below, error_of, gone, wait_for_step, wait_until
+from tests.clock import eventually
+from tests.faults.plug import below, ended, error_of, gone, over, wait_for_step
 from tests.tiny import small_run
 
 # Every call of such a run takes seconds, the slow answers too.
 LIMIT_S = 45
 REWARD = """
-import os, time
+import os, select
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if os.path.exists({slow!r}):
         with open(f"/proc/{{os.getppid()}}/stat") as opened:  # of the reaper, whose parent is the worker
             worker = opened.read().rpartition(")")[2].split()[1]
         with open({scoring!r}, "a") as opened:
             opened.write(f"{{worker}}\\n")
-        time.sleep(2)
+        select.select([], [], [], 2)  # a slow answer, in time
     return len(solution_str) % 3
 """
 
@@ -48,18 +49,17 @@ def test_a_reward_worker_that_ends_while_it_scores_is_named(start, tiny_model, a
         "trainer__save_freq": -1,
     }
     process = start(small_run(tiny_model, arithmetic_files, run, **changes))
-    wait_for_step(run, 1, process, limit_s=240)
+    wait_for_step(run, 1, process)
     slow.touch()
-    assert wait_until(lambda: scoring.exists() and scoring.read_text().endswith("\n"))
+    eventually(lambda: scoring.exists() and scoring.read_text().endswith("\n"))
     started, victim = below(process.pid), int(scoring.read_text().split()[0])
     assert started[victim].startswith("ray::RewardWorker")
     os.kill(victim, how)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 75, output
+    output = over(process, 75)
     message = error_of(output)
     who = rf"error: reward worker \d of 2 \(pid {victim} on {re.escape(socket.gethostname())}\), in scoring answers: "
     assert re.match(who + words, message), message
     assert "Run the same command again" in message
     assert not re.search(r"Traceback|actor|ray\.|RayActor", message.partition("Ray's logs")[0]), message
-    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
-    assert gone(tmp_path)
+    ended(started)
+    gone(tmp_path)

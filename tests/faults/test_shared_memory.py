@@ -4,11 +4,11 @@ import os
 import re
 import signal
 import threading
-import time
 
 import pytest
 
-from tests.faults.plug import alive, below, gone, wait_until
+from tests.clock import eventually
+from tests.faults.plug import below, ended, gone, over, wait_while_running
 from tests.tiny import small_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -26,17 +26,17 @@ def words(tiny_model, arithmetic_files, tmp_path):
 @pytest.fixture
 def appeared(shm):
     """The first names of the engine's shared memory, as soon as there are any."""
-    found, over = [], threading.Event()
+    found, is_over = [], threading.Event()
 
     def look():
-        while not over.is_set() and not found:
+        while not is_over.is_set() and not found:
             found.extend(shm.glob("*session_*"))
-            time.sleep(0.001)
+            is_over.wait(0.001)
 
     thread = threading.Thread(target=look)
     thread.start()
     yield found
-    over.set()
+    is_over.set()
     thread.join()
 
 
@@ -44,21 +44,20 @@ def appeared(shm):
 def test_a_killed_rank_of_an_engine_leaves_no_shared_memory(start, words, trap, shm, appeared, tmp_path):
     trap.lay("vllm_generate", signal.SIGKILL, rank=1)
     process = start(words, shm=shm, **trap.environment)
-    assert wait_until(lambda: trap.caught or process.poll() is not None)
+    trap.wait(process)
     started = below(process.pid)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
+    output = over(process, 75)
     assert re.search(rf"error: .* rank 1 of 2 \(pid {trap.caught} on .*\), in Rollout.generate: the process", output)
     assert appeared
-    assert wait_until(lambda: not alive(started), 20), [started[pid] for pid in alive(started)]
-    assert gone(tmp_path)
-    assert wait_until(lambda: not os.listdir(shm), 10), os.listdir(shm)
+    ended(started)
+    gone(tmp_path)
+    eventually(lambda: not os.listdir(shm))
 
 
 @pytest.mark.fault("A driver that is killed while vLLM over two starts leaves no shared memory")
 def test_a_driver_killed_in_an_engines_start_leaves_no_shared_memory(start, words, shm, appeared, tmp_path):
     process = start(words, shm=shm)
-    assert wait_until(lambda: appeared or process.poll() is not None)
+    wait_while_running(process, lambda: appeared, "shared memory")
     os.kill(process.pid, signal.SIGKILL)
-    assert gone(tmp_path)
-    assert wait_until(lambda: not os.listdir(shm), 10), os.listdir(shm)
+    gone(tmp_path)
+    eventually(lambda: not os.listdir(shm))

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from rltrain.base.attempt import ATTEMPT
-from tests.faults.plug import alive, wait_until
+from tests.faults.plug import ended
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
 
@@ -58,7 +58,7 @@ def test_a_stopped_raylet_does_not_keep_a_run_from_its_end():
     assert found.returncode == 3, found.stderr
     assert "over" in found.stdout
     assert "error:" not in found.stderr
-    assert wait_until(lambda: not alive(pids), 10)
+    ended(pids)
 
 
 @pytest.mark.fault("A run that Ray's library ends while it cleans up after an error has told the error, with its code")
@@ -68,4 +68,4 @@ def test_an_error_is_told_before_anything_of_ray_is_ended(tmp_path):
     assert found.stderr.count("error:") == 1
     told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     assert {"error": "rank 1 of 2 hangs", "passing": False, "ends": 75} in told
-    assert wait_until(lambda: not alive(pids), 10)
+    ended(pids)

@@ -12,9 +12,47 @@ import pytest
 
 from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
-from tests.faults.plug import PATIENCE_S, gone, wait_for_step, wait_until
+from tests.clock import eventually
+from tests.faults.plug import gone, over, wait_for_step
 from tests.hosts.hosts import forbidden
 from tests.tiny import small_run
+
+# As scripts/kubernetes/job.yaml starts it: a process namespace, whose first process has no default signal handlers and
+# gets all orphans.
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+# Before the command: children of a process that ends are orphans, and end some time later.
+ORPHANS = ["bash", "-c", 'for each in 1 2 3 4 5 6; do (sleep $each &); done; exec "$@"', "bash"]
+
+
+@pytest.fixture
+def supervised(start, tiny_model, arithmetic_files, tmp_path):
+    """supervised(before, inside, first): a supervised run whose driver is killed; SIGTERM ends it. first(process):
+    the pid of the supervisor."""
+
+    def run(before, inside, first):
+        run = small_run(
+            tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1
+        )
+        command = [*before, sys.executable, "-m", "rltrain.main_ppo", *run]
+        process = start(["--wait-s", "0", "--", *command], "rltrain.supervise", inside=inside)
+        wait_for_step(tmp_path, 2, process)
+        supervisor = first(process)
+        (driver,) = (pid for pid, _, args in children(supervisor) if "-m rltrain.main_ppo" in args)
+        os.kill(driver, signal.SIGKILL)
+        eventually((tmp_path / "attempts.jsonl").exists)
+        killed = json.loads((tmp_path / "attempts.jsonl").read_text())
+        assert (killed["exit_code"], killed["cause"]) == (137, "killed by SIGKILL")
+        wait_for_step(tmp_path, killed["step"] + 2, process)
+        first(process)
+        os.kill(supervisor, signal.SIGTERM)  # as `docker stop` and the kubelet do, from outside
+        output = over(process, 75)
+        last = read_metrics(tmp_path)[-1]["step"]
+        assert f"stopped after step {last} of 100000; the same command goes on" in output
+        assert not find_damage(tmp_path / f"global_step_{last}")
+        assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, last + 1))
+        gone(tmp_path)
+
+    return run
 
 
 @pytest.mark.long
@@ -22,32 +60,8 @@ from tests.tiny import small_run
     "A driver that is killed is started again by the supervisor, and SIGTERM to that saves and ends both"
 )
 @pytest.mark.usefixtures("own_ray")
-def test_the_supervisor_goes_on_after_a_kill_and_saves(start, tiny_model, arithmetic_files, tmp_path):
-    run = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)
-    command = [sys.executable, "-m", "rltrain.main_ppo", *run]
-    process = start(["--wait-s", "0", "--", *command], "rltrain.supervise")
-    wait_for_step(tmp_path, 2, process)
-    driver = int((tmp_path / "run.lock").read_text().split()[1])
-    os.kill(driver, signal.SIGKILL)
-    assert wait_until(lambda: (tmp_path / "attempts.jsonl").exists())
-    killed = json.loads((tmp_path / "attempts.jsonl").read_text())
-    assert (killed["exit_code"], killed["cause"]) == (137, "killed by SIGKILL")
-    wait_for_step(tmp_path, killed["step"] + 2, process)
-    process.terminate()
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75, output
-    last = read_metrics(tmp_path)[-1]["step"]
-    assert f"stopped after step {last} of 100000; the same command goes on" in output
-    assert (tmp_path / f"global_step_{last}" / "manifest.json").is_file()
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, last + 1))
-    assert gone(tmp_path)
-
-
-# As scripts/kubernetes/job.yaml starts it: a process namespace, whose first process has no default signal handlers and
-# gets all orphans.
-CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-# Before the command: children of a process that ends are orphans, and end some time later.
-ORPHANS = 'for each in 1 2 3 4 5 6; do (sleep $each &); done; exec "$@"'
+def test_the_supervisor_goes_on_after_a_kill_and_saves(supervised):
+    supervised([], [], lambda process: process.pid)
 
 
 @pytest.mark.long
@@ -56,31 +70,17 @@ ORPHANS = 'for each in 1 2 3 4 5 6; do (sleep $each &); done; exec "$@"'
     "A container whose first process is the supervisor goes on after a kill, saves at SIGTERM, keeps no zombies"
 )
 @pytest.mark.usefixtures("own_ray")
-def test_the_supervisor_is_the_first_process_of_a_container(start, tiny_model, arithmetic_files, tmp_path):
+def test_the_supervisor_is_the_first_process_of_a_container(supervised):
     if reason := forbidden():
         pytest.skip(reason)
-    run = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)
-    command = ["bash", "-c", ORPHANS, "bash", sys.executable, "-m", "rltrain.main_ppo", *run]
-    process = start(["--wait-s", "0", "--", *command], "rltrain.supervise", inside=CONTAINER)
-    wait_for_step(tmp_path, 2, process)
-    first = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-    assert re.search(r"^NSpid:\t\d+\t1$", Path(f"/proc/{first}/status").read_text(), re.MULTILINE)
-    assert wait_until(lambda: not zombies(first), 10), zombies(first)
-    (driver,) = (pid for pid, _, args in children(first) if "-m rltrain.main_ppo" in args)
-    os.kill(driver, signal.SIGKILL)
-    assert wait_until(lambda: (tmp_path / "attempts.jsonl").exists())
-    killed = json.loads((tmp_path / "attempts.jsonl").read_text())
-    assert (killed["exit_code"], killed["cause"]) == (137, "killed by SIGKILL")
-    wait_for_step(tmp_path, killed["step"] + 2, process)
-    assert wait_until(lambda: not zombies(first), 10), zombies(first)
-    os.kill(first, signal.SIGTERM)  # as `docker stop` and the kubelet do, from outside
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75, output
-    last = read_metrics(tmp_path)[-1]["step"]
-    assert f"stopped after step {last} of 100000; the same command goes on" in output
-    assert not find_damage(tmp_path / f"global_step_{last}")
-    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, last + 1))
-    assert gone(tmp_path)
+
+    def first(process):
+        pid = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        assert re.search(r"^NSpid:\t\d+\t1$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        eventually(lambda: not zombies(pid), "no zombies")
+        return pid
+
+    supervised(ORPHANS, CONTAINER, first)
 
 
 def children(first: int) -> list[tuple[int, str, str]]:

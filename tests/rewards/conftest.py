@@ -1,6 +1,4 @@
-import os
 import textwrap
-import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +9,8 @@ from rltrain.data.rows import read_rows
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.slot import ScoringSlot
+from tests.clock import PATIENCE_S
+from tests.doubles.judge import JudgeDouble
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def slot(custom):
     """Makes slots that run a body of ``compute_score``; closes them after the test."""
     slots = []
 
-    def make(body, timeout_s=2.0, **limits):
+    def make(body, timeout_s=PATIENCE_S, **limits):
         lines = textwrap.indent(textwrap.dedent(body).strip(), "    ")
         code = f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{lines}\n"
         slots.append(ScoringSlot(custom(code), timeout_s, **limits))
@@ -42,31 +42,12 @@ def slot(custom):
 
 
 @pytest.fixture
-def gone():
-    """Says whether a process has ended, waiting up to ten seconds for it."""
-
-    def check(pid):
-        for _ in range(1000):
-            try:
-                os.kill(pid, 0)
-                with open(f"/proc/{pid}/stat") as stream:
-                    if stream.read().rpartition(")")[2].split()[0] == "Z":
-                        return True
-            except (ProcessLookupError, FileNotFoundError):
-                return True
-            time.sleep(0.01)
-        return False
-
-    return check
-
-
-@pytest.fixture
 def pool(local_ray):
     """Makes reward pools over ``rows`` as the split "train"; closes them after the test."""
     pools = []
 
     def make(rows, reward=None, num_workers=2, log_file=None, reward_model=None, **settings):
-        cfg = Config(reward=RewardConfig(**{"timeout_s": 1.0, "on_error": -2.0, **settings}))
+        cfg = Config(reward=RewardConfig(**{"timeout_s": PATIENCE_S, "on_error": -2.0, **settings}))
         cfg.reward_model = reward_model or cfg.reward_model
         if reward:
             cfg.custom_reward_function = CustomRewardConfig(reward.path, reward.name, reward.kwargs)
@@ -78,17 +59,18 @@ def pool(local_ray):
         made.shutdown()
 
 
-@pytest.fixture(scope="session")
-def local_ray():
-    import ray
+@pytest.fixture
+def double():
+    """Makes `JudgeDouble`s; closes them after the test."""
+    made = []
 
-    started = not ray.is_initialized()
-    if started:
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # as `prepare_driver` does
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    if started:
-        ray.shutdown()
+    def make(reply, **options):
+        made.append(JudgeDouble(reply, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 @pytest.fixture

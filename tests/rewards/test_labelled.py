@@ -6,12 +6,11 @@ mathruler 0.1.0; AReaL's clevr_count), so that scores can be compared.
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from rltrain.rewards.scorers import clevr_count, gsm8k
+from rltrain.rewards.scorers import gsm8k
 from rltrain.rewards.scorers.registry import find_scorer
 
 FOLDER = Path(__file__).parent / "labelled"
@@ -86,14 +85,6 @@ def test_no_wrong_answer_is_paid_and_every_right_one_that_is_not_is_known():
     assert false_wrongs == FALSE_WRONGS
 
 
-def test_every_kind_has_pairs_of_both_labels():
-    labels: dict[str, list[int]] = {}
-    for row in rows("pairs"):
-        labels.setdefault(row["kind"], []).append(row["right"])
-    assert len(labels) >= 22
-    assert all(len(of_kind) >= 10 and set(of_kind) == {0, 1} for of_kind in labels.values()), labels
-
-
 @pytest.mark.parametrize(("name", "otherwise"), [("geometry3k", 11), ("virl39k", 11), ("clevr_count", 4)])
 def test_answers_that_a_recipe_scores_otherwise_are_known(name, otherwise):
     marked = [row for row in rows(name) if "recipe" in row]
@@ -102,35 +93,6 @@ def test_answers_that_a_recipe_scores_otherwise_are_known(name, otherwise):
     assert all(row["recipe"] != row[label] for row in marked)
     # Where it is the other way round, the answer is wrong.
     assert all(row["recipe"] == 0 or row["why"] for row in marked)
-
-
-@pytest.mark.parametrize("name", ["geometry3k", "virl39k"])
-def test_the_form_is_that_of_the_recipes(name):
-    form = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
-    assert {(form.fullmatch(row["answer"]) is not None, bool(row["format"])) for row in rows(name)} == {
-        (True, True), (False, False),
-    }  # fmt: skip
-
-
-def test_counts_are_read_as_in_the_recipe_but_for_marked_ones():
-    for row in rows("clevr_count"):
-        numbers = re.findall(r"\[([0-9.]+)\]", row["answer"])
-        right = float(numbers[-1:] == [row["truth"].strip()])
-        assert right == row.get("recipe", row["score"]), row
-
-
-def test_the_weights_of_answer_and_form():
-    score = find_scorer("hiyouga/geometry3k")
-    assert score("<think>a</think>\\boxed{5}", "5", {}) == {"score": 1.0, "acc": 1.0, "format": 1.0, "pred": "5"}
-    assert score("<think>a</think>\\boxed{6}", "5", {}) == {"score": 0.1, "acc": 0.0, "format": 1.0, "pred": "6"}
-    assert score("\\boxed{5}", "5", {}) == {"score": 0.9, "acc": 1.0, "format": 0.0, "pred": "5"}
-
-
-def test_a_category_has_an_accuracy_of_its_own():
-    score = find_scorer("TIGER-Lab/ViRL39K")
-    given = score("<think>a</think>\\boxed{B}", "B", {"category": "(GradeSchool) Non-Geo Math"})
-    assert given["acc_gradeschool_non_geo_math"] == given["acc"] == 1.0
-    assert "acc_" not in score("\\boxed{B}", "B", {})
 
 
 @pytest.mark.parametrize(
@@ -145,40 +107,6 @@ def test_answers_of_mathematics_that_agree_vote_together(source):
     assert votes("(1, 000)", "( 1,000 )") == {"(1,000)"}
     assert votes("x + 1", "x+1") == {"x+1"}
     assert find_scorer(source)("nothing", "7", {})["pred"] == ""
-
-
-def test_answers_of_gsm8k_vote_as_they_are_compared():
-    texts = ["#### 1,072", "#### 1072.0", "so 1072"]
-    assert [find_scorer("openai/gsm8k")(text, "1072", {})["pred"] for text in texts] == ["1072", "1072.0", ""]
-    assert [find_scorer("rltrain/gsm8k")(text, "1072", {})["pred"] for text in texts] == ["1072", "1072", ""]
-
-
-def test_dapo_scores_plus_or_minus_one():
-    score = find_scorer("aime2024")
-    assert score("Answer: 34", "34", {}) == {"score": 1.0, "acc": 1.0, "pred": "34"}
-    assert score("Answer: 35", "34", {})["score"] == -1.0
-    assert score("", "34", {})["score"] == -1.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "score"),
-    [
-        ("There are [3] objects", "3", 1),
-        ("There are [ 3 ] objects", "[3]", 1),
-        ("[2], no: [3]", "3", 1),
-        ("[3], no: [2]", "3", 0),
-        ("There are 3 objects", "3", 0),
-        ("[03]", "3", 0),
-        ("[3", "3", 0),
-        ("3]", "3", 0),
-        ("][3][", "3", 1),
-        ("[]", "3", 0),
-        ("", "3", 0),
-        ("[three]", "3", 0),
-    ],
-)
-def test_clevr_wants_the_bracketed_number(answer, truth, score):
-    assert clevr_count.clevr_count(answer, truth, {}) == score
 
 
 def test_f1_is_the_score_where_the_source_asks_for_it():

@@ -1,7 +1,6 @@
 """``python -m rltrain.rewards.try``: verdicts of a reward function, in this process."""
 
 import json
-import runpy
 import sys
 import textwrap
 
@@ -9,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.doubles.judge import HANG, JudgeDouble
+from rltrain.tools.try_reward import main
 
 REWARD = """
     from my_rule import last
@@ -34,18 +33,13 @@ def attempt(tmp_path, monkeypatch, capsys):
     sources = ["one", "one", "one", "one", "two"]
     records = [{"data_source": source, "prompt": prompt, "reward_model": truth} for source in sources]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "rows.parquet")
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(str(tmp_path))  # and the path is as before afterwards
 
     def run(*more, reward=tmp_path / "my_reward.py"):
-        words = ["try", str(reward), str(tmp_path / "rows.parquet"), *map(str, more)]
-        monkeypatch.setattr(sys, "argv", words)
-        # Tests of names import it; runpy warns of that.
-        monkeypatch.delitem(sys.modules, "rltrain.tools.try_reward", raising=False)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module("rltrain.tools.try_reward", run_name="__main__")
+        code = main([str(reward), str(tmp_path / "rows.parquet"), *map(str, more)])
         monkeypatch.delitem(sys.modules, "my_rule", raising=False)
         written = capsys.readouterr()
-        return ended.value.code, written.out + written.err
+        return code, written.out + written.err
 
     return run
 
@@ -101,31 +95,13 @@ def test_what_cannot_be_tried_is_one_line_and_exit_code_2(attempt, tmp_path):
         assert "Traceback" not in written
 
 
-def test_a_judge_is_tried_like_a_function(attempt):
-    judge = JudgeDouble(lambda message, _: "\\boxed{yes}" if "4711" in message.split("graded:")[1] else "Who knows?")
-    try:
-        code, text = attempt("--rows", "0", "--kwargs", f"url={judge.url}", "model=grader", reward="judge")
-    finally:
-        judge.close()
+def test_a_judge_is_tried_like_a_function(attempt, double):
+    judge = double(lambda message, _: "\\boxed{yes}" if "4711" in message.split("graded:")[1] else "Who knows?")
+    code, text = attempt("--rows", "0", "--kwargs", f"url={judge.url}", "model=grader", reward="judge")
     assert code == 2
     assert text.count("rejected: neither yes, no nor a number from 0 to 1") == 1
     assert "judge: calls 18, parse_failures 6, retries 4, seconds" in text
     assert "tokens 180" in text
-
-
-def test_a_judge_without_an_address_is_one_sentence(attempt):
     code, text = attempt("--kwargs", "model=grader", reward="judge")
     assert code == 2
     assert "a judge needs --kwargs url=" in text
-
-
-def test_a_judge_that_does_not_answer_is_waited_for_until_the_deadline(attempt, tmp_path):
-    (tmp_path / "answers.txt").write_text("4711")
-    judge = JudgeDouble(lambda message, _: HANG)
-    words = ["--answers", tmp_path / "answers.txt", "--kwargs", f"url={judge.url}", "model=grader", "deadline_s=0.5"]
-    try:
-        code, text = attempt(*words, reward="judge")
-    finally:
-        judge.close()
-    assert code == 2
-    assert "timeout: not judged within 0.5 s (reward.judge.deadline_s)" in text

@@ -80,12 +80,6 @@ def test_wrong_arguments_are_named_with_their_fix(tmp_path, model, capsys):
     assert "is an adapter" in error_of(capsys, f"model={tmp_path}/adapter")
 
 
-def test_all_wrong_arguments_are_reported_at_once(capsys):
-    error = error_of(capsys, "port=x", "max_model_len=1", "device=cpu")
-    assert error.count("\n") == 4
-    assert "max_model_len=1: it must be at least 2." in error
-
-
 def test_removed_arguments_are_answered_with_their_replacement(model, capsys):
     assert "use `transformers serve FOLDER`" in error_of(capsys, f"model={model}", "--engine", "hf")
     assert "device=cpu: the key was removed" in error_of(capsys, f"model={model}", "device=cpu")
@@ -154,12 +148,6 @@ def test_a_run_and_a_checkpoint_are_served_by_their_export(tmp_path, model, vllm
         ]  # fmt: skip
         assert f"--served-model-name={tmp_path}/{named}" in command
         assert "VLLM_API_KEY" not in environment
-
-
-def test_an_open_address_without_a_key_is_noted(model, vllm, capsys):
-    with pytest.raises(Started):
-        serve.main([f"model={model}", "port=0", "host=0.0.0.0"])
-    assert "RLTRAIN_API_KEY is not set" in capsys.readouterr().err
 
 
 def log_probs_of(model, tokens):

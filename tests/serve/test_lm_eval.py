@@ -12,14 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.base.env import installed
 from tests.serve.served import serving
-from tests.serve.test_command import log_probs_of
 from tests.tiny import CHARACTERS, save_tiny_model, save_tiny_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: lm-eval)")
 pytestmark = pytest.mark.skipif(not installed("vllm"), reason="vllm is not installed")
 OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "-"}
 QUESTIONS = [f"{left}+{right}=?" for left in range(5) for right in range(4)]
-CHOICES = ["3", "5", "?"]
 TASK = """
 task: {name}
 dataset_path: json
@@ -32,12 +30,6 @@ output_type: generate_until
 doc_to_target: "{{truth}}"
 generation_kwargs: {until: ["\\n\\n"], do_sample: false, max_gen_toks: 8}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
-CHOSEN = f"""
-output_type: multiple_choice
-doc_to_choice: {json.dumps(CHOICES)}
-doc_to_target: choice
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -71,12 +63,11 @@ def rows(model, tmp_path_factory):
         )
         whole = plain.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8)
         answer = tokenizer.decode(whole[0, prompt.shape[1] :], skip_special_tokens=True)
-        records.append({"question": question, "truth": answer if number % 3 else "-", "choice": number % len(CHOICES)})
+        records.append({"question": question, "truth": answer if number % 3 else "-"})
     folder = tmp_path_factory.mktemp("tasks")
     file = folder / "rows.json"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    for name, more in (("generated", GENERATED), ("chosen", CHOSEN)):
-        (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=file) + more)
+    (folder / "generated.yaml").write_text(TASK.format(name="generated", file=file) + GENERATED)
     (folder / "reward.py").write_text(REWARD)
     pd.DataFrame(
         {
@@ -110,22 +101,3 @@ def test_generated_answers_score_as_they_do_in_an_evaluation(model, rows, addres
     run("rltrain.evaluate", *words, *lengths, f"custom_reward_function.path={folder / 'reward.py'}")
     own = json.loads((tmp_path / "b/evaluation.json").read_text())["average"]["avg@1"]["value"]
     assert found["exact_match,none"] == own == sum(record["truth"] != "-" for record in records) / len(records)
-
-
-def test_the_likeliest_choice_is_that_of_transformers(model, rows, address, tmp_path):
-    folder, records = rows
-    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-
-    def likelihood(question, choice):
-        tokens, behind = (tokenizer(text)["input_ids"] for text in (f"{question} {choice}", f" {choice}"))
-        rows = log_probs_of(plain, tokens)[-len(behind) :]
-        return float(rows.gather(-1, torch.tensor(behind)[:, None]).sum())
-
-    likeliest = [
-        max(range(len(CHOICES)), key=lambda place: likelihood(question, CHOICES[place])) for question in QUESTIONS
-    ]
-    expected = sum(a == record["choice"] for a, record in zip(likeliest, records, strict=True)) / len(records)
-    assert 0 < expected < 1
-    tokenizing = [f"tokenizer={model}", "tokenizer_backend=huggingface"]
-    found = harness(folder, tmp_path, "chosen", "local-completions", f"{address}/completions", *tokenizing)
-    assert found["acc,none"] == pytest.approx(expected)

@@ -15,13 +15,13 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rltrain.base.attempt import tell_supervisor
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.env import first_set
 from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
 from rltrain.base.logs import count
@@ -44,13 +44,13 @@ from rltrain.controller.launch.ray_node import VERSIONS, dashboard, own_address,
 from rltrain.controller.launch.words import Launch, read
 
 _SAY_EVERY_S = 10
-POLL_S = 0.5
+_POLL_S = 0.5
 # A head that is silent for so long is gone; Ray itself gives up after a minute.
-SILENT_S = 45
+_SILENT_S = 45
 # Its Ray outlives the script there; a script that is suspended for a while is not gone.
-GONE_S = 180
+_GONE_S = 180
 _LEAVE_S = 20
-SAME_SIGNAL_S = 4
+_SAME_SIGNAL_S = 4
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,14 +106,17 @@ def stop(launch: Launch) -> int:
 
 
 def _ask_to_end(launch: Launch, address: str) -> bool:
-    """Whether a command runs in the cluster that nobody had asked to end; now it saves."""
     with suppress(ConnectionError):
-        if answers(address) and (named_token() or take_token(launch.file)):
-            board = Board(address)
-            if (board.read(HEAD) or {}).get("stays") and board.read(END) is None and board.read(STOP) is None:
-                board.tell(STOP, f"`ray_start.sh stop` on {socket.gethostname()}")
-                return True
+        return answers(address) and bool(named_token() or take_token(launch.file)) and ask_to_end(Board(address))
     return False
+
+
+def ask_to_end(board: Board) -> bool:
+    """Whether a command runs in the cluster that nobody had asked to end; now it saves."""
+    runs = (board.read(HEAD) or {}).get("stays") and board.read(END) is None and board.read(STOP) is None
+    if runs:
+        board.tell(STOP, f"`ray_start.sh stop` on {socket.gethostname()}")
+    return bool(runs)
 
 
 def _head(launch: Launch, signals: list[int]) -> int:
@@ -194,7 +197,7 @@ def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
 
 def heed(board: Board, asked: list[int]) -> None:
     """Tell the nodes that this script is alive, and hear whether one of them asks for an end."""
-    board.tell(BEAT, time.monotonic())
+    board.tell(BEAT, SYSTEM.monotonic())
     if not asked and (node := board.read(STOP)):
         say(f"{node} asks for an end")
         asked.append(signal.SIGTERM)
@@ -208,15 +211,13 @@ def _finish(board: Board | None, code: int) -> None:
     with suppress(ConnectionError):
         if board:
             board.tell(END, code)
-            until = time.monotonic() + _LEAVE_S
             # The head itself is one of those that have not left.
-            while sum(node.is_in for node in board.nodes()) > 1 and time.monotonic() < until:
-                time.sleep(POLL_S)
+            SYSTEM.poll(lambda: sum(node.is_in for node in board.nodes()) <= 1, _LEAVE_S, _POLL_S)
 
 
-def be_worker(launch: Launch, asked: list[int]) -> int:
-    """Join the head's Ray, and return the exit code of this node's part."""
-    board = find_head(launch, asked)
+def be_worker(launch: Launch, asked: list[int], board: Board | None = None) -> int:
+    """Join the Ray of the head that has ``board``, and return the exit code of this node's part."""
+    board = board or find_head(launch, asked)
     head = board.read(HEAD)
     here = Node(socket.gethostname(), socket.gethostname(), launch.rank)
     try:
@@ -316,41 +317,41 @@ def find_head(launch: Launch, asked: list[int]) -> Board:
     return boards[0]
 
 
-def stay_until_the_end(board: Board, here: Node, asked: list[int]) -> int:
+def stay_until_the_end(board: Board, here: Node, asked: list[int], clock: Clock = SYSTEM) -> int:
     """Until the head says how the command has ended; returns that code. A signal here ends the whole run."""
-    heard = asked_at = beat_at = time.monotonic()
+    heard = asked_at = beat_at = clock.monotonic()
     has_asked, beat = False, None
     while len(asked) < 2:
         try:
             now, code = board.read(BEAT), board.read(END)
             # Whoever signals all nodes has signalled the head too.
-            if asked and not has_asked and time.monotonic() - asked_at > SAME_SIGNAL_S:
+            if asked and not has_asked and clock.monotonic() - asked_at > _SAME_SIGNAL_S:
                 board.tell(STOP, str(here))
                 has_asked = True
                 say("asked the head to stop; a second signal leaves at once")
-            heard = time.monotonic()
+            heard = clock.monotonic()
             if now != beat:
                 beat, beat_at = now, heard
         except ConnectionError:
             code = None
-            if time.monotonic() - heard > SILENT_S:
+            if clock.monotonic() - heard > _SILENT_S:
                 raise
-        asked_at = asked_at if asked else time.monotonic()
+        asked_at = asked_at if asked else clock.monotonic()
         if code is not None:
             if board.read(STOP):
                 tell_supervisor(stopped=True)
             return int(code)
-        if time.monotonic() - beat_at > GONE_S:
+        if clock.monotonic() - beat_at > _GONE_S:
             raise ConnectionError(f"Ray answers at {board.address}, but the script there has been killed")
-        time.sleep(2 * POLL_S)
+        clock.sleep(2 * _POLL_S)
     raise Interrupted("left before the run had ended", 75)
 
 
-def wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str) -> None:
+def wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str, clock: Clock = SYSTEM) -> None:
     """Poll until `missing` has nothing to say. Raises NodesMissing with what it says when the time is over."""
-    started, say_at = time.monotonic(), 2.0
+    started, say_at = clock.monotonic(), 2.0
     while lacks := missing():
-        waited = time.monotonic() - started
+        waited = clock.monotonic() - started
         if asked:
             raise Interrupted(f"stopped while waiting for {what}", 75)
         if waited >= launch.wait_s:
@@ -358,4 +359,4 @@ def wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], wha
         if waited > say_at:
             say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
             say_at += _SAY_EVERY_S
-        time.sleep(POLL_S)
+        clock.sleep(_POLL_S)

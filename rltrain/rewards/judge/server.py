@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.env import first_set
 from rltrain.base.errors import ConfigError, storable
 from rltrain.config.schema.judge import JudgeConfig
@@ -23,7 +24,7 @@ from rltrain.rewards.judge.reply import Reply
 
 # How often one request is made; those after which the server has named a time are not counted.
 TRIES = 6
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _SHOWN_BYTES = 500
 # Shorter keys are no secrets.
 _SECRET_CHARS = 8
@@ -60,14 +61,14 @@ class JudgeServer:
     num_sharing: processes that ask the same server for this run, each with its share of the limits.
     """
 
-    def __init__(self, judge: JudgeConfig, num_sharing: int = 1) -> None:
+    def __init__(self, judge: JudgeConfig, num_sharing: int = 1, clock: Clock = SYSTEM) -> None:
         concurrency = max(1, judge.max_concurrency // num_sharing)
-        self._judge, self._key = judge, api_key(judge)
+        self._judge, self._key, self._clock = judge, api_key(judge), clock
         self._free = asyncio.Semaphore(concurrency)
         self._client = client({"Authorization": f"Bearer {self._key}"} if self._key else {}, concurrency)
         self._gap_s = 60 * num_sharing / judge.rate_limit_per_min if judge.rate_limit_per_min else 0.0
         self._turns = asyncio.Lock()
-        # Times of the loop: of the next request by the rate, and of the next that the server lets us make.
+        # Times of the clock: of the next request by the rate, and of the next that the server lets us make.
         self._next = self._open = 0.0
 
     def request(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -87,8 +88,8 @@ class JudgeServer:
             if failures >= TRIES:
                 raise Unanswered(f"{trouble} ({failures} times)", is_refused=False)
             # Jitter, so that requests that failed together do not come back together.
-            pause_s = min(FIRST_PAUSE_S * 2 ** max(failures - 1, 0), LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
-            await asyncio.sleep(max(pause_s, after_s))
+            pause_s = min(_FIRST_PAUSE_S * 2 ** max(failures - 1, 0), _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
+            await self._clock.pause(max(pause_s, after_s))
             counts["retries"] += 1
 
     async def models(self) -> list[str]:
@@ -115,8 +116,7 @@ class JudgeServer:
         """One request: the status (0: none), the seconds that the server asks to wait, what went wrong, the reply."""
         async with self._free:
             await self._turn()
-            loop = asyncio.get_running_loop()
-            started = loop.time()
+            started = self._clock.monotonic()
             counts["calls"] += 1
             try:
                 response, content = await self._fetch("chat/completions", body)
@@ -125,12 +125,12 @@ class JudgeServer:
             except httpx.TransportError as error:  # refused, reset, cut short
                 return 0, 0.0, self.plain(f"{type(error).__name__}: {error}"), None
             finally:
-                counts["seconds"] += loop.time() - started  # type: ignore[assignment]
+                counts["seconds"] += self._clock.monotonic() - started  # type: ignore[assignment]
             status = response.status_code
             if status != httpx.codes.OK:
                 after_s = retry_after_s(response.headers.get("Retry-After", "")) if status in TRY_AGAIN else 0.0
                 # It has said this to one request and means all.
-                self._open = max(self._open, loop.time() + after_s)
+                self._open = max(self._open, self._clock.monotonic() + after_s)
                 return status, max(after_s, 0.0), self.plain(f"HTTP {status} {_shown(content)}"), None
             reply, num_tokens = _read(content)
             counts["tokens"] += num_tokens or len(body) + len(content)
@@ -139,18 +139,17 @@ class JudgeServer:
     async def _fetch(self, path: str, body: bytes | None = None) -> tuple[httpx.Response, bytes]:
         """A response and its content, in which a server may repeat the key. Raises TimeoutError, TransportError."""
         asked = fetch(self._client, f"{str(self._judge.url).rstrip('/')}/{path}", body)
-        response, content = await asyncio.wait_for(asked, self._judge.timeout_s)
+        response, content = await self._clock.within(asked, self._judge.timeout_s)
         # A word such as "none", which servers without keys are given, may be a part of a verdict.
         is_secret = len(self._key) >= _SECRET_CHARS
         return response, content.replace(self._key.encode(), b"***") if is_secret else content
 
     async def _turn(self) -> None:
         """Wait until one more request may begin."""
-        loop = asyncio.get_running_loop()
         async with self._turns:  # one after the other, as who gives up meanwhile must not have taken a turn
-            begin = max(loop.time(), self._next)
-            while (wait_s := max(begin, self._open) - loop.time()) > 0:
-                await asyncio.sleep(wait_s)
+            begin = max(self._clock.monotonic(), self._next)
+            while (wait_s := max(begin, self._open) - self._clock.monotonic()) > 0:
+                await self._clock.pause(wait_s)
             self._next = begin + self._gap_s
 
 

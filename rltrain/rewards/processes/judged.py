@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import JudgeError, RewardError, RltrainError
 from rltrain.config.schema import Config
 from rltrain.rewards.judge.cache import ReplyCache
@@ -30,14 +31,15 @@ class JudgedScorer:
     cache or a key that cannot be used.
     """
 
-    def __init__(self, cfg: Config, num_sharing: int = 1) -> None:
-        self._judge = judge = cfg.reward.judge
+    def __init__(self, cfg: Config, num_sharing: int = 1, clock: Clock = SYSTEM) -> None:
+        self._judge, self._clock = cfg.reward.judge, clock
+        judge = self._judge
         self._grader = Grader(cfg)
         self._cache = ReplyCache(judge.cache) if judge.cache else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
-        self._server = JudgeServer(judge, num_sharing)
+        self._server = JudgeServer(judge, num_sharing, clock)
         self._under_way: dict[asyncio.Task[Any], int] = {}  # and the batch
         self._counts: Counter[str] = Counter()
         self._said: dict[str, None] = {}
@@ -111,7 +113,7 @@ class JudgedScorer:
         self, calls: Sequence[ScorerCall], questions: Sequence[Ask], within_s: float | None, batch: int = 0
     ) -> list[Score]:
         tasks = [
-            asyncio.ensure_future(asyncio.wait_for(self._judged(call, question), within_s))
+            asyncio.ensure_future(self._clock.within(self._judged(call, question), within_s))
             for call, question in zip(calls, questions, strict=True)
         ]
         self._under_way.update(dict.fromkeys(tasks, batch))

@@ -11,17 +11,15 @@ from rltrain.base.errors import plain
 
 logger = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 32 << 20
-
 
 class PrintLog:
     """A log file of lines that a user's code has printed.
 
-    A full file becomes ``NAME.1.log``, in place of an older one. Without ``file`` nothing is written.
+    A file of ``max_bytes`` becomes ``NAME.1.log``, in place of an older one. Without ``file`` nothing is written.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file
+    def __init__(self, file: Path | None = None, max_bytes: int = 32 << 20) -> None:
+        self._file, self._max_bytes = file, max_bytes
 
     def printed(self, who: str, text: str) -> None:
         """Write down what somebody's code has printed."""
@@ -30,7 +28,7 @@ class PrintLog:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = "".join(f"{stamp} {who}: {plain(line)}\n" for line in text.splitlines())
         with suppress(OSError):  # a full disk is for the checkpoints to complain about
-            if self._file.exists() and self._file.stat().st_size + len(lines) > MAX_FILE_BYTES:
+            if self._file.exists() and self._file.stat().st_size + len(lines) > self._max_bytes:
                 self._file.replace(self._file.with_suffix(f".1{self._file.suffix}"))
             with open(self._file, "a", encoding="utf-8", errors="backslashreplace") as stream:
                 stream.write(lines)

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import RewardError
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s
 from rltrain.rewards.processes.score import MAX_ERROR_CHARS, Score, ScorerCall, read_returned
@@ -28,9 +29,15 @@ class RemoteScorer:
     ``headers`` go with every request. Connections are kept from answer to answer.
     """
 
-    def __init__(self, url: str, timeout_s: float, concurrency: int, headers: Mapping[str, Any] | None = None):
-        self._url = url
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float,
+        concurrency: int,
+        headers: Mapping[str, Any] | None = None,
+        clock: Clock = SYSTEM,
+    ):
+        self._url, self._timeout_s, self._clock = url, timeout_s, clock
         # One loop for the life of the scorer, because connections belong to the loop that opened them.
         self._loop = asyncio.new_event_loop()
         # Outside the deadline: an answer's time starts when its request does.
@@ -69,7 +76,7 @@ class RemoteScorer:
         body = json.dumps(dict(zip(_NAMES, call, strict=True)), default=str).encode()
         async with self._free:
             try:
-                score = await asyncio.wait_for(self._until_scored(body, trouble), self._timeout_s)
+                score = await self._clock.within(self._until_scored(body, trouble), self._timeout_s)
             except asyncio.TimeoutError:
                 sentence = f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {trouble[-1]}"
                 score = Score(None, "timeout", sentence)
@@ -88,7 +95,7 @@ class RemoteScorer:
                 pause_s = max(pause_s, retry_after_s(response.headers.get("Retry-After", "")))
             except httpx.TransportError as error:  # refused, reset, cut short
                 trouble.append(f"{type(error).__name__}: {error}")
-            await asyncio.sleep(pause_s)
+            await self._clock.pause(pause_s)
         raise AssertionError("count() has no end")
 
     def _read(self, status: int, reply: bytes) -> Score:

@@ -43,12 +43,6 @@ def test_a_hole_ends_it_and_what_is_no_action_is_told():
     assert lake.score() == {"score": 0.0, "steps": 3.0}
 
 
-def test_steps_are_bounded_also_those_that_are_none():
-    lake = FrozenLake(max_steps=2)
-    lake.reset(ROW, 0)
-    assert [done for *_, done in played(lake, "left", "fly")] == [False, True]
-
-
 def test_a_slippery_lake_repeats_itself_by_the_seed_of_its_row():
     def path(seed, group):
         lake = FrozenLake(slippery=True)
@@ -57,25 +51,6 @@ def test_a_slippery_lake_repeats_itself_by_the_seed_of_its_row():
 
     assert path(1, 0) == path(1, 9)
     assert len({tuple(path(seed, 0)) for seed in range(6)}) > 1
-
-
-def test_any_environment_of_text_is_played_by_numbers():
-    taxi = TextEnv("Taxi-v4")
-    first = taxi.first({"extra_info": {"seed": 1}})
-    assert first.startswith("+---------+\n")
-    # What a terminal shows by colours alone.
-    assert {"<yellow ", "<blue ", "<magenta "} == {
-        piece for piece in ("<yellow ", "<blue ", "<magenta ") if piece in first
-    }
-    assert "\x1b" not in first
-    told, reward, done = taxi.step("Action 1")
-    assert ("(North)" in told, reward, done) == (True, -1.0, False)
-    for turn in ("6", "-", "\u0661", "9" * 100):
-        assert taxi.step(turn) == ("That is no action. Say a number from 0 to 5.", 0.0, False)
-    assert taxi.score() == {"score": -1.0, "steps": 5.0}
-    cards = TextEnv("Blackjack-v1", ("stick", "hit"), make={"render_mode": None})
-    assert cards.first({"extra_info": {"seed": 1}}) == "(20, 7, 0)"
-    assert cards.step("Stick")[2] is True
 
 
 def test_rendering_and_reading_may_be_ones_own(tmp_path):

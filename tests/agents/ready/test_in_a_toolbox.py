@@ -10,7 +10,6 @@ from rltrain.agents.toolbox import Places, Toolbox
 from rltrain.base.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[3]
-NONE = {"render_mode": None}
 READY = "rltrain.agents.ready."
 BOTH = """
 from rltrain import tool
@@ -62,24 +61,3 @@ def test_each_trajectory_searches_the_corpus_of_the_run(tmp_path):
     assert found == {"Doc 1(Title: Oslo) Oslo is the capital of Norway."}
     with pytest.raises(DataError, match="no such file"):
         asyncio.run(asked(corpus=str(tmp_path / "other.jsonl")))
-
-
-@pytest.mark.parametrize(
-    ("place", "kwargs", "extra", "turn", "told"),
-    [
-        ("guess:Guess", {"cost": 0.1}, {"low": 1, "high": 9, "number": 4}, "5", ("lower", 0.0, False)),
-        ("frozen_lake:FrozenLake", {}, {"make": {"desc": ["SF", "HG"]}}, "right", ("SP\nHG", 0.0, False)),
-        ("gymnasium:TextEnv", {"env_id": "CliffWalking-v1", "make": NONE}, {}, "0", ("24", -1.0, False)),
-    ],
-)  # fmt: skip
-def test_games_have_steps_and_no_tools(place, kwargs, extra, turn, told):
-    async def played():
-        box = Toolbox(Places(environment=READY + place, environment_kwargs=kwargs))
-        assert (box.has_step, box.schemas) == (True, [])
-        session = await box.open({"extra_info": extra}, 0)
-        said = session.environment.step(turn)
-        assert set(session.environment.score()) > {"score"}
-        await session.close()
-        return said
-
-    assert asyncio.run(played()) == told

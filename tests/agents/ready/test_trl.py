@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from rltrain.agents.environments import class_of
-from rltrain.agents.ready.trl import adapted
 from rltrain.agents.toolbox import Places, Toolbox
 from rltrain.base.errors import DataError
 
@@ -76,12 +75,11 @@ def test_a_trajectory_calls_them_and_earns_its_reward(place):
         session = await Toolbox(Places(environment=place + "Env")).open(ROW, 5)
         told = [(await session.call("step", {"by": by}))["content"] for by in (1, 2)]
         told.append((await session.call("close", {}))["content"])
-        return told, await session.environment.score(), session.environment._theirs.row
+        return told, await session.environment.score()
 
-    told, score, row = asyncio.run(trajectory())
+    told, score = asyncio.run(trajectory())
     assert told == ["now 4", "now 6", "closed"]
     assert score == 6.0
-    assert row == {"seed": 5, "data_source": "a", "ground_truth": "7", "index": 0}
 
 
 def test_reset_gets_what_it_takes_and_no_reward_is_made_up(place):
@@ -100,8 +98,3 @@ def test_a_prompt_has_to_hold_what_reset_returns(place):
     assert opened(said="A board.", observation="A board.").environment
     with pytest.raises(DataError, match=r"reset of Counter returned 'A board.', .* write it at the end of the row's"):
         opened(said="A board.")
-
-
-def test_a_class_without_reset_is_refused():
-    with pytest.raises(TypeError, match=r"int has no reset"):
-        adapted(int)

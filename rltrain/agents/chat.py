@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
@@ -100,6 +101,9 @@ class Tools(Protocol):
 
     names: list[str]
     stateless: bool
+
+    def alone(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Hold the object that a tool changes."""
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
         """``content``, ``reward`` and ``metrics``."""
@@ -313,7 +317,8 @@ class Chat:
             counts[c.TOOL_ERRORS] += 1
             return f"Error: there is no tool {call.name!r}; there are {', '.join(sorted(self._tools.names))}"
         try:
-            result = await within(self._tools.call(call.name, call.arguments), self._terms.timeout_s)
+            async with self._tools.alone(call.name):  # the time limit begins after the wait
+                result = await within(self._tools.call(call.name, call.arguments), self._terms.timeout_s)
         except Late:
             counts.update({c.TOOL_ERRORS: 1, c.TOOL_TIMEOUTS: 1})
             return f"Error: no result after {self._terms.timeout_s:g} s"

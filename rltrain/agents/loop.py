@@ -67,9 +67,16 @@ async def _is_done(chat: Chat, turn: Turn, session: Session, terms: Terms) -> bo
         raise ValueError(f"step() returned {returned!r:.200}; it returns (observation, reward, done).") from None
     if done:
         return True
-    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    for message in messages:
-        chat.add(message["role"], message["content"])
+    if isinstance(observation, str):
+        observation = {"role": "user", "content": observation}
+    try:
+        for message in [observation] if isinstance(observation, dict) else observation:
+            chat.add(message["role"], message["content"])
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"step() returned the observation {observation!r:.200}; it is a text, a message or a list of messages, "
+            "each with role and content."
+        ) from None
     return False
 
 

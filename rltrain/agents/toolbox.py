@@ -6,9 +6,11 @@ them, in any process; a `Session` is one trajectory's: an instance of the class,
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
-from contextlib import ExitStack
+from collections import defaultdict
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -137,6 +139,16 @@ class Session:
         """Whether calls leave nothing behind."""
         self.environment = environment
         """The instance of the class; None without one."""
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def alone(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Hold the object that a tool changes: its calls run one after the other, in the order in which they ask.
+
+        Methods of the class share its instance. Functions have no state, and run together.
+        """
+        if name in self._toolbox.functions:
+            return nullcontext()
+        return self._locks[name if name in self._toolbox.configured else ENVIRONMENT]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What a tool says: ``content``, ``reward`` (0 where it gives none), ``metrics``.

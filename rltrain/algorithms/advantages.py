@@ -244,8 +244,10 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     groups = Groups(inputs.groups, inputs.rounding)
     lengths = inputs.lengths.to(inputs.scores.dtype)
     baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1) * ~groups.alone
-    # As in `Groups.centred`: a weighted mean of equal scores may be off by a rounding error.
-    return torch.where(groups.flat(inputs.scores), torch.zeros_like(baseline), inputs.scores - baseline)
+    difference = inputs.scores - baseline
+    # As in `Groups.centred`: a weighted mean of equal scores may be off by a rounding error, also where responses of
+    # other scores weigh nothing.
+    return torch.where(difference.abs() <= groups.rounding(inputs.scores), 0.0, difference)
 
 
 @built_in

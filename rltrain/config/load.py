@@ -39,6 +39,9 @@ SECRET = re.compile(
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
+MASK = "***"
+
+
 def load_config(
     overrides: Sequence[str], files: Sequence[str | Mapping[str, Any]] = (), problems: Sequence[str] = ()
 ) -> LoadedConfig:
@@ -108,7 +111,7 @@ def _masked(value: Any, name: str = "") -> Any:
         # Any header may carry a token, whatever its name.
         return {key: _masked(item, "secret" if name == "url_headers" else str(key)) for key, item in value.items()}
     if isinstance(value, str):
-        return "***" if value and SECRET.search(name) else _CREDENTIALS.sub("***@", value)
+        return MASK if value and SECRET.search(name) else _CREDENTIALS.sub("***@", value)
     return value
 
 

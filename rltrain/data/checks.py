@@ -122,7 +122,7 @@ def _prompt_problem(prompt: Any, name: str) -> str | None:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             return f"{where}.role' is {_short(role)}; it must be 'system', 'user', 'assistant' or 'tool'."
-        if not isinstance(content, (str, list)):
+        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
             return f"{where}.content' is {_short(content)}; it must be text."
     return None
 

@@ -25,6 +25,8 @@ from rltrain.data.files import files_of
 from rltrain.data.pictures import Look, PictureFile, Pictures, entries, look_through, seal
 from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
 
+# A column of arguments for tools, whose absent keys are no arguments.
+_OF_TOOLS = "tools_kwargs"
 _NUM_SHOWN = 5
 # The columns of verl's files.
 KEYS = Keys()
@@ -258,6 +260,23 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, looks: list[Look])
     return bad
 
 
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of a prompt without the nulls that Parquet adds.
+
+    Parquet gives every struct of a column the same keys, at any depth, with null where a row lacks one; templates ask
+    whether a key is there. The content of a message with tool calls may be null.
+    """
+    found = without_nulls(message)
+    return {"content": "", **found} if found.get("tool_calls") else found
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys that are null, at any depth. An item of a list that is null stays."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _plain(value: Any) -> Any:
     """One form for a value however a program has stored it: nulls are left out, and a whole number has no fraction."""
     if isinstance(value, dict):
@@ -273,15 +292,15 @@ def _digest_of_bytes(value: Any) -> str:
 
 def _build(record: dict[str, Any], keys: Keys) -> PromptRow:
     reward = record["reward_model"]
-    # Parquet gives every message of a column the same keys, null where absent; templates ask "is the key there".
-    prompt = [{key: value for key, value in message.items() if value is not None} for message in record[keys.prompt]]
+    prompt = [_message(message) for message in record[keys.prompt]]
+    extra = record.get("extra_info") or {}
     return PromptRow(
         data_source=record[keys.source],
         prompt=prompt,
         ability=record.get("ability"),
         reward_style=reward.get("style") or "rule",
         ground_truth=reward.get("ground_truth"),
-        extra_info=record.get("extra_info") or {},
+        extra_info={name: without_nulls(value) if name == _OF_TOOLS else value for name, value in extra.items()},
         agent_name=record.get("agent_name") or None,
     )
 

@@ -9,6 +9,7 @@ time, as a run has all the devices, and choosing the next settings by results.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,16 @@ from rltrain.base.errors import ConfigError, Interrupted, RltrainError, first_li
 from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.base.storage import read_json, write_json
-from rltrain.config.load import load_config, to_yaml
+from rltrain.config.load import load_config, to_dict
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, start_ray
 from rltrain.controller.lifeline import ended_after_us, lost, stop_ray, unless_lost
+from rltrain.data.files import files_of
 from rltrain.main_ppo import main as guarded
+from rltrain.models.files.digest import digest_of_files, digest_of_model, digests_of_values
 from rltrain.tools.compare import compare
+from rltrain.tools.evaluate.models import flat
 
 _USAGE = """usage: python -m rltrain.sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
 
@@ -66,12 +71,12 @@ class SweepRun:
     def folder(self) -> Path:
         return Path(self.loaded.config.trainer.default_local_dir).expanduser().resolve()
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Of the settings: a run that has finished with others is not skipped."""
+        """Of the settings and of the files that they name: a run that has finished with others is not skipped."""
         return _digest(self.loaded.config)
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """A digest of the settings but for those of its length: a run that has finished may go on to more steps."""
         trainer = replace(self.loaded.config.trainer, total_training_steps=None, total_epochs=1)
@@ -79,7 +84,19 @@ class SweepRun:
 
 
 def _digest(config: Config) -> str:
-    return hashlib.sha256(to_yaml(config).encode()).hexdigest()
+    values = flat(to_dict(config))
+    contents = digests_of_values(values)
+    data = [config.data.train_files, config.data.val_files or []]
+    names = [name for given in data for name in ([given] if isinstance(given, str) else given)]
+    contents["data"] = _digest_of_data(tuple(names))
+    models = [str(value) for key, value in values.items() if key.endswith("model.path") and value]
+    contents |= {model: digest_of_model(Path(model)) for model in models if Path(model).is_dir()}
+    return hashlib.sha256(json.dumps([values, contents], sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache  # the runs of a sweep mostly read the same
+def _digest_of_data(names: tuple[str, ...]) -> str:
+    return digest_of_files(file for name in names for file in files_of(name))
 
 
 def values_of(text: str) -> list[str]:

@@ -85,7 +85,8 @@ class Alarms:
         if number:
             log.warning(
                 "%s: %d of %d mini-batches have no token that counts in the loss, so no optimizer step was made from "
-                "them: their answers were cut (algorithm.mask_truncated), have failed, or were rejected "
+                "them: their answers were cut (algorithm.mask_truncated), as were all others of their group with "
+                "optimal_token_baseline, or have failed, or were rejected "
                 "(algorithm.rollout_correction.rollout_rs)", role, number, len(counts)
             )  # fmt: skip
         return {f"{role}/steps_empty": float(number)}

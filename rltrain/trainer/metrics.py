@@ -157,26 +157,28 @@ def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right
     }
 
 
-def update_metrics(results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], prefix: str) -> Metrics:
-    """Sum over ranks, divide token sums by ``tokens`` [optimizer steps] of the mini-batch, take the mean over steps.
+def update_metrics(
+    results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], counted: NDArray[np.int64], prefix: str
+) -> Metrics:
+    """Sum over ranks, divide token sums by ``tokens``, and average over the optimizer steps that were made.
 
-    prefix: of names that have none of their own.
+    tokens, counted [mini-batches]: tokens whose gradient was computed, and tokens that count in the loss. No optimizer
+    step is made from a mini-batch without the latter. prefix: for names that have none of their own.
     """
     metrics: Metrics = {}
-    for name, total in _over_ranks([result.shares for result in results]).items():
-        metrics[_named(prefix, name)] = float(np.mean(total))
-    having = tokens > 0  # a step without tokens has no mean
+    # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
+    one, having = results[0], tokens > 0
+    made = (counted > 0) & (one.overflowed == 0) & (one.skipped == 0)
+    if made.any():
+        for name, total in _over_ranks([result.shares for result in results]).items():
+            metrics[_named(prefix, name)] = float(np.mean(total[made]))
+        metrics[f"{prefix}/grad_norm"] = float(np.mean(one.grad_norm[made]))
     if having.any():
         for name, total in _over_ranks([result.token_sums for result in results]).items():
             metrics[_named(prefix, name)] = float(np.mean(total[having] / tokens[having]))
-    # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
-    one = results[0]
-    norms = one.grad_norm
     if one.loss_scale is not None:
         metrics[f"{prefix}/loss_scale"] = one.loss_scale
         metrics[f"{prefix}/steps_overflowed"] = float(np.sum(one.overflowed))
-        norms = norms[one.overflowed == 0]
-    metrics |= {f"{prefix}/grad_norm": float(np.mean(norms))} if len(norms) else {}
     metrics[f"{prefix}/steps_skipped"] = float(np.sum(one.skipped))
     return metrics | largest([result.memory_gb for result in results])
 

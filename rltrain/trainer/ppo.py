@@ -201,7 +201,8 @@ class PPOTrainer:
         results = self.actor.update(samples, layout, tasks)
         # Statistics per token are means over the tokens that were computed: silent samples have none to add.
         computed = np.array([samples[c.LOSS_TOKENS][ids].sum() for ids in mini_batches])
-        record.metrics |= m.update_metrics(results, computed, "actor") | {"actor/lr": rate}
+        counted = np.array([count.tokens for count in counts])
+        record.metrics |= m.update_metrics(results, computed, counted, "actor") | {"actor/lr": rate}
         record.metrics |= self._expert_load.measure(results[0].expert_load)
         # Every epoch over the batch would have computed them once more.
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[silent].sum() * cfg.ppo_epochs)
@@ -231,7 +232,8 @@ class PPOTrainer:
         held = self._steps_held("critic")
         rate = learning_rate(step - 1 - held, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
-        record.metrics |= m.update_metrics(results, np.array([count.tokens for count in counts]), "critic")
+        counted = np.array([count.tokens for count in counts])
+        record.metrics |= m.update_metrics(results, counted, counted, "critic")
         record.metrics["critic/lr"] = rate
         self._skipped("critic", results, record, held, counts)
 

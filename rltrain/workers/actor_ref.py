@@ -239,7 +239,7 @@ class ActorRefWorker(Actor):
         measures = not mini.has_old_log_probs or self._passes.bypass
         log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, beside)
         if not len(micro):
-            return idle(log_probs)
+            return idle(log_probs, outputs.balance_loss)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
         micro = self._for_loss(micro)
         if not mini.has_old_log_probs and not self._passes.bypass:

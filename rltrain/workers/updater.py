@@ -180,9 +180,13 @@ class Updater:
         return "In float16 a number beyond 65,504 may be the cause, which bfloat16 and float32 hold. "
 
 
-def idle(outputs: Tensor) -> LossShare:
-    """The loss of a micro-batch without samples: 0, with a gradient to every parameter, so that ranks stay in step."""
-    return LossShare(outputs.sum())
+def idle(*outputs: Tensor | None) -> LossShare:
+    """Return the loss of a micro-batch without samples: 0, with a gradient of 0 for every parameter.
+
+    outputs: every output that enters the loss of a micro-batch with samples. Backward passes issue their collectives in
+    an order that depends on the graph, so a rank whose loss lacks an output would wait for the others forever.
+    """
+    return LossShare(torch.stack([output.sum() for output in outputs if output is not None]).sum())
 
 
 def _parts(share: LossShare) -> dict[str, Tensor]:

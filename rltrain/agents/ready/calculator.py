@@ -18,6 +18,7 @@ Number = Fraction | float
 _MAX_CHARS = 1000
 # Of a numerator or denominator: some 1,200 digits.
 _MAX_BITS = 4096
+_MAX_EXPONENT = 1000
 _MAX_FACTORIAL = 400
 # Digits behind the point that are shown of a fraction: of one that ends, and of one that does not.
 _MAX_PLACES, _ROUNDED_PLACES = 12, 10
@@ -96,8 +97,10 @@ def _value(node: ast.expr, text: str) -> Number:
 def _constant(node: ast.Constant, text: str) -> Number:
     if isinstance(node.value, float):
         # By its text: 0.1 is a tenth. As a fraction 1e999999999 would fill the memory.
-        written = (ast.get_source_segment(text, node) or "").replace("_", "").lower()
-        return _checked(node.value if "e" in written else Fraction(written))
+        written = Decimal((ast.get_source_segment(text, node) or "").replace("_", ""))
+        if abs(written.adjusted()) > _MAX_EXPONENT:
+            raise _CannotCalculate("the result is too large.")
+        return _checked(Fraction(written))
     return _checked(node.value)
 
 

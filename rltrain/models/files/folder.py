@@ -25,10 +25,12 @@ _PATTERN = "model{suffix}.safetensors"
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """All of ``source`` but what describes its weights, byte for byte."""
-    for file in sorted(source.iterdir()):
+    """Copy all files of ``source`` but those that describe its weights, and its folder of further chat templates."""
+    for file in sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")]):
         if file.is_file() and file.suffix in COPIED_SUFFIXES and file.name not in WRITTEN_ANEW:
-            shutil.copyfile(file, folder / file.name)
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def write_shards(

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.schema.judge import BY_RULE, JudgeConfig
-from rltrain.rewards.grading.latex import last_boxed
 
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _TEXT_IN_BOX = re.compile(r"\\text\{([^{}]*)\}")
 # Of "Score: 0.5" and "**Verdict:** yes".
 _LABEL = re.compile(r"^[A-Za-z ]{0,30}:")
+_BOX_AT_END = re.compile(r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}$")
+_AFTER_BOX = re.compile(r"(?:\\[\])]|[\s$*.!`])+$")
+_THINKING_BEGINS, _THINKING_ENDS = re.compile(r"<think(?:ing)?>"), re.compile(r"</think(?:ing)?>")
 _SHOWN_CHARS = 200
 
 
@@ -56,22 +58,30 @@ def reader(judge: JudgeConfig) -> Callable[[str], float] | None:
 
 
 def last_verdict(reply: str) -> float:
-    """1 for yes, 0 for no, or a number from 0 to 1. Raises `Unreadable`.
+    """Return the verdict that a reply ends with: 1 for yes, 0 for no, or a number from 0 to 1. Raises `Unreadable`.
 
-    It is the last line where that is yes or no, else the last box, else the last line. Nothing else counts: a number in
-    the reasons is no score, and a box in front of a verdict may be quoted from the answer.
+    It is a box with nothing but punctuation after it, or a last line that is a verdict or a label and a verdict
+    ("Score: 0.2", "**No**"). A number or a box before other words may be quoted from the response that is judged.
     """
-    box, lines = last_boxed(reply), reply.strip().splitlines() or [""]
-    line = _LABEL.sub("", lines[-1].replace("*", "").strip())
-    is_verdict = _word(line) in _WORDS
-    score = _value(line if box is None or is_verdict else _TEXT_IN_BOX.sub(r"\1", box))
+    text = without_thinking(reply).rstrip()
+    line = _LABEL.sub("", (text.splitlines() or [""])[-1].replace("*", "").strip())
+    box = _BOX_AT_END.search(_AFTER_BOX.sub("", text))
+    score = _value(line if box is None else _TEXT_IN_BOX.sub(r"\1", box[1]))
     if score is None or not 0 <= score <= 1:
-        raise Unreadable(f"neither yes, no nor a number from 0 to 1 in the last box or line: {_end(reply)}")
+        raise Unreadable(f"it ends with neither yes, no nor a number from 0 to 1: {_end(reply)}")
     return score
 
 
+def without_thinking(reply: str) -> str:
+    """Return the part of a reply after its thinking. Raises `Unreadable` where the thinking never ends."""
+    text = _THINKING_ENDS.split(reply)[-1]
+    if _THINKING_BEGINS.search(text):
+        raise Unreadable(f"it ends within its thinking: {_end(reply)}")
+    return text
+
+
 def _matched(pattern: re.Pattern[str], reply: str) -> float:
-    *_, match = (None, *pattern.finditer(reply))
+    *_, match = (None, *pattern.finditer(without_thinking(reply)))
     if match is None:
         raise Unreadable(f"reward.judge.parse={pattern.pattern} is not found in {_end(reply)}")
     text = next((group for group in match.groups() if group is not None), match[0])

@@ -20,7 +20,7 @@ from rltrain.data.rows import Rows
 from rltrain.rewards.custom import CustomReward, custom_reward
 from rltrain.rewards.grading.latex import last_boxed
 from rltrain.rewards.judge.message import Question, Template
-from rltrain.rewards.judge.reply import Reply, Unreadable, is_whole_verdict, reader
+from rltrain.rewards.judge.reply import Reply, Unreadable, is_whole_verdict, reader, without_thinking
 from rltrain.rewards.judge.server import api_key
 from rltrain.rewards.processes.score import JUDGE, Score, ScorerCall
 from rltrain.rewards.processes.slot import ScoringSlot
@@ -126,8 +126,9 @@ class Grader:
 
     def _of_extraction(self, reply: str, call: ScorerCall) -> Score:
         """The scorer's verdict on the result that the judge has found, in whichever form it can read it."""
-        box = last_boxed(reply)
-        result = reply if box is None else box
+        text = without_thinking(reply)
+        box = last_boxed(text)
+        result = text if box is None else box
         best: Score | None = None
         extra_info = {name: value for name, value in call[3].items() if name != "last_turn"}
         for form in FORMS:

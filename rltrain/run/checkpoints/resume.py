@@ -27,6 +27,7 @@ from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.controller.group import WorkerGroup
+from rltrain.run.checkpoints.base_weights import RECORD, base_weights, other_weights
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import THINNED, has_digests, large_files, read_record, size_of
 from rltrain.trainer.progress import Progress
@@ -87,7 +88,7 @@ def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: 
     record = {"global_step": step, "version": __version__, "digest": _digest_kind(dataset), "by_time": by_time}
     record |= {"dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
     record |= {"batches_drawn": progress.batches_drawn, "kl_coef": progress.kl_coef, "in_flight": progress.in_flight}
-    record |= {"metrics": progress.metrics, "entropy_coef": progress.entropy_coef}
+    record |= {"metrics": progress.metrics, "entropy_coef": progress.entropy_coef, RECORD: base_weights(cfg)}
     files = {"progress.json": json.dumps(record, indent=1).encode()}
     arrays_of: dict[str, dict[str, Any]] = {"sampler.npz": progress.sampler, "lengths.npz": progress.lengths}
     arrays_of |= {_EXPERTS: progress.expert_load} if progress.expert_load else {}
@@ -106,6 +107,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
     have images.
     """
     trainer = cfg.trainer
+    base_weights(cfg)  # as they are now, whatever is put there before the first save
     continued = _begun_before(cfg, run)
     weights_only, searched = trainer.resume_weights_only and not continued, continued or trainer.resume_mode == "auto"
     folder = continued or (run.newest() if searched else None)
@@ -130,6 +132,8 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
                 run.distrust(folder, str(error))
                 return find_start(cfg, run, dataset, images=images)
             _refuse_other_run(cfg, folder, record, dataset, images)
+            if problem := other_weights(record, cfg):
+                raise CheckpointError(f"{folder} cannot be resumed from: {problem}")
         # Asked here, because the workers would find it out only after the models are loaded.
         needs_critic = has_critic(cfg) and not cfg.trainer.val_only
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):

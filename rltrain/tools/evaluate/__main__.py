@@ -1,10 +1,11 @@
 """``python -m rltrain.evaluate model=PATH data=FILES [key=value ...]``: what a model is worth, with intervals.
 
   model=PATH          a Hugging Face folder or hub name, a run folder (its newest checkpoint) or RUN/global_step_N;
-                      several as A,B or as a pattern
+                      several as A,B or as a pattern. How a run validates (lengths, reward, sampling,
+                      template) is taken from its config.yaml unless it is set here
   data=FILES          data files as for training; several as A,B
   n=N                 answers per prompt (1)
-  temperature=T       0 (the default): greedy
+  temperature=T       0: greedy
   out=FOLDER          where results go; without it evaluation/NAME beside the model
   --config FILE       settings of a file, such as RUN/config.yaml
   --dry-run           what would be done, and what would stop it
@@ -53,6 +54,8 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     notes = [look_over(loaded) for loaded in settings]
     for model, loaded in zip(request.models, settings, strict=True):
         folder_of(request, model, loaded)
+    if used := request.used(settings[0]):
+        sys.stdout.write(f"settings of the run: {' '.join(used)} (type a key to set it otherwise)\n")
     if arguments.dry_run:
         return _dry_run(settings, notes)
     with ExitStack() as closing:

@@ -5,25 +5,37 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from tokenizers import Tokenizer
+from yaml import YAMLError, safe_load
 
 from rltrain.base.errors import CheckpointError, ConfigError, first_line
 from rltrain.base.storage import patiently
+from rltrain.config.load import MASK, to_dict
+from rltrain.config.schema import Config
+from rltrain.models.files.digest import digest_of_model
 from rltrain.models.files.source import model_problem
+from rltrain.run.checkpoints.base_weights import other_weights
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import MANIFEST, checkpoint_digest, find_damage, read_record
 
 _MODEL = "actor_rollout_ref.model."
+# Keys that decide how a run validates, its engine and devices aside.
+_OF_VALIDATION = (
+    "data.", "reward.", "reward_model.", "custom_reward_function.", f"{_MODEL}custom_chat_template",
+    f"{_MODEL}external_lib", "actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.multi_turn.",
+    "actor_rollout_ref.rollout.agent.",
+)  # fmt: skip
+_OF_TRAINING = {
+    "data.train_files", "data.train_max_samples", "data.train_batch_size", "data.gen_batch_size", "data.val_files",
+    "data.val_max_samples", "data.sampler.name", "data.shuffle",
+}  # fmt: skip
 _STEP = re.compile(r"global_step_\d+")
 _EXPORT, _TOKENIZER = "huggingface", "tokenizer.json"
-# Files of this size and more are known by pieces of them: hashing all of a large model would take minutes.
-_LARGE_BYTES, _PIECES, _PIECE_BYTES = 1 << 22, 16, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,8 @@ class Model:
     """Of a checkpoint."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The keys by which a run loads it."""
+    of_run: dict[str, Any] | None = None
+    """Settings of the run that trained it, of how it validates; None without one. What the command sets counts more."""
 
     @property
     def beside(self) -> Path:
@@ -56,24 +70,7 @@ class Model:
             return self.named
         if self.step is not None:
             return checkpoint_digest(self.folder)
-        digest = xxhash.xxh3_128()
-        for file in sorted(path for path in self.folder.iterdir() if path.is_file() and path.suffix != ".md"):
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            for piece in _pieces(file):
-                digest.update(piece)
-        return digest.hexdigest()
-
-
-def _pieces(file: Path) -> Iterator[bytes]:
-    """All of a small file; of a large one pieces that are spread evenly."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        if size < _LARGE_BYTES:
-            yield stream.read()
-            return
-        for number in range(_PIECES):
-            stream.seek(number * (size - _PIECE_BYTES) // (_PIECES - 1))
-            yield stream.read(_PIECE_BYTES)
+        return digest_of_model(self.folder)
 
 
 def models_of(words: Sequence[str]) -> list[Model]:
@@ -135,6 +132,8 @@ def _checkpoint(folder: Path) -> Model:
     if problem := find_damage(folder):
         raise CheckpointError(f"model={folder} cannot be evaluated: {problem}.")
     record = read_record(folder)
+    if problem := other_weights(record):
+        raise CheckpointError(f"model={folder} cannot be evaluated: {problem}")
     frozen = record.get("frozen")
     settings = (
         {key: value for key, value in frozen.items() if key.startswith(_MODEL)} if isinstance(frozen, dict) else {}
@@ -148,7 +147,21 @@ def _checkpoint(folder: Path) -> Model:
     _refuse_other_tokens(folder, base)
     settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
     settings["trainer.resume_weights_only"] = False
-    return Model(folder.name, str(folder), folder, record["global_step"], settings)
+    return Model(folder.name, str(folder), folder, record["global_step"], settings, _validation_of(folder.parent))
+
+
+def _validation_of(run: Path) -> dict[str, Any] | None:
+    """Return the settings by which a run's validations get their responses and scores, where they are no defaults."""
+    try:
+        text = (run / "config.yaml").read_text("utf-8")
+        given, defaults = flat(safe_load(text)), flat(to_dict(Config()))
+    except (FileNotFoundError, YAMLError):
+        return None
+    return {
+        key: value
+        for key, value in given.items()
+        if key.startswith(_OF_VALIDATION) and key not in _OF_TRAINING and value != defaults.get(key) and value != MASK
+    }
 
 
 def _refuse_other_tokens(folder: Path, base: str) -> None:
@@ -172,19 +185,6 @@ def _tokens(file: Path) -> dict[int, str]:
     except Exception as error:  # noqa: BLE001 - the package raises plain exceptions
         raise CheckpointError(f"{file} cannot be read ({first_line(error)}). Copy it again.") from None
     return {index: token for token, index in vocabulary.items()}
-
-
-def digest_of_files(files: Sequence[str]) -> str:
-    """Of the contents of data files."""
-    digest = xxhash.xxh3_128()
-    for name in files:
-        path = Path(name).expanduser()
-        digest.update(f"{path.name}\n".encode())
-        if path.is_file():
-            with path.open("rb") as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-    return digest.hexdigest()
 
 
 def flat(tree: Any, name: str = "") -> dict[str, Any]:

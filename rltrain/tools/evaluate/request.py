@@ -13,7 +13,8 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema.arguments import listed, read_arguments, required
 from rltrain.config.schema.fields import key
 from rltrain.data.files import files_of
-from rltrain.tools.evaluate.models import Model, digest_of_files, flat, models_of
+from rltrain.models.files.digest import digest_of_files, digests_of_values
+from rltrain.tools.evaluate.models import Model, flat, models_of
 
 _ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
 # Short names of keys below it.
@@ -69,6 +70,26 @@ class Request:
     out: Path | None
 
     @property
+    def of_run(self) -> dict[str, Any]:
+        """Settings of the run of the models, for all models. Raises ConfigError where two runs differ."""
+        own = {word.partition("=")[0] for word in self.words}
+        runs = [model for model in self.models if model.of_run is not None]
+        for model in runs[1:]:
+            first, other = runs[0].of_run or {}, model.of_run or {}
+            for name in sorted((first.keys() | other.keys()) - own):
+                if first.get(name) != other.get(name):
+                    raise ConfigError(
+                        f"{name} is {_said(first, name)} in the run of {runs[0].named} and {_said(other, name)} in "
+                        f"that of {model.named}: set it in the command, so that all models have the same."
+                    )
+        return (runs[0].of_run or {}) if runs else {}
+
+    def used(self, loaded: LoadedConfig) -> list[str]:
+        """Return the settings of the run that neither the command nor its files replace, as key=value."""
+        values = flat(to_dict(loaded.config))
+        return [f"{key}={value}" for key, value in self.of_run.items() if values.get(key) == value]
+
+    @property
     def root(self) -> Path:
         """The folder of all results."""
         return self.out or self.models[0].beside
@@ -88,7 +109,7 @@ class Request:
             "trainer.logger": ["console"],
         }
         own.setdefault("trainer.resume_mode", "disable")
-        loaded = load_config(self.words, [*self.files, own])
+        loaded = load_config(self.words, [self.of_run, *self.files, own])
         loaded = replace(loaded, written={**loaded.written, "data.val_files": "data"})
         answers = loaded.config.actor_rollout_ref.rollout.val_kwargs
         if answers.greedy and answers.n > 1:
@@ -97,6 +118,10 @@ class Request:
                 "prompt would be one and the same. Add temperature=1.0 (or another), or leave n out."
             )
         return loaded
+
+
+def _said(settings: dict[str, Any], key: str) -> str:
+    return str(settings[key]) if key in settings else "the default"
 
 
 def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[str]) -> Request:
@@ -117,7 +142,7 @@ def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[
 
 
 def identity(model: Model, loaded: LoadedConfig) -> dict[str, Any]:
-    """What an evaluation that goes on must agree on: digests of model, data and reward function, and settings."""
+    """Return what an evaluation that is resumed must agree on: settings, and digests of the files that they name."""
     cfg = loaded.config
     settings = {
         key: value
@@ -126,6 +151,4 @@ def identity(model: Model, loaded: LoadedConfig) -> dict[str, Any]:
     }
     files = [file for name in cfg.data.val_files or () for file in files_of(name)]
     facts: dict[str, Any] = {"model": model.identity(), "data": digest_of_files(files)}
-    if cfg.custom_reward_function.path:
-        facts["reward function"] = digest_of_files([cfg.custom_reward_function.path])
-    return facts | settings
+    return facts | digests_of_values(settings) | settings

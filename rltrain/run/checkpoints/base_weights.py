@@ -1,0 +1,49 @@
+"""Weights that a run uses and its checkpoints do not hold: under adapters, of a reference, a teacher, a reward model.
+
+A checkpoint keeps their digests, because a folder may get other weights under its old name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rltrain.config.passes import ROLES, has_reference
+from rltrain.config.schema import Config
+from rltrain.config.schema.keys import get
+from rltrain.models.files.digest import digest_of_weights
+
+RECORD = "base weights"
+_POLICY = "actor_rollout_ref.model.path"
+
+
+def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
+    """Return path and digest of the models that a checkpoint of this run needs besides its own weights, by key."""
+    keys = {f"{role.section}.model.path" for name, role in ROLES.items() if name != "actor" and role.is_needed(cfg)}
+    if not cfg.critic.model.uses_lora:
+        keys.discard("critic.model.path")  # a checkpoint has all weights of it
+    if cfg.actor_rollout_ref.model.uses_lora or has_reference(cfg):
+        keys.add(_POLICY)
+    if cfg.actor_rollout_ref.ref.update_every_steps and not cfg.actor_rollout_ref.model.uses_lora:
+        keys -= {_POLICY, "actor_rollout_ref.ref.model.path"}  # a reference that moves is in the checkpoint
+    paths = {key: get(cfg, key) for key in sorted(keys)}
+    return {
+        key: {"path": path, "digest": digest}
+        for key, path in paths.items()
+        if path and (digest := digest_of_weights(path))
+    }
+
+
+def other_weights(record: dict[str, Any], cfg: Config | None = None) -> str:
+    """Return which model of a checkpoint's record has other weights by now, as a sentence; "" where none has.
+
+    cfg: of the run that resumes, which may name other models on purpose.
+    """
+    now = None if cfg is None else base_weights(cfg)
+    for key, model in record.get(RECORD, {}).items():
+        same_path = now is None or now.get(key, {}).get("path") == model["path"]
+        if same_path and (digest_of_weights(model["path"]) or model["digest"]) != model["digest"]:
+            return (
+                f"{model['path']} ({key}) has other weights than when the checkpoint was saved, which needs the old "
+                "ones. Put them back, or name a folder that has them."
+            )
+    return ""

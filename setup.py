@@ -79,6 +79,7 @@ setup(
         "dev": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

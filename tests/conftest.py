@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fault_table import FaultTable
+from tests.cost import MARKERS, STARTED, costs
 from tests.hosts.hosts import Network, forbidden
-from tests.left_out import LeftOut
+from tests.tables import Tables
 from tests.tiny import save_tiny_model, small_config, small_run, write_arithmetic
 
 # A third of the time of reading a configuration, of which tests read thousands: its references, always the same few.
@@ -31,19 +31,20 @@ omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fault-table", action="store_true", help="write how faults ended into docs/verified.md")
+    parser.addoption("--table", choices=["faults", "long"], help="write this table of docs/verified.md")
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(FaultTable())
-    config.pluginmanager.register(LeftOut())
+    config.pluginmanager.register(Tables())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test that is marked ``few(n)`` the ordinary run makes n, evenly spread; the others are long."""
+    """Set the markers of cost, and make the cases long that ``few(n)`` leaves out of the n, evenly spread."""
     tests = defaultdict(list)
     for item in items:
+        for marker in costs(item):
+            item.add_marker(marker)
         if item.get_closest_marker("few") and not item.get_closest_marker("long"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
@@ -52,6 +53,19 @@ def pytest_collection_modifyitems(items):
         for place, item in enumerate(cases):
             if place not in made:
                 item.add_marker(pytest.mark.long)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    STARTED.clear()
+
+
+@pytest.fixture(autouse=True)
+def announced_costs(request):
+    """Fail a test that starts another Python without a marker: the README's command would get slow unnoticed."""
+    yield
+    if not MARKERS.intersection(mark.name for mark in request.node.iter_markers()):
+        assert not STARTED, f"{STARTED[0]} was started: tests/cost.py needs a name of this test's code that tells so"
 
 
 def pytest_unconfigure():

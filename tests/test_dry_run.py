@@ -58,6 +58,7 @@ def own(folder, body):
     return str(folder / "reward.py")
 
 
+@pytest.mark.smoke("--dry-run says what a run would do")
 def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
     code, text = dry()
     assert (code, text.splitlines()[-1]) == (0, "a run would start")

@@ -36,6 +36,7 @@ def test_where_nothing_is_begun_the_first_signal_ends_the_run(stop):
     assert stop.at_once
 
 
+@pytest.mark.smoke("SIGTERM finishes the step; a second signal ends the run")
 def test_one_signal_finishes_the_step_and_a_second_ends_it(stop, clock):
     stop.reached(2, 6, 2)
     stop.finishing = "finishing this step, saving"

@@ -84,6 +84,7 @@ def attempts(folder):
     return [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.smoke("The supervisor restarts a run until it is done")
 @pytest.mark.fault("Under the supervisor a run that was killed, or ended with exit code 75, goes on by itself")
 def test_it_runs_again_what_may_be_run_again_until_it_ends(supervise, tmp_path):
     ends = [{"code": 75, "step": 3, "error": "a worker died.\nmore"}, {"signal": 9, "step": 5}, {"signal": 11}, {}]

@@ -105,6 +105,12 @@ def test_the_order_in_which_a_score_is_added_up_is_no_advantage(name):
     assert estimate(name, scores, [0] * 4, [3, 1, 2, 2], (scores, scores)) == [0.0] * 4
 
 
+@given(score=st.floats(0.01, 100), length=st.integers(1, 1000))
+def test_a_response_that_alone_weighs_in_its_group_has_exactly_no_advantage_with_opo(score, length):
+    """A rounding of 1e-17 would put masked responses into the update, and into its metrics."""
+    assert estimate("opo", [score, 2 * score, 0.0], [0, 0, 0], [length, 0, 0])[0] == 0.0
+
+
 @pytest.mark.parametrize("name", [name for name in OUTCOME if name != "gdpo"])  # its terms have no KL in them
 def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
     def advantages(off):

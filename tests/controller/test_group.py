@@ -300,6 +300,7 @@ def test_an_object_whose_owner_is_gone_is_a_lost_worker(group):
         eventually(lambda: not group.call(Toy.texts, references))
 
 
+@pytest.mark.smoke("A killed worker is named, and the run ends")
 @pytest.mark.fault("A worker killed in a collective is named within seconds")
 def test_a_killed_worker_is_reported_within_ten_seconds(group, at_end, tmp_path):
     """By the end of its process: no deadline passes."""

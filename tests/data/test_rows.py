@@ -73,6 +73,21 @@ def test_a_seed_draws_the_rows_that_max_rows_keeps(tmp_path, write, good_row):
 RULE = {"style": "rule", "ground_truth": "1"}
 
 
+def test_nulls_that_parquet_adds_reach_no_prompt_and_no_tool(tmp_path, write, good_row):
+    def row(number: int, arguments: dict, content: str | None) -> dict:
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        prompt = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        kwargs = {"look": {"create_kwargs": arguments}}
+        return good_row(number, prompt=prompt, extra_info={"tools_kwargs": kwargs, "note": None})
+
+    rows = read_rows(str(write(tmp_path / "a.parquet", [row(0, {"town": "Rome"}, None), row(1, {"day": 3}, "x")])))
+    for place, arguments in enumerate(({"town": "Rome"}, {"day": 3})):
+        message = rows[place].prompt[1]
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+        assert rows[place].extra_info == {"tools_kwargs": {"look": {"create_kwargs": arguments}}, "note": None}
+    assert [rows[place].prompt[1]["content"] for place in (0, 1)] == ["", "x"]
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [

@@ -132,14 +132,14 @@ TABLE = "question,answer\n2+3,5\n"
     ("name", "data", "wanted"),
     [
         ("a.csv", TABLE.encode(), [("2+3", "5")]),
-        ("a.csv.gz", gzip.compress(TABLE.encode()), [("2+3", "5")]),
+        ("a.csv.gz", gzip.compress(TABLE.encode(), mtime=0), [("2+3", "5")]),
         ("a.tsv", b"question\tanswer\n2,3\t5\n", [("2,3", "5")]),
         ("a.csv", '\ufeffquestion;answer\r\n"a;\r\nb";007\r\n\r\n'.encode(), [("a;\r\nb", "007")]),
         ("a.csv", TABLE.encode("utf-16"), [("2+3", "5")]),
         ("a.json", b'{"question": ["2+3", "4"], "answer": ["5", "4"]}', [("2+3", "5"), ("4", "4")]),
         ("a.json", b'{"question": {"0": "2+3"}, "answer": {"0": 5}}', [("2+3", "5")]),
         ("a.json", b'[\n{"question": "2+3", "answer": 5}\n]', [("2+3", "5")]),
-        ("a.jsonl.gz", gzip.compress(b'{"question": "2+3", "answer": 5}'), [("2+3", "5")]),
+        ("a.jsonl.gz", gzip.compress(b'{"question": "2+3", "answer": 5}', mtime=0), [("2+3", "5")]),
         ("a.jsonl", '{"question": "2+3", "answer": 5}\n'.encode("utf-16"), [("2+3", "5")]),
     ],
 )
@@ -158,7 +158,7 @@ def test_files_of_many_kinds_are_read(convert, tmp_path, name, data, wanted):
         ("a.jsonl", b'{"question": "1", "answer": "2"}\n\n["1"]', "row 1: it has no columns"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("a.xlsx", b"PK\x03\x04", "an Excel workbook"),
-        ("a.jsonl.gz", gzip.compress(b'{"question": "1", "answer": "2"}' * 50)[:-20], "truncated or damaged"),
+        ("a.jsonl.gz", gzip.compress(b'{"question": "1", "answer": "2"}' * 50, mtime=0)[:-20], "truncated or damaged"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_line(convert, tmp_path, name, data, said):

@@ -24,6 +24,7 @@ def found(folder, name="evaluation.json"):
     return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
+@pytest.mark.smoke("An evaluation of a checkpoint equals the validation of its run")
 @pytest.mark.usefixtures("joined")
 def test_checkpoints_get_the_numbers_that_their_run_has_found(tiny_model, arithmetic_files, tmp_path, capfd):
     sampled = {

@@ -18,6 +18,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.smoke("A run with tool calls")
 @pytest.mark.usefixtures("joined")
 def test_a_run_with_tools(arithmetic_files, tmp_path, capsys):
     (tmp_path / "reward.py").write_text(REWARD)

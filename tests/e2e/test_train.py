@@ -124,6 +124,7 @@ def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
 
 
+@pytest.mark.smoke("Every phase of a step has its timer, and the phases add up")
 def test_every_timer_is_there_and_the_phases_add_up(reference_run):
     lines = [line for line in read_metrics(reference_run) if line["step"]]
     assert len(lines) == 2
@@ -140,6 +141,7 @@ def test_every_timer_is_there_and_the_phases_add_up(reference_run):
     assert {"timing_s/testing", "timing_s/save_checkpoint"} <= lines[-1].keys()
 
 
+@pytest.mark.smoke("Engine and trainer agree after every weight sync; validation runs when it was asked for")
 def test_every_step_is_measured_validated_and_agrees_with_the_engine(reference_run):
     lines = read_metrics(reference_run)
     key = "val-core/rltrain/arithmetic/reward/mean@1"
@@ -164,6 +166,7 @@ def test_the_answers_of_every_step_and_validation_are_kept(reference_run):
     assert read_samples(reference_run, split="val")["row"].tolist() == list(range(6))
 
 
+@pytest.mark.smoke("A run folder says what the run was")
 def test_the_run_folder_says_what_the_run_was(reference_run):
     assert {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "run.lock"} <= {
         file.name for file in reference_run.iterdir()
@@ -176,6 +179,7 @@ def test_the_run_folder_says_what_the_run_was(reference_run):
     assert env["hosts"] == [env["host"]]
 
 
+@pytest.mark.smoke("A run ends with its report")
 def test_a_run_ends_with_its_page_and_details_of_every_step(reference_run):
     metrics, details = read_metrics(reference_run), read_details(reference_run)
     assert [*details] == [line["step"] for line in metrics if "timing_s/step" in line]
@@ -197,6 +201,7 @@ def test_a_callback_is_told_of_steps_validations_and_saves(reference_run):
     assert [lines[0].get("watch/whole"), lines[-1].get("watch/whole")] == [None, 1.0]
 
 
+@pytest.mark.smoke("The exported model is one that transformers loads")
 def test_the_export_is_a_model_that_transformers_loads(reference_run, tiny_model):
     folder = reference_run / "global_step_2" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -231,6 +236,7 @@ def stopped_after(step: int, straight: Path, folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(lines[:step]))
 
 
+@pytest.mark.smoke("A resumed run is bit-identical to one that was never stopped")
 # After every step, without Ray: tests/trainer/test_resume.py.
 def test_resume_continues_bit_for_bit(tiny_model, arithmetic_files, tmp_path, straight_run):
     """At the end of an epoch."""
@@ -245,6 +251,7 @@ def test_resume_continues_bit_for_bit(tiny_model, arithmetic_files, tmp_path, st
     )
 
 
+@pytest.mark.smoke("Two ranks continue a checkpoint of one")
 def test_a_checkpoint_of_one_process_resumes_on_two(straight_run, tiny_model, arithmetic_files, tmp_path):
     stopped_after(6, straight_run, tmp_path)
     changes = {"trainer__total_training_steps": 8, "trainer__n_gpus_per_node": 2}
@@ -331,6 +338,7 @@ def test_a_reward_outage_saves_what_was_learned_before(tiny_model, arithmetic_fi
     assert [entry.name for entry in folder.glob("global_step_*")] == ["global_step_2"]
 
 
+@pytest.mark.smoke("The model learns what is rewarded (GRPO through the command)")
 def test_grpo_learns_what_is_rewarded(tiny_model, arithmetic_files, tmp_path):
     """From a random model: answers that begin with an even digit."""
     scorer = tmp_path / "reward.py"

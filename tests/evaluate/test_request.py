@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.base.errors import CheckpointError, ConfigError
-from rltrain.config.load import load_config
+from rltrain.config.load import load_config, to_yaml
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import frozen_values
 from rltrain.tools.evaluate.models import models_of
@@ -62,6 +62,55 @@ def test_a_checkpoint_of_adapters_says_which_they_are(tiny_model, arithmetic_fil
     request = read(f"model={save_checkpoint(tmp_path / 'run', tiny_model, 3, **frozen)}", f"data={arithmetic_files[1]}")
     model = request.settings(request.models[0]).config.actor_rollout_ref.model
     assert (model.lora_rank, model.target_modules) == (4, ["q_proj", "v_proj"])
+
+
+def test_a_run_says_how_it_validates_unless_the_command_does(tiny_model, arithmetic_files, run, tmp_path):
+    settings = ["data.max_response_length=9", "custom_reward_function.path=reward.py", f"{ANSWERS}.temperature=0.5"]
+    cfg = load_config([*settings, f"{ANSWERS}.do_sample=True", "data.train_batch_size=7"]).config
+    (run / "config.yaml").write_text(to_yaml(cfg))
+    data = f"data={arithmetic_files[1]}"
+    request = read(f"model={run}", data, "data.max_response_length=11")
+    loaded = request.settings(request.models[0])
+    found = loaded.config
+    assert (found.data.max_response_length, found.custom_reward_function.path) == (11, "reward.py")
+    assert found.actor_rollout_ref.rollout.val_kwargs.temperature == 0.5
+    assert found.data.train_batch_size != 7
+    assert "data.max_response_length=9" not in request.used(loaded)
+    assert "custom_reward_function.path=reward.py" in request.used(loaded)
+    # All models of a command are compared under the same settings.
+    both = read(f"model={tiny_model},{run}", data)
+    assert both.settings(both.models[0]).config.data.max_response_length == 9
+    save_checkpoint(tmp_path / "second", tiny_model, 3)
+    (tmp_path / "second" / "config.yaml").write_text("data: {max_response_length: 8}")
+    words = [f"model={run},{tmp_path / 'second'}", data, "custom_reward_function.path=reward.py"]
+    others = [f"{ANSWERS}.do_sample=True", f"{ANSWERS}.temperature=0.5"]
+    with pytest.raises(ConfigError, match=r"data.max_response_length is 9 in the run of .* and 8 in that of .*second"):
+        _ = read(*words, *others).of_run
+    assert "data.max_response_length" in read(*words, *others, "data.max_response_length=8").of_run
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("template.jinja", "actor_rollout_ref.model.custom_chat_template={}"),
+        ("tools.py", "actor_rollout_ref.rollout.multi_turn.function_tool_path={}"),
+        ("reward.py", "custom_reward_function.path={}"),
+        ("world.py", "actor_rollout_ref.rollout.multi_turn.environment={}:World"),
+        ("judge.txt", "reward.judge.prompt={}"),
+        ("test.parquet", "data.val_files={}"),
+    ],
+)
+def test_another_content_of_a_file_is_another_evaluation(tiny_model, arithmetic_files, tmp_path, file, key):
+    path = tmp_path / file
+    path.write_text("{{ answer }}")
+    data = path if key.startswith("data.") else arithmetic_files[1]
+    words = [] if key.startswith("data.") else [key.format(path)]
+    judge = ["reward.judge.url=http://localhost:1/v1", "reward.judge.model=m"] if "judge" in key else []
+    request = read(f"model={tiny_model}", f"data={data}", *words, *judge)
+    (model,) = request.models
+    before = identity(model, request.settings(model))
+    path.write_text("{{ answer }}!")
+    assert identity(model, request.settings(model)) != before
 
 
 def test_models_of_equal_names_are_told_apart(tiny_model, run, tmp_path):

@@ -62,6 +62,7 @@ def test_variables_reach_every_node_and_each_finds_its_card(hosts):
     assert not any("OTHER" in variables for variables in seen.values())
 
 
+@pytest.mark.smoke("A run over two hosts learns what one process learns")
 def test_a_run_over_two_hosts_learns_what_one_process_learns(
     hosts, process_group, tiny_model, arithmetic_files, tmp_path
 ):

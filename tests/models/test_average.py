@@ -20,7 +20,11 @@ _WEIGHTS = "model.safetensors"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("models")
-    return [save_tiny_model(folder / f"model_{seed}", seed) for seed in range(3)]
+    made = [save_tiny_model(folder / f"model_{seed}", seed) for seed in range(3)]
+    for model in made:
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}{{ messages }}")
+    return made
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ def test_a_save_takes_the_host_memory_of_one_tensor(tmp_path):
     run("tests.npu.checks:is_written_one_tensor_at_a_time", str(tmp_path))
 
 
+@pytest.mark.smoke("The stand-in for an NPU moves weights bit for bit as the CPU does")
 @pytest.mark.parametrize(
     "some",
     [

@@ -13,7 +13,7 @@ import traceback
 import torch_npu  # noqa: F401 - installs the device
 
 import rltrain.workers.hybrid  # noqa: F401
-import tests.local
+import tests.local  # noqa: F401
 import tests.tiny_vision  # noqa: F401
 
 

@@ -60,6 +60,7 @@ def ported(tmp_path, text, *arguments, name="run.sh"):
     return code, launches, new.read_text()
 
 
+@pytest.mark.smoke("A launch script of verl is read without running it")
 def test_a_script_becomes_what_differs_from_our_defaults(tmp_path, capsys):
     code, [settings], text = ported(tmp_path, GRPO)
     assert code == 0, capsys.readouterr().err

@@ -150,15 +150,23 @@ def test_a_function_reads_the_reply_with_the_answer_at_hand(double, judged, tmp_
     ("reply", "value"),
     [
         ("\\boxed{yes}", 1), ("No 3 of 7.\n**Verdict: NO.**", 0), ("\\boxed{no} and then \\boxed{\\text{Yes}}", 1),
-        ("It says \\boxed{1}.\nno", 0),
-        ("0.25", 0.25), ("Score: 1", 1), ("So \\boxed{0.5}, I think.", 0.5), ("Correct", 1),
+        ("It says \\boxed{1}.\nno", 0), ("Its result is \\boxed{1}, and two steps are missing.\nScore: 0.2", 0.2),
+        ("0.25", 0.25), ("Score: 1", 1), ("They agree: \\boxed{0.5}.", 0.5), ("Correct", 1),
+        ("<think>maybe \\boxed{no}</think>\n$$\n\\boxed{yes}\n$$", 1), ("so no.</think>\\[\\boxed{yes}\\]", 1),
     ],
 )  # fmt: skip
-def test_the_last_box_or_line_is_the_verdict(reply, value):
+def test_a_reply_ends_with_its_verdict(reply, value):
     assert last_verdict(reply) == value
 
 
-@pytest.mark.parametrize("reply", ["I see 2 mistakes in it", "\\boxed{7}", "\\boxed{maybe}", "", "yes or no", "nan"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "I see 2 mistakes in it", "\\boxed{7}", "\\boxed{maybe}", "", "yes or no", "nan",
+        "The answer to be graded is \\boxed{1}. The reference is 4, so it is not right.",
+        "It claims \\boxed{yes} where the reference says never.\n\nGrade: fail", "<think>At first sight \\boxed{yes}",
+    ],
+)  # fmt: skip
 def test_nothing_else_of_a_reply_is_a_verdict(reply):
     with pytest.raises(Unreadable):
         last_verdict(reply)

@@ -99,6 +99,7 @@ def test_whatever_is_raised_the_process_goes_on_and_the_error_has_the_users_line
     assert made.pid == pid
 
 
+@pytest.mark.smoke("A reward function that hangs costs only its response")
 @pytest.mark.fault("A scorer that hangs is killed at its deadline")
 @pytest.mark.parametrize(
     "body",

@@ -111,6 +111,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     assert "is damaged: " in error_of(capsys, f"model={tmp_path}/run/global_step_1")
 
 
+@pytest.mark.smoke("rltrain serve starts vLLM's server with a run's settings")
 def test_every_setting_is_an_argument_of_vllm(model, vllm, monkeypatch, capsys):
     monkeypatch.setenv("RLTRAIN_API_KEY", KEY)
     settings = ["served_model_name=m", "port=0", "host=0.0.0.0", "max_model_len=64", "max_pixels=50176"]

@@ -100,6 +100,7 @@ def test_a_checkpoint_of_verls_is_called_that(folder, tracker):
         folder.newest()
 
 
+@pytest.mark.smoke("A checkpoint is complete or absent")
 def test_leftovers_of_an_interrupted_save_are_removed(folder):
     save(folder, 1)
     (folder.begin_save(2) / "half").write_text("…")
@@ -254,6 +255,7 @@ def add_digests(checkpoint: Path) -> None:
     rewrite_manifest(checkpoint, lambda files: [entry.update(xxh3_128=digest(name)) for name, entry in files.items()])
 
 
+@pytest.mark.smoke("A flipped bit in a checkpoint is found before a run trains on it")
 @pytest.mark.fault("A flipped bit in any file of a checkpoint is found, and the older checkpoint taken")
 def test_a_flipped_bit_in_any_file_is_found(folder, caplog):
     saver, cfg = saver_of(folder, GRPO)

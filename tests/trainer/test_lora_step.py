@@ -70,6 +70,7 @@ def test_weights_and_metrics_do_not_depend_on_the_cut(make, variant):
             assert mine == pytest.approx(theirs, abs=2e-4, rel=2e-4)
 
 
+@pytest.mark.smoke("LoRA: the reference is the actor without adapters")
 def test_the_reference_is_the_actor_without_its_adapters(make):
     trainer = make()
     actor = trainer.worker.actor

@@ -8,7 +8,7 @@ from rltrain.controller.samples import Samples
 from rltrain.trainer import generation_metrics as g
 from rltrain.trainer import metrics as m
 from rltrain.trainer.rewards import accuracy
-from rltrain.workers.results import WAIT, GenerationNumbers
+from rltrain.workers.results import WAIT, GenerationNumbers, UpdateNumbers
 
 NAN = np.nan
 
@@ -39,6 +39,16 @@ def test_right_is_what_acc_says_where_it_is_given():
     found = reward_metrics(samples_of(4, score=scores, reward=scores, **{"scorer/acc": acc}))
     assert [found[f"reward/groups_{kind}"] for kind in ("all_right", "all_wrong", "mixed")] == [0.5, 0.5, 0.0]
     assert found["reward/std"] == pytest.approx(0.95 / 2)
+
+
+def test_parts_of_the_loss_and_the_norm_are_means_over_the_steps_that_were_made():
+    steps = np.array([4.0, 7.0, 0.0, 2.0])
+    number = UpdateNumbers(
+        grad_norm=steps, skipped=np.array([0.0, 0, 0, 1]), overflowed=np.zeros(4), shares={"loss": steps}, token_sums={}
+    )
+    found = m.update_metrics([number, number], np.array([0, 3, 0, 3]), np.array([5, 5, 0, 5]), "actor")
+    # The third mini-batch has no token that counts, the fourth was skipped; the first has no gradient, and counts.
+    assert (found["actor/grad_norm"], found["actor/loss"], found["actor/steps_skipped"]) == (5.5, 11.0, 1.0)
 
 
 def test_every_number_of_the_scorer_is_averaged_in_training_too():

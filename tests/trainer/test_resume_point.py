@@ -13,6 +13,7 @@ from rltrain import __version__
 from rltrain.base.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
+from rltrain.models.files.digest import digest_of_weights
 from rltrain.run.changes import tell_changes, tell_finished, write_config
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record
@@ -66,6 +67,33 @@ def test_what_a_checkpoint_was_made_of_must_stay(folder, before, key, then, now)
     # Checkpoints that were made before the key existed resume.
     change_record(folder, 1, lambda record: record["frozen"].pop(key))
     assert find_start(same if before == GRPO else other, folder, None).step == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "with_it"),
+    [
+        ("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_rank=4"),
+        ("actor_rollout_ref.model.path", "actor_rollout_ref.actor.use_kl_loss=True"),
+        ("distillation.teacher.model.path", "distillation.enabled=True"),
+        ("reward_model.model.path", "reward_model.enable=True"),
+    ],
+)
+def test_other_weights_under_the_path_of_a_frozen_model_are_refused(folder, tmp_path, key, with_it):
+    digest_of_weights.cache_clear()
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"one")
+    saver, cfg = saver_of(folder, GRPO, with_it, f"{key}={weights.parent}")
+    saver.save(1, Progress())
+    assert find_start(cfg, folder, None).step == 1
+    weights.write_bytes(b"two")
+    assert find_start(cfg, folder, None).step == 1, "the weights count that this process has begun with"
+    digest_of_weights.cache_clear()
+    with pytest.raises(CheckpointError, match=rf"base \({key}\) has other weights than when the checkpoint was saved"):
+        find_start(cfg, folder, None)
+    plain = saver_of(folder, GRPO, f"{key}={weights.parent}")[1]
+    if "lora" not in with_it:
+        assert find_start(plain, folder, None).step == 1, "a run that does not use them may have any"
 
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -65,6 +65,7 @@ def test_long_answers_pay_the_overlong_penalty(make):
     assert np.allclose(samples["score"], samples["rule_score"] + samples["overlong"])
 
 
+@pytest.mark.smoke("A reward model scores responses")
 def test_a_reward_model_alone_is_the_whole_score(make, reward_model):
     trainer = make(reward_model__enable=True, reward_model__model__path=reward_model, reward_model__weight=0.5)
     samples = trainer.experience.collect(StepTimer())[0]

@@ -42,6 +42,7 @@ OF_ANSWERS = ["rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline"
 LONG = {name for name in VARIANTS if name.startswith("loss ")}.difference(LOSSES).union(OF_ANSWERS)
 
 
+@pytest.mark.smoke("The loss does not depend on how micro-batches are cut")
 @pytest.mark.few(9)
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in VARIANTS]

@@ -49,6 +49,7 @@ def make(vision_models, picture_files, tmp_path):
     return trainer
 
 
+@pytest.mark.smoke("Steps with images")
 @pytest.mark.few(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_with_pictures_do_not_depend_on_the_cut(make, variant):

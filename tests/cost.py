@@ -1,0 +1,85 @@
+"""Markers for the cost of a test, set from what it uses. `scripts/test.sh` runs the tests without, `rest` the others.
+
+The code of a test, of its fixtures and of the helpers in tests/ that they call is searched for the names in `NAMES`.
+The fixture `announced_costs` fails a test that starts another Python and has no marker.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+# Name or text in the code of a test, or module.name of a function that it calls -> marker.
+NAMES = {
+    **dict.fromkeys(["subprocess", "multiprocessing", "Popen"], "process"),
+    **dict.fromkeys(["Slot", "ScoringSlot", "JudgedScorer", "Hosts", "run_command", "descendants"], "process"),
+    "rltrain.tools.port.__main__.main": "process",
+    **dict.fromkeys(["ray", "start_ray", "RewardPool", "WorkerGroup"], "ray"),
+    "Network": "network",
+    **dict.fromkeys(["main_ppo", "--dry-run", "look_over"], "run"),
+}
+MARKERS = frozenset(NAMES.values()) | {"engine"}
+# Commands of this Python that the current test has started so far.
+STARTED: list[str] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen" and sys.executable in (words := arguments[1]):
+        STARTED.append(" ".join(map(str, words))[:200])
+
+
+sys.addaudithook(_note)
+
+
+def costs(item: pytest.Function) -> set[str]:
+    """Return the markers of a test."""
+    fixtures = item._fixtureinfo.name2fixturedefs
+    starts = [item.function, *(each.func for name in item.fixturenames for each in fixtures.get(name, ()))]
+    names = _all_names(*starts)
+    found = {NAMES[name] for name in names if name in NAMES}
+    return found | ({"engine"} if "running_engine" in names and "vllm" in item.nodeid else set())
+
+
+@functools.cache
+def _all_names(*starts: Any) -> set[str]:
+    seen: set[int] = set()
+    return {name for start in starts for name in _names(start, seen)}
+
+
+def _names(found: Any, seen: set[int]) -> Iterator[str]:
+    found = inspect.unwrap(found) if callable(found) else found
+    if id(found) in seen:
+        return
+    seen.add(id(found))
+    if isinstance(found, functools.partial):
+        yield from _names(found.func, seen)
+    elif isinstance(found, FunctionType):
+        for code in _codes(found.__code__):
+            yield from (text for text in code.co_consts if isinstance(text, str))
+            for name in code.co_names:
+                yield name
+                if name in found.__globals__:
+                    used = found.__globals__[name]
+                    yield f"{getattr(used, '__module__', '')}.{getattr(used, '__name__', '')}"
+                    yield from _ours(used, seen)
+        for cell in found.__closure__ or ():
+            yield from _ours(cell.cell_contents, seen)
+    elif isinstance(found, type):
+        for value in vars(found).values():
+            yield from _ours(value.__func__ if isinstance(value, (classmethod, staticmethod)) else value, seen)
+
+
+def _ours(found: Any, seen: set[int]) -> Iterator[str]:
+    if not isinstance(found, ModuleType) and str(getattr(found, "__module__", "")).startswith("tests."):
+        yield from _names(found, seen)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

@@ -14,14 +14,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import date
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from bench.table import parse, table, write
 from rltrain.base.device import get_device
 from rltrain.base.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
@@ -59,16 +57,16 @@ class Workload:
         return int(self.lengths.max())
 
 
-def workloads() -> list[Workload]:
+def workloads(count: int = 32, length: int = 128) -> list[Workload]:
+    """``count`` prompts with answers of one length, and half as many with answers of up to 4 times that."""
     rng = np.random.default_rng(0)
-    prompts = torch.from_numpy(rng.integers(2, 1000, (32, PROMPT_TOKENS)))
-    skewed = rng.lognormal(3.6, 1.0, (16, 8)).clip(4, 512).astype(np.int64)
-    skewed[3, 5] = 512
+    prompts, half, most = torch.from_numpy(rng.integers(2, 1000, (count, PROMPT_TOKENS))), count // 2, 4 * length
+    skewed = rng.lognormal(3.6, 1.0, (half, 8)).clip(4, most).astype(np.int64)
+    skewed[half // 5, 5] = most
+    name = f"{half} x 8 answers of 4 to {most} tokens, mean {skewed.mean():.0f}"
     return [
-        Workload("32 x 8 answers of 128 tokens", prompts, torch.full((32, 8), 128)),
-        Workload(
-            f"16 x 8 answers of 4 to 512 tokens, mean {skewed.mean():.0f}", prompts[:16], torch.from_numpy(skewed)
-        ),
+        Workload(f"{count} x 8 answers of {length} tokens", prompts, torch.full((count, 8), length)),
+        Workload(name, prompts[:half], torch.from_numpy(skewed)),
     ]
 
 
@@ -289,16 +287,15 @@ def seconds(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str,
     return {name: min(times) for name, times in times_of.items()}
 
 
-def table(dtype: torch.dtype, repeats: int) -> list[str]:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
+def measure(name: str, options: argparse.Namespace) -> str:
+    """The table of one dtype."""
+    dtype = getattr(torch, name)
     model = make_model(dtype)
     engine, floor = make_engine(model, dtype), Floor(model)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
-        vllm = make_vllm(model, dtype, folder)
+        vllm = make_vllm(model, dtype, folder) if options.vllm else None
     columns = []
-    for work in workloads():
+    for work in options.workloads:
         equal = int(work.lengths.min()) == work.longest
         actions: dict[str, Callable[[], object]] = {
             "transformers generate, all at once": lambda work=work: transformers_generate(model, work, 256),
@@ -308,51 +305,44 @@ def table(dtype: torch.dtype, repeats: int) -> list[str]:
             "floor": lambda work=work: floor(work),
         }
         del actions["transformers generate, 32 at once" if equal else "floor"]
-        columns.append((work, seconds(actions, repeats)))
-    cleanup_dist_env_and_memory()
-    lines = [
-        f"{str(dtype).removeprefix('torch.')}:",
-        "",
-        "| engine | " + " | ".join(f"{work.name}, s | tokens/s | times as fast" for work, _ in columns) + " |",
-        "|---" * (1 + 3 * len(columns)) + "|",
-    ]
-    for name in dict.fromkeys(name for _, least in columns for name in least):
+        if not vllm:
+            del actions["rltrain, rollout.name=vllm"]
+        columns.append((work, seconds(actions, options.repeats)))
+    if vllm:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    rows = []
+    for way in dict.fromkeys(way for _, least in columns for way in least):
         cells = []
         for work, least in columns:
             first = next(iter(least.values()))
             cells += (
-                [f"{least[name]:.2f}", f"{work.lengths.sum() / least[name]:.0f}", f"{first / least[name]:.2f}"]
-                if name in least
+                [f"{least[way]:.2f}", f"{work.lengths.sum() / least[way]:.0f}", f"{first / least[way]:.2f}"]
+                if way in least
                 else ["-"] * 3
             )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+        rows.append(f"| {way} | {' | '.join(cells)} |")
+    titles = [title for work, _ in columns for title in (f"{work.name}, s", "tokens/s", "times as fast")]
+    return f"{name}:\n\n{table(['engine', *titles], rows)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    parser.set_defaults(vllm=True, workloads=workloads())
+    smoke = {"dtype": ["float32"], "repeats": 1, "vllm": False, "workloads": workloads(2, 8)}
+    options = parse(parser, out="rollout_cpu.md", **smoke)
     torch.set_num_threads(1)
-    load = os.getloadavg()[1]
-    machine = platform.processor() or platform.machine()
-    lines = [
-        f"`python -m bench.rollout`, {date.today()}, {machine}, one thread, torch {torch.__version__}; processor time, "
-        f"least of {options.repeats} runs in turns; load of the machine when it began: {load:.0f} on {os.cpu_count()} "
-        "cores.",
-        "",
-        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1. tokens/s counts "
-        "the tokens that were asked for.",
-        "",
-    ]
-    for name in options.dtype:
-        lines += table(getattr(torch, name), options.repeats)
-    text = "\n".join(lines)
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "rollout_cpu.md").write_text(text)
-    sys.stdout.write(text)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tables = [measure(name, options) for name in options.dtype]
+    write(
+        options,
+        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1, one thread; "
+        f"processor time, least of {options.repeats} runs in turns. tokens/s counts the tokens that were asked for.",
+        *tables,
+    )
 
 
 if __name__ == "__main__":

@@ -53,13 +53,14 @@ MODELS = {
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     }),
 }  # fmt: skip
+DENSE = ("qwen3", "qwen3 (dense)")
 # Columns and rows of each table. Rows: model, dtype, routing replay, dtype of the head's product.
 TITLES = ("engine", "model", "weights and states", "`router_replay.mode`", "head's product", "tokens", "mean", "99 %",
           "largest")  # fmt: skip
 Row = tuple[str, str, str, str]
 ROWS: dict[str, list[Row]] = {
     "routing": [("qwen3 (dense)", "bfloat16", "disabled", "bfloat16")] + [
-        (name, "bfloat16", mode, "bfloat16") for name in list(MODELS)[2:] for mode in ("disabled", "R3")
+        (name, "bfloat16", mode, "bfloat16") for name in MODELS if name not in DENSE for mode in ("disabled", "R3")
     ],
     "head": [("qwen3", dtype, "disabled", head) for dtype in ("bfloat16", "float16") for head in (dtype, "float32")],
 }  # fmt: skip
@@ -94,7 +95,7 @@ def gaps(folder: Path, engine: str, name: str, dtype: str, mode: str, head: str)
         # The check after a weight sync lets both routers choose, and would end the run over the gap that is measured.
         f"{rollout}log_prob_gap_limit": 10.0,
     }  # fmt: skip
-    if engine == "vllm" and "moe" in MODELS[name][0].lower() + name:
+    if engine == "vllm" and name not in DENSE:
         keys |= {f"{rollout}enable_prefix_caching": False, f"{rollout}enforce_eager": True}
     cfg = load_config(small_run(folder / "model", files, folder / "run", **keys)).config
     store = encode_prompts(read_rows(str(files[0])), chat_encoder(cfg), 16, True)

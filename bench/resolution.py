@@ -122,7 +122,7 @@ def main() -> None:
         "pixels (examples/vlm_cpu.sh). `last`: its last checkpoint; `mean`: that of its last three. Searched on "
         f"{options.num_dev} rectangles, tested on {options.num_test} others, one greedy answer each, in percent; [ ]: "
         "95 % of bootstrap draws over rectangles. `gain`: chosen minus default on test, same rectangles. `168x168`: "
-        "the same rectangles, drawn twice as wide and high. With other jobs on the cores milliseconds are upper bounds.",
+        "the same rectangles, drawn twice as wide and high. With other jobs on the cores the times are upper bounds.",
         table(titles, rows),
     )
 

@@ -101,7 +101,7 @@ def test_passes_over_unequal_lengths_compare_per_token():
     equal = dict.fromkeys(phases.PASSES, 2.0) | {"tokens": 1000.0}
     short = dict.fromkeys(phases.PASSES, 2.5) | {"tokens": 1000.0}
     tail = dict.fromkeys(phases.PASSES, 1.5) | {"tokens": 500.0, "response_length": 64.4}
-    title, *_, update = phases.lengths_table({128: [equal], 64: [short]}, [tail])
+    title, *_, update = phases.lengths_table({128: [equal], 64: [short]}, [tail]).splitlines()
     assert update == "| update_actor | 3000.0 | 2000.0 | 1.50 | 2500.0 | 1.20 |"
     assert "64 tokens on average" in title
 

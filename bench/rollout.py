@@ -3,8 +3,8 @@
     python -m bench.rollout [--dtype bfloat16] [--repeats 3]      prints the tables, writes bench/results/rollout_cpu.md
 
 The model is random and its end token is never sampled; every answer has the length the workload says. The floor is the
-same decoder written out in bare torch for answers of one length: fused projections, keys and values in place, prompts
-shared, no scheduling. vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the
+same decoder in bare torch (`bench.floor`) for answers of one length: keys and values in place, prompts shared, no
+scheduling. vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the
 process, the least of all runs, with the engines taking turns: other work on the machine counts less than in wall clock.
 Ratios are what counts.
 """
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from bench.floor import Floor
 from bench.table import parse, table, write
 from rltrain.base.device import get_device
 from rltrain.base.seeds import sample_seeds
@@ -41,7 +41,6 @@ from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.vllm.engine import VLLMRollout
 
 PROMPT_TOKENS = 57
-BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -148,92 +147,6 @@ def serve(engine: RolloutEngine, work: Workload) -> None:
     assert all(len(turn.tokens) == int(work.lengths[turn.place, turn.sample]) for turn in source.turns)
 
 
-class Floor:
-    """A Qwen3 decoder in bare torch, for answers of one length."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config
-        self._heads, self._kv, self._size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self._model, self._eps = model.model, config.rms_norm_eps
-        self._head = model.lm_head.weight
-        self._qkv = [
-            torch.cat([layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight])
-            for layer in self._model.layers
-        ]
-        self._up = [torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in self._model.layers]
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self._eps)
-
-    def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = states.chunk(2, -1)
-        return states * cos + torch.cat([-second, first], -1) * sin
-
-    def _layers(self, tokens: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """tokens [rows, n] -> hidden states of the last ones [rows, h]."""
-        hidden = self._model.embed_tokens(tokens)
-        cut = [self._heads, self._kv, self._kv]
-        for number, layer in enumerate(self._model.layers):
-            attention = layer.self_attn
-            states = F.linear(self._norm(hidden, layer.input_layernorm.weight), self._qkv[number])
-            query, key, value = states.unflatten(-1, (-1, self._size)).split(cut, 2)
-            query = self._turned(self._norm(query, attention.q_norm.weight), cos, sin)
-            key = self._turned(self._norm(key, attention.k_norm.weight), cos, sin)
-            attended = attend(number, *(tensor.transpose(1, 2) for tensor in (query, key, value)))
-            hidden = hidden + F.linear(attended, attention.o_proj.weight)
-            gate, up = F.linear(self._norm(hidden, layer.post_attention_layernorm.weight), self._up[number]).chunk(
-                2, -1
-            )
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
-        return self._norm(hidden[:, -1], self._model.norm.weight)
-
-    @torch.inference_mode()
-    def __call__(self, work: Workload) -> None:
-        (prompts, width), samples, steps = work.prompts.shape, work.lengths.shape[1], work.longest
-        rows, group = prompts * samples, self._heads // self._kv
-        dtype = self._head.dtype
-        cos, sin = self._model.rotary_emb(torch.zeros(1, 1, 1, dtype=dtype), torch.arange(width + steps)[None])
-        cos, sin = cos[0, :, None], sin[0, :, None]
-        prompt_cache: list[tuple[Tensor, Tensor]] = []
-        empty = (-(-steps // BLOCK), 2, rows, self._kv, BLOCK, self._size)
-        cache = [torch.zeros(empty, dtype=dtype) for _ in self._qkv]
-
-        def prefill(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            prompt_cache.append((key.contiguous(), value.contiguous()))
-            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            return output.transpose(1, 2).flatten(2)
-
-        def to_prompts(states: Tensor) -> Tensor:
-            return states.unflatten(0, (prompts, samples)).transpose(1, 2).flatten(2, 3)
-
-        def to_rows(states: Tensor) -> Tensor:
-            return states.unflatten(2, (samples, group)).transpose(1, 2).flatten(0, 1)
-
-        def decode(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            block, column = divmod(step, BLOCK)
-            cache[number][block, 0, :, :, column], cache[number][block, 1, :, :, column] = key[:, :, 0], value[:, :, 0]
-            query = (query * self._size**-0.5).reshape(rows, self._kv, group, self._size)
-            blocks = cache[number][: block + 1]
-            keys, values = prompt_cache[number]
-            scores = [to_rows(to_prompts(query) @ keys.mT), *(query @ pair[0].mT for pair in blocks)]
-            weights = torch.cat(scores, -1)[..., : width + step + 1].softmax(-1)
-            of_prompt, of_blocks = weights.split([width, step + 1], -1)
-            output = to_rows(to_prompts(of_prompt) @ values)
-            for share, pair in zip(of_blocks.split(BLOCK, -1), blocks, strict=True):
-                output += share @ pair[1][:, :, : share.shape[-1]]
-            return output.reshape(rows, 1, -1)
-
-        hidden = self._layers(work.prompts, cos[:width], sin[:width], prefill).repeat_interleave(samples, 0)
-        for step in range(steps):
-            weights = F.linear(hidden, self._head).float().softmax(-1)
-            totals = weights.cumsum(-1)
-            tokens = torch.searchsorted(totals, torch.rand(rows, 1) * totals[:, -1:]).clamp_(max=weights.shape[-1] - 1)
-            weights.gather(-1, tokens).log()
-            if step + 1 < steps:
-                place = width + step
-                hidden = self._layers(tokens, cos[place : place + 1], sin[place : place + 1], decode)
-
-
 def make_model(dtype: torch.dtype) -> PreTrainedModel:
     """Three million parameters; nothing ends an answer."""
     torch.manual_seed(0)
@@ -291,7 +204,7 @@ def measure(name: str, options: argparse.Namespace) -> str:
     """The table of one dtype."""
     dtype = getattr(torch, name)
     model = make_model(dtype)
-    engine, floor = make_engine(model, dtype), Floor(model)
+    engine, floor = make_engine(model, dtype), Floor(model, dtype)
     with tempfile.TemporaryDirectory() as folder:
         vllm = make_vllm(model, dtype, folder) if options.vllm else None
     columns = []
@@ -302,7 +215,7 @@ def measure(name: str, options: argparse.Namespace) -> str:
             "transformers generate, 32 at once": lambda work=work: transformers_generate(model, work, 32),
             "rltrain, rollout.name=hf": lambda work=work: embedded(engine, work),
             "rltrain, rollout.name=vllm": lambda work=work: through_vllm(vllm, work),
-            "floor": lambda work=work: floor(work),
+            "floor": lambda work=work: floor.generate(work.prompts, work.lengths.shape[1], work.longest),
         }
         del actions["transformers generate, 32 at once" if equal else "floor"]
         if not vllm:

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--models", default="last,mean")
     parser.set_defaults(num_dev=1024, num_test=512)
-    smoke = {"steps": 1, "sizes": "84x84", "models": "last", "num_dev": 32, "num_test": 16}
+    smoke = {"steps": 1, "sizes": "84x84", "models": "last", "num_dev": 32, "num_test": 24}
     options = parse(parser, out="resolution_cpu.md", work="outputs/resolution", **smoke)
     out = options.work
     out.mkdir(parents=True, exist_ok=True)

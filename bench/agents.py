@@ -1,6 +1,6 @@
 """What the machinery of several turns costs, with the embedded engine and a tiny model: a row a question.
 
-    python -m bench.agents [NAME...] [--out FILE]      prints the table; writes it to bench/results/FILE
+    python -m bench.agents [NAME...] [--out FILE]      prints the table and writes it to bench/results/
 
 Each question has a function here, whose docstring says how it is asked. The model is tiny, so that shares of its time
 are larger than those of any real one; that of `follow_ups` is larger.
@@ -14,7 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import gc
-import sys
 import tempfile
 import time
 import warnings
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from bench.table import write
+from bench.table import finished_row, parse, table, write
 from rltrain.base.columns import names as c
 from rltrain.models.weights.names import Weight
 from rltrain.slots.limits import descendants
@@ -81,7 +80,7 @@ def generated(trainer: PPOTrainer, prompts: int, samples: int, step: int, tokens
     return trainer.worker.rollout.generate(task)
 
 
-def never_called(folder: Path) -> str:
+def never_called(folder: Path, smoke: bool) -> str:
     """Processor time of rollouts in pairs: 128 answers with a tool that no answer calls, against the plain path."""
     model = save_calling_model(folder / "model", call=NEVER)
     plain = folder / "plain"
@@ -97,12 +96,13 @@ def never_called(folder: Path) -> str:
         )
     )  # fmt: skip
     assert without.worker.rollout._answering is None
-    return "; ".join(f"{tokens} tokens each {_pairs(with_tool, without, tokens)}" for tokens in (32, 128))
+    pairs, lengths = (3, (8,)) if smoke else (10, (32, 128))
+    return "; ".join(f"{tokens} tokens each {_pairs(with_tool, without, tokens, pairs)}" for tokens in lengths)
 
 
-def _pairs(with_tool: PPOTrainer, without: PPOTrainer, tokens: int) -> str:
+def _pairs(with_tool: PPOTrainer, without: PPOTrainer, tokens: int, pairs: int) -> str:
     ratios, more_ms = [], []
-    for pair in range(10):
+    for pair in range(pairs):
         found, seconds = {}, {}
         for trainer in (with_tool, without) if pair % 2 else (without, with_tool):
             gc.collect()
@@ -119,7 +119,7 @@ def _pairs(with_tool: PPOTrainer, without: PPOTrainer, tokens: int) -> str:
     return f"{median(ratios) - 1:+.1%} (quartiles {low - 1:+.1%}, {high - 1:+.1%}), {median(more_ms):+.2f} ms an answer"
 
 
-def per_turn(folder: Path) -> str:
+def per_turn(folder: Path, smoke: bool) -> str:
     """Milliseconds from a turn's end until its context is there in tokens: decode, parse, tool, seam; one at a time."""
     trainer = trainer_of(folder, save_calling_model(folder / "model"))
     answering = trainer.worker.rollout._answering
@@ -128,7 +128,7 @@ def per_turn(folder: Path) -> str:
     text = [VOCABULARY.index(character) for character in "I add these two numbers, as I was asked to. " * 3]
     times: list[float] = []
     tokens = np.array([*text, CALL_ID], dtype=np.int32)
-    for number in range(1100):
+    for number in range(104 if smoke else 1100):
         if number % 8 == 0:
             trajectory = Conversation(0, 0, np.zeros(1, dtype=np.int32))
         trajectory.num_turns += 1
@@ -155,7 +155,7 @@ def _files(pids: Sequence[int]) -> int:
     return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
 
 
-def long_run(folder: Path) -> str:
+def long_run(folder: Path, smoke: bool) -> str:
     """4,000 trajectories with an instance each, 80 at a time: memory and open files after 2,000, and at the end.
 
     Until then threads are started, one after the other, as many as calls were ever under way at once.
@@ -164,9 +164,10 @@ def long_run(folder: Path) -> str:
     keys = {R + "multi_turn__environment": folder / "own.py:Adds", R + "multi_turn__function_tool_path": None}
     trainer = trainer_of(folder, save_calling_model(folder / "model"), **keys)
     hosts, seen, calls = trainer.worker.rollout._answering._hosts, {}, 0
-    for step in range(1, 51):
+    steps = 2 if smoke else 50
+    for step in range(1, steps + 1):
         calls += int(generated(trainer, 20, 4, step)[2].per_sample[c.TOOL_CALLS].sum())
-        if step in (25, 50):
+        if step in (steps // 2, steps):
             gc.collect()
             below = [child for host in hosts._hosts for child in descendants(host._process.pid)]
             seen[step] = [_memory_mb(below), _files(below), _memory_mb([os.getpid()]), _files([os.getpid()])]
@@ -179,25 +180,26 @@ def long_run(folder: Path) -> str:
     return f"{tools}; {worker}; {calls:,} calls"
 
 
-def places(folder: Path) -> str:
+def places(folder: Path, smoke: bool) -> str:
     """Share of 8 decode places in use: 32 answers whose tool takes 1 s and whose turns take 0.5 s on average, until
     fewer than 24 of them are left; and 96 answers, until the last is begun."""
-    return "; ".join(f"{answers} answers {_in_use(folder / str(answers), answers):.0%}" for answers in (32, 96))
+    numbers = (32,) if smoke else (32, 96)
+    return "; ".join(f"{answers} answers {_in_use(folder / str(answers), answers, smoke):.0%}" for answers in numbers)
 
 
-def _in_use(folder: Path, answers: int) -> float:
+def _in_use(folder: Path, answers: int, smoke: bool) -> float:
     folder.mkdir()
-    code = TOOLS.replace("    return", "    import time\n    time.sleep(1)\n    return")
+    code = TOOLS.replace("    return", f"    import time\n    time.sleep({0.01 if smoke else 1})\n    return")
     trainer = trainer_of(folder, save_calling_model(folder / "model"), code, 96, **{R + "max_num_seqs": 8})
     worker, marks = trainer.worker.rollout, []
     sample, forward = worker.engine._sample, worker.engine._forward
 
-    def sampled(hidden, rows, turns, sampling):
+    def sampled(hidden, rows, turns, *rest):
         marks.append((time.perf_counter(), turns.num_running))
-        return sample(hidden, rows, turns, sampling)
+        return sample(hidden, rows, turns, *rest)
 
     def slowly(*arguments, **named):
-        time.sleep(0.01)
+        time.sleep(0.001 if smoke else 0.01)
         return forward(*arguments, **named)
 
     worker.engine._sample, worker.engine._forward = sampled, slowly
@@ -234,13 +236,14 @@ class LongTalk(Talk):
         return [2 + (7 * key[0] + number) % 90 for number in range(20)]
 
 
-def follow_ups(folder: Path) -> str:
+def follow_ups(folder: Path, smoke: bool) -> str:
     """8 conversations of up to 4 turns of 20 tokens on average, behind prompts of 1,000 tokens, in pairs of rollouts of
     one process: as it is, and with an engine that is not told that they go on, so that it computes all anew. A random
     six-layer Qwen3 of width 256."""
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, eos_token_id=1, initializer_range=0.1,
+        vocab_size=1000, hidden_size=256, intermediate_size=768, num_hidden_layers=1 if smoke else 6,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, eos_token_id=1,
+        initializer_range=0.1,
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -249,7 +252,8 @@ def follow_ups(folder: Path) -> str:
     engine.load_weights(Weight(name, value.detach()) for name, value in named)
     engine.wake_cache()
     engine._is_end[::20] = True
-    prompts = [np.random.default_rng(number).integers(2, 1000, 1000).astype(np.int32) for number in range(8)]
+    long = 50 if smoke else 1000
+    prompts = [np.random.default_rng(number).integers(2, 1000, long).astype(np.int32) for number in range(8)]
     prefill, spent = engine._prefill, [0.0]
 
     def timed(jobs: Sequence[Job], *rest: Any) -> torch.Tensor:
@@ -260,7 +264,7 @@ def follow_ups(folder: Path) -> str:
 
     engine._prefill = timed
     found: dict[bool, list[tuple[float, float, LongTalk]]] = {True: [], False: []}
-    for pair in range(6):
+    for pair in range(2 if smoke else 6):
         for keeps in (True, False) if pair % 2 else (False, True):
             talk, spent[0], started = LongTalk(jobs_of(prompts, 1), 500, keeps=keeps), 0.0, time.perf_counter()
             engine.generate(talk, Sampling(500, 1.0))
@@ -269,7 +273,7 @@ def follow_ups(folder: Path) -> str:
     assert kept.tokens == anew.tokens
     turns = [turn for each in kept.turns.values() for turn in each[1:]]
     begun = sum(
-        1000 + sum(len(turn.tokens) + 20 for turn in each[:number])
+        long + sum(len(turn.tokens) + 20 for turn in each[:number])
         for each in kept.turns.values() for number in range(1, len(each))
     )  # fmt: skip
     share = sum(turn.num_reused for turn in turns) / begun
@@ -282,7 +286,7 @@ def follow_ups(folder: Path) -> str:
     )
 
 
-QUESTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
+QUESTIONS: dict[str, tuple[str, Callable[[Path, bool], str]]] = {
     "never_called": ("generation with a tool that is never called, against the plain path", never_called),
     "per_turn": ("a turn's end to its context in tokens, one trajectory at a time", per_turn),
     "long_run": ("2,000 trajectories after the first 2,000: growth", long_run),
@@ -291,31 +295,25 @@ QUESTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Answer the questions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[*QUESTIONS, []])
-    parser.add_argument("--out", help="file in bench/results")
-    given = parser.parse_args(argv)
+    given = parse(parser, argv, out="agents_cpu.md")
     names = given.names or list(QUESTIONS)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows = []
+    rows: list[str] = []
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(f"| {QUESTIONS[name][0]} | {QUESTIONS[name][1](Path(folder))} |")
-        sys.stdout.write(rows[-1] + "\n")
-        sys.stdout.flush()
+            finished_row(rows, f"| {QUESTIONS[name][0]} | {QUESTIONS[name][1](Path(folder), given.smoke)} |")
     dist.destroy_process_group()
-    if given.out:
-        what = "A random two-layer Qwen3 of width 32 with a token that is a whole call"
-        if names == ["follow_ups"]:
-            what = "A random six-layer Qwen3 of width 256; medians of five rollouts, token for token the same"
-        command = f"python -m bench.agents {' '.join(given.names)} --out {given.out}".replace("  ", " ")
-        write(given.out, command, f"{what}; embedded engine, one thread.", ("question", "measured"), rows)
-    return 0
+    what = "A random two-layer Qwen3 of width 32 with a token that is a whole call"
+    if names == ["follow_ups"]:
+        what = "A random six-layer Qwen3 of width 256; medians of five rollouts, token for token the same"
+    write(given, f"{what}; embedded engine, one thread.", table(["question", "measured"], rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

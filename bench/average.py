@@ -1,26 +1,23 @@
 """What does averaging checkpoints bring? Three learning runs of the quickstart's task; averages of their checkpoints.
 
-    python -m bench.average [--out outputs/average] [--steps 100] [--seeds 3]
+    python -m bench.average [--steps 100] [--seeds 3]
 
 The runs share their first weights and differ in the order of the data and in the answers that are drawn. Each saves a
 checkpoint every ten steps. Averaged are the last three of each run, and the last ones of all runs, by
-`rltrain.average`; all are scored by `rltrain.evaluate`. What is finished is not made again. Writes
-bench/results/average_cpu.md.
+`rltrain.average`; all are scored by `rltrain.evaluate`. Complete models and runs in the folder `--work` are not made
+again.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
-from bench.learning import ALGORITHMS, COMMON, EVERY, ROOT, call
+from bench.learning import ALGORITHMS, COMMON, call
+from bench.table import parse, table, write
 
-NUM_TEST = 352
 AVERAGED = 3
 ANSWERS = 8
 SOURCE = "rltrain/arithmetic"
@@ -30,23 +27,24 @@ EVALUATED = [
 ]  # fmt: skip
 
 
-def prepare(out: Path) -> list[str]:
+def prepare(out: Path, num_test: int, warm_up: int) -> list[str]:
     """Data and model; returns the keys that name them."""
     data, model = out / "data", out / "model"
     if not (model / "config.json").exists():
-        sizes = ["--num-train", 2048, "--num-test", NUM_TEST, "--max-operand", 49, "--seed", 0]
+        sizes = ["--num-train", 2048, "--num-test", num_test, "--max-operand", 49, "--seed", 0]
         call("-m", "rltrain.data_preprocess.arithmetic", "--output", data, *sizes)
-        call("scripts/make_small_model.py", "--output", model, "--train", data / "train.parquet", "--seed", 1)
+        of_model = ["--train", data / "train.parquet", "--steps", warm_up, "--seed", 1]
+        call("scripts/make_small_model.py", "--output", model, *of_model)
     files = [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
     return [*files, f"actor_rollout_ref.model.path={model}"]
 
 
-def train(out: Path, keys: list[str], seed: int, steps: int) -> Path:
+def train(out: Path, keys: list[str], seed: int, steps: int, every: int) -> Path:
     """The folder of a run that has made its steps."""
     run = out / f"run_{seed}"
     if not (run / f"global_step_{steps}").is_dir():
         own = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
-        saved = [f"trainer.save_freq={EVERY}", f"trainer.max_actor_ckpt_to_keep={AVERAGED}", "trainer.test_freq=-1"]
+        saved = [f"trainer.save_freq={every}", f"trainer.max_actor_ckpt_to_keep={AVERAGED}", "trainer.test_freq=-1"]
         call("-m", "rltrain.main_ppo", *COMMON, *keys, *ALGORITHMS["grpo"], *own, *saved)
     return run
 
@@ -75,40 +73,31 @@ def cell(result: dict[str, Any], figure: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("outputs/average"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
-    out = options.out.resolve()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    keys = prepare(out)
-    seeds = range(1, options.seeds + 1)
-    runs = {seed: train(out, keys, seed, options.steps) for seed in seeds}
-    last = range(options.steps - EVERY * (AVERAGED - 1), options.steps + 1, EVERY)
+    parser.set_defaults(every=10, num_test=352, warm_up=400)
+    smoke = {"steps": 3, "seeds": 1, "every": 1, "num_test": 8, "warm_up": 1}
+    options = parse(parser, out="average_cpu.md", work="outputs/average", **smoke)
+    out, steps, every, seeds = options.work, options.steps, options.every, range(1, options.seeds + 1)
+    keys = prepare(out, options.num_test, options.warm_up)
+    runs = {seed: train(out, keys, seed, steps, every) for seed in seeds}
+    last = range(steps - every * (AVERAGED - 1), steps + 1, every)
     models = {"before training": out / "model"}
     for seed, run in runs.items():
-        models[f"run {seed}, last"] = run / f"global_step_{options.steps}"
+        models[f"run {seed}, last"] = run / f"global_step_{steps}"
         checkpoints = [run / f"global_step_{step}" for step in last]
         models[f"run {seed}, mean of its last {AVERAGED}"] = averaged(out / f"mean_{seed}", checkpoints)
-    ends = [run / f"global_step_{options.steps}" for run in runs.values()]
-    models[f"mean of the last of {options.seeds} runs"] = averaged(out / "mean_of_runs", ends)
-    rows = scores(out, models)
-    lines = [
-        "# Averaging checkpoints, CPU",
-        "",
-        f"`OMP_NUM_THREADS=1 python -m bench.average --steps {options.steps} --seeds {options.seeds}`, "
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores.",
-        f"GRPO on sums of two numbers up to 49, the quickstart's model; a checkpoint every {EVERY} steps, the last "
-        f"{AVERAGED} are of steps {', '.join(map(str, last))}.",
-        f"In percent, on {NUM_TEST} held-out problems, {ANSWERS} answers each at temperature 1; [ ]: 95 % of bootstrap "
-        "draws over problems.",
-        "",
-        f"| model | avg@{ANSWERS} | pass@{ANSWERS} |",
-        "|---|---|---|",
-        *rows,
-    ]
-    (ROOT / "bench/results/average_cpu.md").write_text("\n".join([*lines, ""]))
+    if len(runs) > 1:
+        ends = [run / f"global_step_{steps}" for run in runs.values()]
+        models[f"mean of the last of {options.seeds} runs"] = averaged(out / "mean_of_runs", ends)
+    write(
+        options,
+        f"GRPO on sums of two numbers up to 49, the quickstart's model; a checkpoint every {every} steps, the last "
+        f"{AVERAGED} are of steps {', '.join(map(str, last))}. In percent, on {options.num_test} held-out problems, "
+        f"{ANSWERS} answers each at temperature 1; [ ]: 95 % of bootstrap draws over problems.",
+        table(["model", f"avg@{ANSWERS}", f"pass@{ANSWERS}"], scores(out, models)),
+    )
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from bench.table import ROOT, parse
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
-ROOT = Path(__file__).parent.parent
 STEPS = 3
 _CRITIC = {"critic.ppo_mini_batch_size": 2, "critic.ppo_max_token_len_per_gpu": 64, "critic.optim.lr": 5e-3}
 _LORA = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora_alpha": 8}
@@ -74,10 +74,10 @@ def train(tree: Path, inputs: Path, folder: Path, name: str) -> str:
     return weights_digest(folder / "run" / f"global_step_{STEPS}")
 
 
-def digests_of(tree: Path, inputs: Path) -> dict[str, str]:
+def digests_of(tree: Path, inputs: Path, names: list[str]) -> dict[str, str]:
     """Return the digest of each run with the code of ``tree``."""
     digests = {}
-    for name in RUNS:
+    for name in names:
         with tempfile.TemporaryDirectory(prefix="bits_") as folder:
             digests[name] = train(tree, inputs, Path(folder), name)
     return digests
@@ -98,31 +98,34 @@ def worktree(revision: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def _of_revision(revision: str, inputs: Path) -> dict[str, str]:
+def _of_revision(revision: str, inputs: Path, names: list[str]) -> dict[str, str]:
     with worktree(revision) as tree:
-        return digests_of(tree, inputs)
+        return digests_of(tree, inputs, names)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run all trees, two at a time, print the comparison and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--against", nargs="+", default=[], metavar="REV", help="commits to compare with")
-    options = parser.parse_args(argv)
+    parser.set_defaults(names=list(RUNS))
+    options = parse(parser, argv, against=[], names=["LoRA"])
     with tempfile.TemporaryDirectory(prefix="bits_") as folder:
         inputs = Path(folder)
         save_tiny_model(inputs / "model")
         write_arithmetic(inputs / "train.parquet", range(24))
         write_arithmetic(inputs / "test.parquet", range(24, 30))
         with ThreadPoolExecutor(2) as pool:
-            working = pool.submit(digests_of, ROOT, inputs)
-            others = {revision: pool.submit(_of_revision, revision, inputs) for revision in options.against}
+            working = pool.submit(digests_of, ROOT, inputs, options.names)
+            others = {
+                revision: pool.submit(_of_revision, revision, inputs, options.names) for revision in options.against
+            }
             ours = working.result()
             theirs = {revision: digests.result() for revision, digests in others.items()}
     for name, digest in ours.items():
         print(f"{name} ({RUNS[name][0]} rank{'s' * (RUNS[name][0] > 1)}): {digest}")
     wrong = [name for name, digest in ours.items() if digest.startswith("failed")]
     for revision, digests in theirs.items():
-        differing = [name for name in RUNS if digests[name] != ours[name] or digests[name].startswith("failed")]
+        differing = [name for name in ours if digests[name] != ours[name] or digests[name].startswith("failed")]
         print(f"{revision}: {'equal' if not differing else 'differs: ' + ', '.join(differing)}")
         for name in differing:
             print(f"  {name}: {digests[name]}")

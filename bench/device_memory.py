@@ -7,6 +7,7 @@ Where no device is, they have the stand-in of the tests, whose allocator counts 
 optimizer state is there then.
 """
 
+import argparse
 import os
 import pickle
 import subprocess
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from bench.table import RESULTS, write
+from bench.table import finished_row, parse, table, write
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import Device, get_device
@@ -58,6 +59,13 @@ CASES: dict[str, dict[str, object]] = {
     "grpo, no recomputation": OFFLOAD | {"actor_rollout_ref.model.enable_gradient_checkpointing": False},
 }
 
+SMOKE: dict[str, dict[str, object]] = {
+    "smoke": {
+        "data.train_batch_size": 4, "data.max_response_length": 2, f"{_R}n": 2, f"{_A}ppo_mini_batch_size": 2,
+        f"{_A}ppo_max_token_len_per_gpu": PROMPT + 2 * 2,
+    }
+}  # fmt: skip
+
 
 def arguments(folder: Path, case: str) -> list[str]:
     """The run's settings."""
@@ -67,7 +75,7 @@ def arguments(folder: Path, case: str) -> list[str]:
         f"{_A}ppo_mini_batch_size": PROMPTS // 2, f"{_A}ppo_max_token_len_per_gpu": PROMPT + ANSWERS * ANSWER,
         f"{_A}entropy_coeff": 0, f"{_R}update_weights_bucket_megabytes": 4, "trainer.device": "npu",
         "trainer.n_gpus_per_node": RANKS, f"{_R}name": "hf", f"{_R}n": ANSWERS, "trainer.device_memory_gb": 4,
-    } | CASES[case]  # fmt: skip
+    } | (CASES | SMOKE)[case]  # fmt: skip
     return small_run(folder / "model", (file, file), folder, **{key.replace(".", "__"): v for key, v in keys.items()})
 
 
@@ -205,22 +213,21 @@ def make_step(worker: HybridWorker, cfg: Any, step: int) -> None:
     """Every phase once, as the driver calls them."""
     import numpy as np
 
-    sampling = Sampling(ANSWER, 1.0, ignore_eos=True)
-    task = GenerateTask(
-        "train", np.arange(PROMPTS, dtype=np.int32), ANSWERS, sampling, seed=1, step=step, call=step + 1
-    )
+    length, answers, prompts = cfg.data.max_response_length, cfg.actor_rollout_ref.rollout.n, cfg.data.train_batch_size
+    sampling, rows = Sampling(length, 1.0, ignore_eos=True), np.arange(prompts, dtype=np.int32)
+    task = GenerateTask("train", rows, answers, sampling, seed=1, step=step, call=step + 1)
     batch, _, _ = worker.rollout.generate(task)
     if cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1:
         everyone: list[Any] = [None] * RANKS
         dist.all_gather_object(everyone, batch)
         batch = Batch.concat(everyone)
-    micros = [ANSWERS] * (len(batch) // ANSWERS)
+    micros = [answers] * (len(batch) // answers)
     batch.update(worker.actor.log_probs(batch, micros)[0])
     batch.update(worker.actor.ref_log_probs(batch, micros)[0])
     batch.update({"advantage": torch.randn(len(batch))})
     half = len(micros) // 2
-    counts = Denominators(PROMPTS * ANSWERS * ANSWER // 2, PROMPTS * ANSWERS // 2, ANSWER)
-    minis = (MiniBatch((ANSWERS,) * half, counts, False), MiniBatch((ANSWERS,) * half, counts))
+    counts = Denominators(prompts * answers * length // 2, prompts * answers // 2, length)
+    minis = (MiniBatch((answers,) * half, counts, False), MiniBatch((answers,) * half, counts))
     if hasattr(worker, "critic"):
         batch.update(worker.critic.values(batch, micros)[0])
         values = batch.ragged("values")
@@ -241,7 +248,7 @@ def measured(folder: Path, case: str, cap: int | None = None, steps: int = 2) ->
     command = [sys.executable, "-m", "bench.device_memory"]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(folder), case, str(steps)],
+            [*command, "--rank", str(rank), str(folder), case, str(steps)],
             env=environment(RANKS, cap),
             stderr=subprocess.PIPE,
             text=True,
@@ -300,38 +307,35 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def main(cases: Sequence[str] = tuple(CASES)) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    parser.set_defaults(cases=list(CASES), steps=2)
+    options = parse(parser, out="device_memory_standin.md", cases=list(SMOKE), steps=1)
+    if options.rank:
+        rank, folder, case, steps = options.rank
+        rank_main(int(rank), Path(folder), case, int(steps))
+        sys.stdout.flush()
+        os._exit(0)
     rows: list[str] = []
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        prepare(folder)
-        for case in cases:
-            compared = compare(folder, case)
-            if case == next(iter(CASES)):
-                draw(compared, RESULTS / "device_memory_standin.png")
+        prepare(Path(made))
+        for case in options.cases:
+            compared = compare(Path(made), case, options.steps)
+            if case == options.cases[0]:
+                draw(compared, options.out.with_suffix(".png"))
             for phase, told, found, peak in compared:
                 cells = [f"{told[owner] / 1e6:.1f} / {found[owner] / 1e6:.1f}" for owner in OWNERS]
                 total = f"{told.total() / 1e6:.1f} / {peak / 1e6:.1f} | {told.total() / peak - 1:+.1%}"
-                rows.append(f"| {case} | {phase} | {' | '.join(cells)} | {total} |")
-                sys.stderr.write(rows[-1] + "\n")
-            # After every one: the page has those that have ended.
-            write_page(rows, cases[: cases.index(case) + 1])
-
-
-def write_page(rows: list[str], cases: Sequence[str]) -> None:
-    """The table of ``cases``."""
-    what = (
+                finished_row(rows, f"| {case} | {phase} | {' | '.join(cells)} | {total} |")
+    write(
+        options,
         "MB on a device at the peak of each phase: foretold / counted by owner, and the allocator's own count. Two "
         "ranks, a Qwen3 of 7 layers of 256 (7.7 M weights), 544 tokens a micro-batch, compute in bf16, weights in "
-        f"fp32, the second of two steps. {len(cases)} of {len(CASES)} runs have ended."
+        "fp32, the second of two steps.",
+        table(["run", "phase", *OWNERS, "all", "off by"], rows),
     )
-    command = "python -m bench.device_memory"
-    write("device_memory_standin.md", command, what, ["run", "phase", *OWNERS, "all", "off by"], rows)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        rank_main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-        sys.stdout.flush()
-        os._exit(0)
     main()

@@ -1,30 +1,27 @@
 """Does the quickstart's model learn faster from a larger one of its family than from rewards? One table.
 
-    python -m bench.distill [--out outputs/distill] [--samples 5120] [--seeds 2] [--jobs 2] [--only grpo,reverse_kl]
+    python -m bench.distill [--samples 5120] [--seeds 2] [--jobs 2] [--only grpo,reverse_kl]
 
 The teacher is made as the student is, by scripts/make_small_model.py, with twice the layers, with answers without slips
 and until it is right. Every way gets as many answers; a teacher alone needs one to a prompt, and so makes more steps of
-them. A run that is complete is not made again. Writes bench/results/distill_cpu.md.
+them. Complete runs in the folder `--work` are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import os
-import platform
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from bench.learning import COMMON, ROOT, A, R, call, curve, prepare
-from rltrain.run.report.table import read_metrics
+from bench.learning import COMMON, A, R, at_once, call, curve, prepare, seconds_a_step, train
+from bench.table import parse, table, write
 
 LOSS = "distillation.distillation_loss."
 ALONE = ["distillation.enabled=True", f"{LOSS}use_task_rewards=False", f"{R}n=1"]
 BATCH = "data.train_batch_size="
-EVERY, GOAL = 1280, 0.7  # answers between two validations
+GOAL = 0.7
 WAYS = {
     "grpo": ["algorithm.adv_estimator=grpo", f"{R}n=8"],
     # Steps of as few answers as a teacher's alone.
@@ -48,11 +45,11 @@ NAMES = {
 }
 
 
-def make_teacher(out: Path) -> Path:
+def make_teacher(out: Path, steps: int) -> Path:
     """A model of four layers that is right nine times in ten."""
     teacher = out / "teacher"
     if not (teacher / "config.json").exists():
-        means = ["--layers", 4, "--slip-rate", 0, "--target-accuracy", 0.9, "--steps", 3000, "--seed", 2]
+        means = ["--layers", 4, "--slip-rate", 0, "--target-accuracy", 0.9, "--steps", steps, "--seed", 2]
         call("scripts/make_small_model.py", "--output", teacher, "--train", out / "data/train.parquet", *means)
     return teacher
 
@@ -64,19 +61,16 @@ def sizes(way: str) -> tuple[int, int]:
     return prompts[-1], answers[-1]
 
 
-def train(run: Path, keys: list[str], way: str, seed: int, samples: int) -> None:
-    if (run / "done").exists():
-        return
+def settings(way: str, seed: int, samples: int, every: int) -> list[str]:
+    """The keys of a run that validates after ``every`` responses."""
     of_step = math.prod(sizes(way))
-    settings = [f"data.seed={seed}", f"trainer.total_training_steps={samples // of_step}"]
-    settings += [f"trainer.default_local_dir={run}", f"trainer.test_freq={EVERY // of_step}"]
     own = {word.partition("=")[0] for word in WAYS[way]} | {"trainer.test_freq"}
     common = [word for word in COMMON if word.partition("=")[0] not in own]
-    call("-m", "rltrain.main_ppo", *common, *keys, *WAYS[way], *settings)
-    (run / "done").touch()
+    steps = [f"trainer.total_training_steps={samples // of_step}", f"trainer.test_freq={every // of_step}"]
+    return [*common, *WAYS[way], f"data.seed={seed}", *steps]
 
 
-def row(way: str, runs: list[Path], samples: int) -> str:
+def row(way: str, runs: list[Path], samples: int, every: int) -> str:
     prompts, answers = sizes(way)
     of_step = prompts * answers
     # A run that was asked for more is the same up to here: the learning rate is constant.
@@ -85,55 +79,48 @@ def row(way: str, runs: list[Path], samples: int) -> str:
     ]
     reached = [next((number for number, value in each.items() if value >= GOAL), None) for each in curves]
     goals = ", ".join("not reached" if number is None else f"{number:,}" for number in reached)
-    lines = [line for run in runs for line in read_metrics(run) if "timing_s/step" in line]
-    seconds = sum(line["timing_s/step"] for line in lines) / len(lines)
-    values = [", ".join(f"{each[number]:.2f}" for each in curves) for number in range(0, samples + 1, EVERY)]
-    return f"| {NAMES[way]} | {prompts} x {answers} | {' | '.join(values)} | {goals} | {seconds:.2f} |"
+    values = [", ".join(f"{each[number]:.2f}" for each in curves) for number in range(0, samples + 1, every)]
+    return f"| {NAMES[way]} | {prompts} x {answers} | {' | '.join(values)} | {goals} | {seconds_a_step(runs):.2f} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("outputs/distill"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--samples", type=int, default=5120, help="answers that every way gets")
+    parser.add_argument("--every", type=int, default=1280, help="answers between two validations")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default=",".join(WAYS))
-    options = parser.parse_args()
-    out, ways, samples = options.out.resolve(), options.only.split(","), options.samples
-    os.environ["OMP_NUM_THREADS"] = "1"
-    keys = prepare(out)
-    teacher = make_teacher(out)
+    parser.set_defaults(warm_up=400, teacher_steps=3000)
+    smoke = {"samples": 64, "every": 64, "seeds": 1, "only": "reverse_kl", "warm_up": 1, "teacher_steps": 1}
+    options = parse(parser, out="distill_cpu.md", work="outputs/distill", **smoke)
+    out, ways, samples, every = options.work, options.only.split(","), options.samples, options.every
+    keys = prepare(out, warm_up=options.warm_up)
+    teacher = make_teacher(out, options.teacher_steps)
     accuracy = json.loads((teacher / "warm_up.json").read_text())["sampled"]
     seeds = range(1, options.seeds + 1)
     runs = {way: [out / f"{way}_{seed}" for seed in seeds] for way in ways}
-    with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = []
-        for seed in seeds:
-            for way in ways:
-                taught = (
-                    [] if way.startswith("grpo") and "+" not in way else [f"distillation.teacher.model.path={teacher}"]
-                )
-                jobs.append(pool.submit(train, runs[way][seed - 1], [*keys, *taught], way, seed, samples))
-        for job in jobs:
-            job.result()
-    command = f"python -m bench.distill --samples {samples} --seeds {options.seeds} --jobs {options.jobs}"
-    command += "" if ways == list(WAYS) else f" --only {options.only}"
-    counts = [f"{number:,}" for number in range(0, samples + 1, EVERY)]
-    lines = [
-        "# Distillation, CPU",
-        "",
-        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores. Task and student of "
-        f"scripts/quickstart.sh, and its learning rate;",
-        f"the teacher has twice the layers, and {accuracy:.2f} of its sampled answers are right. Held-out accuracy",
-        "(128 prompts, 4 sampled answers each) after so many answers of the policy, of each seed. Seconds a step with "
-        "other jobs on the same cores: an upper bound.",
-        "",
-        f"| learnt from | prompts x answers of a step | {' | '.join(counts)} | answers until {GOAL} | s/step |",
-        "|" + "---|" * (4 + len(counts)),
-        *(row(way, of_seeds, samples) for way, of_seeds in runs.items()),
-        "",
-    ]
-    (ROOT / "bench/results/distill_cpu.md").write_text("\n".join(lines))
+    taught = {way: [f"distillation.teacher.model.path={teacher}"] * ("kl" in way or way == "k1") for way in ways}
+    at_once(
+        options.jobs,
+        [
+            partial(
+                train, runs[way][seed - 1], "-m", "rltrain.main_ppo", *keys, *settings(way, seed, samples, every),
+                *taught[way],
+            )
+            for seed in seeds
+            for way in ways
+        ],
+    )  # fmt: skip
+    counts = [f"{number:,}" for number in range(0, samples + 1, every)]
+    titles = ["learnt from", "prompts x answers of a step", *counts, f"answers until {GOAL}", "s/step"]
+    write(
+        options,
+        "Task and student of scripts/quickstart.sh, and its learning rate; the teacher has twice the layers, and "
+        f"{accuracy:.2f} of its sampled answers are right. Held-out accuracy (128 prompts, 4 sampled answers each) "
+        "after so many answers of the policy, of each seed. Seconds a step with other jobs on the same cores: an upper "
+        "bound.",
+        table(titles, [row(way, of_seeds, samples, every) for way, of_seeds in runs.items()]),
+    )
 
 
 if __name__ == "__main__":

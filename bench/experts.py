@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from bench.table import write
+from bench.table import parse, table, write
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import DEVICES, get_device
@@ -167,12 +167,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7, help="of the updates that are timed")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch of each rank")
-    arguments = parser.parse_args()
-    sizes = [size for size in (1, 2, 4, 8, 16) if arguments.ranks % size == 0]
+    options = parse(parser, out="experts_cpu.md", ranks=2, rounds=1, tokens=256)
+    sizes = [size for size in (1, 2, 4, 8, 16) if options.ranks % size == 0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         LARGE.save_pretrained(folder / "large")
-        rows = [pretended(folder / "large", size, arguments.ranks, arguments.tokens) for size in sizes]
+        rows = [pretended(folder / "large", size, options.ranks, options.tokens) for size in sizes]
         small = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(small).save_pretrained(folder / "small")
@@ -181,12 +181,12 @@ def main() -> None:
         found = torch.load(folder / "small" / "found.pt")
         timed = Qwen3MoeConfig(**SIZES | TIMED)
         AutoModelForCausalLM.from_config(timed).save_pretrained(folder / "timed")
-        run_on_ranks(time_balance, 1, folder / "timed", arguments.rounds)
+        run_on_ranks(time_balance, 1, folder / "timed", options.rounds)
         seconds = torch.load(folder / "timed" / "seconds.pt")
     moved = distance(found[1], {name: start[name] for name in found[1]})
     apart = ", ".join(f"{size}: {distance(found[size], found[1]):.1e}" for size in (2, 4))
     what = (
-        f"Qwen3-30B-A3B, the update of one micro-batch of {arguments.tokens:,} tokens on each of {arguments.ranks} "
+        f"Qwen3-30B-A3B, the update of one micro-batch of {options.tokens:,} tokens on each of {options.ranks} "
         "ranks, activations computed again, master weights in float32. GiB that a device receives, and GiB at the peak."
     )
     titles = (
@@ -199,13 +199,13 @@ def main() -> None:
         f"A small Qwen3-MoE on four real ranks, {STEPS} steps of AdamW: the weights have moved by {moved:.1e} of their "
         f"norm, and those of each size are apart from those of size 1 by {apart}.\n\n"
         "Seconds of an update's forward and backward passes over 1,024 tokens in two micro-batches, of a Qwen3-MoE of "
-        f"four layers with 64 experts, 8 of them a token; medians of {2 * arguments.rounds}, in turns: "
+        f"four layers with 64 experts, 8 of them a token; medians of {2 * options.rounds}, in turns: "
         f"{seconds['without']:.3f} without `router_aux_loss_coef`, {seconds['with']:.3f} with it "
         f"({seconds['with'] / seconds['without']:.2f} times, one more forward); with replayed experts "
         f"{seconds['without, replayed']:.3f} and {seconds['with, replayed']:.3f} "
         f"({seconds['with, replayed'] / seconds['without, replayed']:.2f} times)."
     )
-    write("experts_cpu.md", "python -m bench.experts", what, titles, rows, notes)
+    write(options, what, table(titles, rows), notes)
 
 
 if __name__ == "__main__":

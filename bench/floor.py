@@ -43,6 +43,7 @@ class Floor:
             name.removeprefix("model."): parameter.detach().clone().requires_grad_()
             for name, parameter in model.named_parameters()
         }
+        self._head = "embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
         frequencies = 1.0 / model.config.rope_parameters["rope_theta"] ** (torch.arange(0, self.size, 2) / self.size)
         self._angles = torch.outer(torch.arange(2048), frequencies).repeat(1, 2)
 
@@ -98,7 +99,7 @@ class Floor:
         """log pi of every answer token [groups, n, length]."""
         weights = self.cast()
         hidden = self._shared(weights, batch) if shared else self._packed(weights, batch)
-        logits = linear(hidden, weights["lm_head.weight"]).float()
+        logits = linear(hidden, weights[self._head]).float()
         return logits.gather(-1, batch.answers[..., None])[..., 0] - logits.logsumexp(-1)
 
     def _packed(self, weights: dict[str, Tensor], batch: Group) -> Tensor:
@@ -164,7 +165,7 @@ class Floor:
         state = hidden.unflatten(0, (groups, start))[:, -1].repeat_interleave(n, 0)
         tokens, log_probs = torch.empty(rows, length, dtype=torch.long), torch.empty(rows, length)
         for at in range(length):
-            tokens[:, at], log_probs[:, at] = self._sample(linear(state, weights["lm_head.weight"]))
+            tokens[:, at], log_probs[:, at] = self._sample(linear(state, weights[self._head]))
             if at == length - 1:
                 break
 

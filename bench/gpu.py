@@ -31,7 +31,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from bench.scale import FreeScores
-from bench.table import write
+from bench.table import parse, table, write
 from bench.workload import write_prompts
 from bench.zeros import write_zeros
 from rltrain.base.device import Device, get_device
@@ -333,7 +333,7 @@ def attempt(name: str, options: argparse.Namespace, argv: Sequence[str]) -> tupl
     return [Row(*row) for row in rows], reason
 
 
-def report(options: argparse.Namespace, argv: Sequence[str], found: dict[str, tuple[list[Row], str]]) -> None:
+def report(options: argparse.Namespace, found: dict[str, tuple[list[Row], str]]) -> None:
     device = get_device(options.device)
     rows = []
     for name in STAGES:
@@ -342,14 +342,12 @@ def report(options: argparse.Namespace, argv: Sequence[str], found: dict[str, tu
         rows += [f"| {name} | {row.what} | {row.value} | {row.goal} |" for row in stage_rows]
         rows += [] if stage_rows else [f"| {name} | **not run** | {reason} | |"]
     write(
-        options.out,
-        " ".join(["python -m bench.gpu", *argv]),
+        options,
         f"{_count(options)} x {device.name}, {os.cpu_count()} host cores. Qwen2.5 of shape {options.shape}, random "
         f"weights; {options.prompts} prompts of about {options.prompt_tokens} tokens x {options.answers} answers of "
         f"{options.response_tokens}. MFU counts a shared prompt once, and where it says so for every answer; shares "
         "are of the peaks in rltrain/base/chips.py.",
-        ["stage", "what", "value", "goal"],
-        rows,
+        table(["stage", "what", "value", "goal"], rows),
     )
 
 
@@ -365,13 +363,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--response-tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that warms up")
     parser.add_argument("--minutes", type=float, default=15, help="time limit of a stage")
-    parser.add_argument("--work", type=Path, default=Path("outputs/bench_gpu"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of the runs")
-    parser.add_argument("--out", default="gpu.md")
     parser.add_argument("--here", action="store_true", help="stages in this process")
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    options.work = options.work.resolve()
+    smoke = {"shape": "tiny", "stages": ["kernels", "step"], "device": "cpu", "here": True, "steps": 1, "prompts": 2}
+    smoke |= {"answers": 2, "prompt_tokens": 40, "response_tokens": 4}
+    options = parse(parser, argv, out="gpu.md", work="outputs/bench_gpu", **smoke)
     options.work.mkdir(parents=True, exist_ok=True)
     stages: dict[str, tuple[list[Row], str]] = {}
     for name in options.stages:
@@ -379,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.json:
             options.json.write_text(json.dumps(stages))
         else:
-            report(options, argv, stages)
+            report(options, stages)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,28 @@
 """Does every algorithm learn? The quickstart's task, model and step, three seeds each: one table and one plot.
 
-    python -m bench.learning [--out outputs/learning] [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
-    python -m bench.learning --newer …
-    python -m bench.learning --moe --seeds 1 …
+    python -m bench.learning [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
+    python -m bench.learning --newer --out learning_newer_cpu.md …
+    python -m bench.learning --moe --out learning_moe_cpu.md …
 
-A run that is complete is not made again. The plot needs matplotlib (extra `dev`). Writes bench/results/learning_cpu.md
-and learning_cpu.png; with --newer, of the methods of 2025 and 2026 beside grpo, learning_newer_cpu.md and its picture;
-with --moe, of a model with eight experts in a layer, learning_moe_cpu.md and its picture.
+Complete runs in the folder `--work` are not made again. The plot needs matplotlib (extra `dev`). `--newer`: the methods
+of 2025 and 2026, and grpo. `--moe`: a model with eight experts in a layer.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from bench.table import ROOT, parse, table, write
 from rltrain.run.report.table import read_metrics
 
-ROOT = Path(__file__).parent.parent
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 # Without the penalty for long answers, where there is one.
 KEYS = ("val-aux/rltrain/arithmetic/rule_score/mean@4", "val-core/rltrain/arithmetic/reward/mean@4")
@@ -94,29 +93,43 @@ MOE = {
 }
 
 
-def prepare(out: Path, experts: int) -> list[str]:
+def prepare(out: Path, experts: int = 0, warm_up: int = 400) -> list[str]:
     """Data and model of the quickstart, which has ``experts``; returns the keys that name them."""
     data, model = out / "data", out / ("model_experts" if experts else "model")
     if not (model / "config.json").exists():
         arguments = ["--output", data, "--num-train", 2048, "--num-test", 128, "--max-operand", 49, "--seed", 0]
         call("-m", "rltrain.data_preprocess.arithmetic", *arguments)
-        made_by = "scripts/make_small_model.py", "--train", data / "train.parquet", "--seed", 1, "--experts", experts
-        call(*made_by, "--output", model)
+        sizes = ["--steps", warm_up, "--seed", 1, "--experts", experts]
+        call("scripts/make_small_model.py", "--train", data / "train.parquet", "--output", model, *sizes)
     files = [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
     return [*files, f"actor_rollout_ref.model.path={model}"]
 
 
-def call(*arguments: object) -> None:
-    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+def call(*arguments: object, command: Sequence[str] = (sys.executable,), **environment: str) -> None:
+    """Run a command of this repository, with one thread. Raises CalledProcessError if it fails."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RLTRAIN_PYTHON": sys.executable}
+    words = [*command, *map(str, arguments)]
+    subprocess.run(words, cwd=ROOT, env=variables | environment, check=True, stdout=subprocess.DEVNULL)
 
 
-def train(out: Path, keys: list[str], name: str, seed: int, steps: int) -> None:
-    run = folder_of(out, name, seed)
-    if (run / "done").exists():
-        return
-    settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
-    call("-m", "rltrain.main_ppo", *COMMON, *keys, *(ALGORITHMS | NEWER | MOE)[name], *settings)
-    (run / "done").touch()
+def train(run: Path, *arguments: object, command: Sequence[str] = (sys.executable,), **environment: str) -> None:
+    """Make the run in the folder ``run`` by a command, unless it is complete."""
+    if not (run / "done").exists():
+        call(*arguments, f"trainer.default_local_dir={run}", command=command, **environment)
+        (run / "done").touch()
+
+
+def at_once(jobs: int, actions: Iterable[Callable[[], None]]) -> None:
+    """Do all actions, ``jobs`` at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for job in [pool.submit(action) for action in actions]:
+            job.result()
+
+
+def seconds_a_step(runs: Iterable[Path]) -> float:
+    """Return the mean over all steps of the runs."""
+    seconds = [line["timing_s/step"] for run in runs for line in read_metrics(run) if "timing_s/step" in line]
+    return sum(seconds) / len(seconds)
 
 
 def folder_of(out: Path, name: str, seed: int) -> Path:
@@ -160,58 +173,43 @@ def plot(curves: dict[str, list[dict[int, float]]], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("outputs/learning"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--newer", action="store_true", help="methods of 2025 and 2026, beside grpo")
     parser.add_argument("--moe", action="store_true", help="a model with experts")
     parser.add_argument("--only", help="names with commas between them")
-    options = parser.parse_args()
-    out = options.out.resolve()
-    known, title = (NEWER, "learning_newer_cpu") if options.newer else (ALGORITHMS, "learning_cpu")
-    if options.moe:
-        known, title = MOE, "learning_moe_cpu"
-    keys, names = (
-        prepare(out, 8 if options.moe else 0),
-        [name for name in known if not options.only or name in options.only.split(",")],
-    )
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [
-            pool.submit(train, out, keys, name, seed, options.steps)
-            for seed in range(1, options.seeds + 1)
+    parser.set_defaults(warm_up=400)
+    options = parse(parser, out="learning_cpu.md", work="outputs/learning", steps=1, seeds=1, warm_up=1)
+    known = NEWER if options.newer else MOE if options.moe else ALGORITHMS
+    names = [name for name in known if not options.only or name in options.only.split(",")]
+    names = names[-1:] if options.smoke else names
+    keys = [*COMMON, *prepare(options.work, 8 * options.moe, options.warm_up)]
+    keys.append(f"trainer.total_training_steps={options.steps}")
+    seeds = range(1, options.seeds + 1)
+    runs = {name: [folder_of(options.work, name, seed) for seed in seeds] for name in names}
+    at_once(
+        options.jobs,
+        [
+            partial(train, runs[name][seed - 1], "-m", "rltrain.main_ppo", *keys, *known[name], f"data.seed={seed}")
+            for seed in seeds
             for name in names
-        ]
-        for job in jobs:
-            job.result()
-    runs = {name: [folder_of(out, name, seed) for seed in range(1, options.seeds + 1)] for name in names}
-    curves = {name: [curve(run) for run in of_seeds] for name, of_seeds in runs.items()}
-    command = f"python -m bench.learning --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}"
-    command += (" --newer" if options.newer else " --moe" if options.moe else "") + (
-        f" --only '{options.only}'" if options.only else ""
+        ],
     )
-    lines = [
-        "# Learning, CPU"
-        + (": methods of 2025 and 2026" if options.newer else ": a model with experts" if options.moe else ""),
-        "",
-        f"`{command}`, "
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores. Task, model and step of "
-        "scripts/quickstart.sh; held-out accuracy (128 prompts, 4",
-        f"sampled answers each) every {EVERY} steps. Seconds a step with other jobs on the same cores: an upper bound.",
-        "",
-        f"| algorithm | before | after {options.steps} steps (each seed) | first step at {GOAL} or more (each seed) "
-        "| s/step |",
-        "|---|---|---|---|---|",
-    ]
-    for name in names:
-        times = [line["timing_s/step"] for run in runs[name] for line in read_metrics(run) if "timing_s/step" in line]
-        lines.append(row(name, curves[name], sum(times) / len(times)))
-    lines += ["", f"![held-out accuracy]({title}.png)", ""]
-    results = ROOT / "bench/results"
-    (results / f"{title}.md").write_text("\n".join(lines))
-    plot(curves, results / f"{title}.png")
+    curves = {name: [curve(run) for run in of_seeds] for name, of_seeds in runs.items()}
+    titles = [
+        "algorithm", "before", f"after {options.steps} steps (each seed)",
+        f"first step at {GOAL} or more (each seed)", "s/step",
+    ]  # fmt: skip
+    plot(curves, options.out.with_suffix(".png"))
+    write(
+        options,
+        f"Task, model and step of scripts/quickstart.sh; held-out accuracy (128 prompts, 4 sampled answers each) every "
+        f"{EVERY} steps. Seconds a step with other jobs on the same cores: an upper bound.",
+        table(titles, [row(name, curves[name], seconds_a_step(runs[name])) for name in names]),
+        f"![held-out accuracy]({options.out.stem}.png)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,27 +1,23 @@
 """Do tools and environments teach? examples/agent_cpu.sh, with what they say and with noise in its place.
 
-    python -m bench.learning_agents [--out outputs/learning_agents] [--seeds 3] [--jobs 1] [--only calculator,guess]
+    python -m bench.learning_agents [--seeds 3] [--jobs 1] [--only calculator,guess]
 
-A seed decides the model, the order of the data and the answers that are drawn; both arms of a seed share them. A run
-that is complete is not made again. The plot needs matplotlib (extra `dev`). Writes bench/results/learning_agents_cpu.md
-and learning_agents_cpu.png.
+A seed decides the model, the order of the data and the answers that are drawn; both arms of a seed share them.
+Complete runs in the folder `--work` are not made again. The plot needs matplotlib (extra `dev`).
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench import learning
+from bench.table import parse, table, write
 from rltrain.run.report.table import read_metrics
 
-ROOT = Path(__file__).parent.parent
 TURNS = "actor_rollout_ref.rollout.multi_turn."
 EVERY = 5
 
@@ -60,26 +56,17 @@ def folder(out: Path, task: str, arm: str, seed: int) -> Path:
     return out / f"{task}_{'noise' if TASKS[task].arms[arm] else 'honest'}_{seed}"
 
 
-def train(out: Path, task: str, seed: int) -> None:
+def train(out: Path, task: str, seed: int, warm_up: int) -> None:
     """Both arms, one after the other: the second finds the model of the first."""
-    for arm in TASKS[task].arms:
-        train_arm(out, task, arm, seed)
-
-
-def train_arm(out: Path, task: str, arm: str, seed: int) -> None:
-    run = folder(out, task, arm, seed)
-    if (run / "done").exists():
-        return
-    # Seeds that run at the same time must not write the same file.
-    made = str(out / f"made_{task}_{seed}")
-    shared = {"TASK": task, "SEED": str(seed), "RUN": str(run), "OUT": made, "OMP_NUM_THREADS": "1"}
-    settings = [f"data.seed={seed}", f"trainer.total_training_steps={TASKS[task].shown[-1]}"]
-    settings += [f"trainer.test_freq={EVERY}", "trainer.save_at_end=False", "trainer.logger=[]"]
-    if TASKS[task].arms[arm]:
-        settings.append(TASKS[task].arms[arm])
-    command = ["bash", "examples/agent_cpu.sh", *settings]
-    subprocess.run(command, cwd=ROOT, env=os.environ | shared, check=True, stdout=subprocess.DEVNULL)
-    (run / "done").touch()
+    for arm, setting in TASKS[task].arms.items():
+        run = folder(out, task, arm, seed)
+        settings = [f"data.seed={seed}", f"trainer.total_training_steps={TASKS[task].shown[-1]}"]
+        settings += [f"trainer.test_freq={EVERY}", "trainer.save_at_end=False", "trainer.logger=[]"]
+        # Seeds that run at the same time must not write the same file.
+        made = str(out / f"made_{task}_{seed}")
+        environment = {"TASK": task, "SEED": str(seed), "RUN": str(run), "OUT": made, "WARM_UP": str(warm_up)}
+        words = ["examples/agent_cpu.sh", *settings, *([setting] if setting else [])]
+        learning.train(run, *words, command=["bash"], **environment)
 
 
 def points(run: Path, task: str) -> dict[int, tuple[float, float]]:
@@ -95,17 +82,15 @@ def _aside(line: dict[str, Any], task: str) -> float:
 
 
 def rows(out: Path, task: str, seeds: int) -> list[str]:
-    shown = TASKS[task].shown
-    lines = [f"| told | | {' | '.join(f'step {step}' for step in shown)} | s/step |", f"|{'---|' * (len(shown) + 3)}"]
+    shown, lines = TASKS[task].shown, []
     for arm in TASKS[task].arms:
         runs = [folder(out, task, arm, seed) for seed in range(1, seeds + 1)]
         curves = [points(run, task) for run in runs]
-        times = [line["timing_s/step"] for run in runs for line in read_metrics(run) if "timing_s/step" in line]
         for place, name in enumerate(("right" if task == "calculator" else "found", TASKS[task].aside)):
             cells = [" ".join(f"{curve[step][place]:.2f}" for curve in curves) for step in shown]
-            seconds = "" if place else f"{sum(times) / len(times):.2f}"
+            seconds = "" if place else f"{learning.seconds_a_step(runs):.2f}"
             lines.append(f"| {arm} | {name} | {' | '.join(cells)} | {seconds} |")
-    return lines
+    return table(["told", "", *(f"step {step}" for step in shown), "s/step"], lines).splitlines()
 
 
 def plot(out: Path, tasks: list[str], seeds: int, file: Path) -> None:
@@ -135,30 +120,26 @@ def plot(out: Path, tasks: list[str], seeds: int, file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("outputs/learning_agents"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default=",".join(TASKS))
-    options = parser.parse_args()
-    out, tasks = options.out.resolve(), options.only.split(",")
-    with ThreadPoolExecutor(options.jobs) as pool:
-        seeds = range(1, options.seeds + 1)
-        for job in [pool.submit(train, out, task, seed) for task in tasks for seed in seeds]:
-            job.result()
-    command = f"python -m bench.learning_agents --seeds {options.seeds} --jobs {options.jobs}"
-    lines = [
-        "# Learning with tools and environments, CPU",
-        "",
-        f"`{command}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores.",
-        TEXT.format(seeds=", ".join(map(str, range(1, options.seeds + 1)))),
-    ]
-    for task in tasks:
-        lines += ["", ABOUT[task], *rows(out, task, options.seeds)]
-    lines += ["", "![held-out scores, and calls and guesses](learning_agents_cpu.png)", ""]
-    results = ROOT / "bench/results"
-    (results / "learning_agents_cpu.md").write_text("\n".join(lines))
-    plot(out, tasks, options.seeds, results / "learning_agents_cpu.png")
+    parser.set_defaults(warm_up=300)
+    smoke = {"seeds": 1, "only": "guess", "warm_up": 1}
+    options = parse(parser, out="learning_agents_cpu.md", work="outputs/learning_agents", **smoke)
+    if options.smoke:
+        TASKS["guess"] = replace(TASKS["guess"], shown=(0, 1))
+    out, tasks, seeds = options.work, options.only.split(","), range(1, options.seeds + 1)
+    learning.at_once(
+        options.jobs, [partial(train, out, task, seed, options.warm_up) for task in tasks for seed in seeds]
+    )
+    plot(out, tasks, options.seeds, options.out.with_suffix(".png"))
+    write(
+        options,
+        TEXT.format(seeds=", ".join(map(str, seeds))),
+        *("\n".join([ABOUT[task], *rows(out, task, options.seeds)]) for task in tasks),
+        f"![held-out scores, and calls and guesses]({options.out.stem}.png)",
+    )
 
 
 ABOUT = {

@@ -1,24 +1,21 @@
 """Do images teach? examples/vlm_cpu.sh for each family, with the images and with white ones: one table.
 
-    python -m bench.learning_vision [--out outputs/learning_vision] [--steps 150] [--seeds 3] [--jobs 1] [--only …]
+    python -m bench.learning_vision [--steps 150] [--seeds 3] [--jobs 1] [--only …]
 
-A seed decides the weights, the order of the data and the answers that are drawn; both arms of a seed share them. A run
-that is complete is not made again. Writes bench/results/learning_vision_cpu.md.
+A seed decides the weights, the order of the data and the answers that are drawn; both arms of a seed share them.
+Complete runs in the folder `--work` are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from bench import learning
+from bench.table import parse, table, write
 from rltrain.run.report.table import read_metrics
 
-ROOT = Path(__file__).parent.parent
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen2_vl", "internvl")
 ARMS = {"image": "", "white": "1"}
 KEY = "val-core/rltrain/rectangles/reward/mean@4"
@@ -34,17 +31,11 @@ def folder(out: Path, family: str, arm: str, seed: int) -> Path:
 
 def train(out: Path, family: str, arm: str, seed: int, steps: int) -> None:
     run = folder(out, family, arm, seed)
-    if (run / "done").exists():
-        return
-    # Runs at the same time must not write the same file.
-    shared = {"FAMILY": family, "BLANK": ARMS[arm], "OUT": str(run / "made"), "SEED": str(seed), "RUN": str(run)}
     settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={EVERY}"]
     settings += ["trainer.save_at_end=False", "trainer.logger=[]"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | shared
-    subprocess.run(
-        ["bash", "examples/vlm_cpu.sh", *settings], cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL
-    )
-    (run / "done").touch()
+    # Runs at the same time must not write the same file.
+    environment = {"FAMILY": family, "BLANK": ARMS[arm], "OUT": str(run / "made"), "SEED": str(seed), "RUN": str(run)}
+    learning.train(run, "examples/vlm_cpu.sh", *settings, command=["bash"], **environment)
 
 
 def curve(run: Path) -> dict[int, float]:
@@ -56,46 +47,39 @@ def row(out: Path, family: str, arm: str, seeds: int, shown: list[int]) -> str:
     runs = [folder(out, family, arm, seed) for seed in range(1, seeds + 1)]
     curves = [curve(run) for run in runs]
     cells = [" ".join(f"{curve_of_seed[step]:.2f}" for curve_of_seed in curves) for step in shown]
-    seconds = [line["timing_s/step"] for run in runs for line in read_metrics(run) if "timing_s/step" in line]
-    return f"| {family} | {arm} | {' | '.join(cells)} | {sum(seconds) / len(seconds):.2f} |"
+    return f"| {family} | {arm} | {' | '.join(cells)} | {learning.seconds_a_step(runs):.2f} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("outputs/learning_vision"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default=",".join(FAMILIES))
-    options = parser.parse_args()
-    out, families = options.out.resolve(), options.only.split(",")
-    with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [
-            pool.submit(train, out, family, arm, seed, options.steps)
-            for seed in range(1, options.seeds + 1)
+    parser.set_defaults(arms=list(ARMS))
+    smoke = {"steps": 1, "seeds": 1, "only": FAMILIES[0], "arms": ["white"]}
+    options = parse(parser, out="learning_vision_cpu.md", work="outputs/learning_vision", **smoke)
+    out, families, seeds = options.work, options.only.split(","), range(1, options.seeds + 1)
+    learning.at_once(
+        options.jobs,
+        [
+            partial(train, out, family, arm, seed, options.steps)
+            for seed in seeds
             for family in families
-            for arm in ARMS
-        ]
-        for job in jobs:
-            job.result()
+            for arm in options.arms
+        ],
+    )
     steps = sorted({*range(0, options.steps, SHOWN), options.steps})
-    seeds = ", ".join(map(str, range(1, options.seeds + 1)))
-    command = f"python -m bench.learning_vision --steps {options.steps} --seeds {options.seeds} --jobs {options.jobs}"
-    lines = [
-        "# Learning from images, CPU",
-        "",
-        f"`{command} --only {options.only}`, {datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores.",
+    rows = [row(out, family, arm, options.seeds, steps) for family in families for arm in options.arms]
+    write(
+        options,
         "examples/vlm_cpu.sh: GRPO from random weights, the area of a rectangle on squared paper. Held-out accuracy "
-        "(128 images that are not in train, 4 sampled answers each)",
-        f"at each step, of seeds {seeds}. `white`: the same rows with white images in train and test. Areas are "
-        f"balanced, so an answer without an image is right once in six times ({CHANCE:.2f}).",
-        "Seconds a step with other jobs on the same cores: an upper bound.",
-        "",
-        f"| family | images | {' | '.join(f'step {step}' for step in steps)} | s/step |",
-        f"|{'---|' * (len(steps) + 3)}",
-    ]
-    lines += [row(out, family, arm, options.seeds, steps) for family in families for arm in ARMS]
-    (ROOT / "bench/results/learning_vision_cpu.md").write_text("\n".join([*lines, ""]))
+        "(128 images that are not in train, 4 sampled answers each) at each step, of seeds "
+        f"{', '.join(map(str, seeds))}. `white`: the same rows with white images in train and test. Areas are balanced,"
+        f" so an answer without an image is right once in six times ({CHANCE:.2f}). Seconds a step with other jobs on "
+        "the same cores: an upper bound.",
+        table(["family", "images", *(f"step {step}" for step in steps), "s/step"], rows),
+    )
 
 
 if __name__ == "__main__":

@@ -10,11 +10,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import json
-import platform
-import subprocess
-import sys
-from datetime import date
+import argparse
+import multiprocessing
 from pathlib import Path
 
 import torch
@@ -22,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from bench.table import finished_row, parse, table, write
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import get_device
@@ -33,6 +31,10 @@ from rltrain.models.weights.spec import ModelSpec
 
 VOCABULARIES = (32_768, 151_936)
 TOKENS = (512, 2048, 8192)
+TITLES = (
+    "vocabulary", "answer tokens", "all logits once", "log-prob, all at once", "log-prob, ours", "update, all at once",
+    "update, ours",
+)  # fmt: skip
 PROMPT, SAMPLE = 64, 576
 # With all logits at once there are about four such tensors.
 PLAIN_LIMIT = 2048 * 151_936
@@ -70,11 +72,11 @@ def plain_log_probs(
     return TokenLogProbs(log_probs, entropy, (log_pi.exp() * (log_pi - log_ref)).sum(-1))
 
 
-def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
-    """MiB that one pass adds to this process. tokens: answer tokens in one micro-batch."""
+def measure(folder: Path, way: str, work: str, vocabulary: int, tokens: int) -> float:
+    """MiB that one pass adds to this process. tokens: answer tokens in one micro-batch. folder: of the models."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    folder = Path(f"outputs/bench_memory/{vocabulary}")
+    folder = folder / str(vocabulary)
     if not (folder / "config.json").exists():
         config = Qwen3Config(
             vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
@@ -100,47 +102,31 @@ def measure(way: str, work: str, vocabulary: int, tokens: int) -> float:
 
 
 def in_a_child(*arguments: object) -> float:
-    """`measure` in a process of its own."""
-    command = [sys.executable, "-m", "bench.memory", *map(str, arguments)]
-    process = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(json.loads(process.stdout.splitlines()[-1]))
+    """`measure` in a process of its own, forked from this one."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(measure, arguments)
 
 
 def main() -> None:
-    rows = []
-    for vocabulary in VOCABULARIES:
-        for tokens in TOKENS:
-            cells = []
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.set_defaults(vocabularies=VOCABULARIES, tokens=TOKENS)
+    options = parse(parser, out="memory_cpu.md", work="outputs/bench_memory", vocabularies=(1024,), tokens=(512,))
+    rows: list[str] = []
+    for vocabulary in options.vocabularies:
+        for tokens in options.tokens:
+            cells = [f"{vocabulary:,}", f"{tokens:,}", f"{tokens * vocabulary * 4 / 2**20:,.0f}"]
             for work in ("log-prob", "update"):
-                plain = (
-                    f"{in_a_child('plain', work, vocabulary, tokens):,.0f}"
-                    if tokens * vocabulary <= PLAIN_LIMIT
-                    else "-"
-                )
-                cells += [plain, f"{in_a_child('ours', work, vocabulary, tokens):,.0f}"]
-            rows.append(
-                f"| {vocabulary:,} | {tokens:,} | {tokens * vocabulary * 4 / 2**20:,.0f} | {' | '.join(cells)} |"
-            )
-            sys.stderr.write(rows[-1] + "\n")
-    lines = [
-        f"`python -m bench.memory`, {date.today()}, {platform.processor() or platform.machine()}, one thread, "
-        f"torch {torch.__version__}",
-        "",
-        "MiB that a pass adds to the process (peak), fp32, with entropy; `-`: not run, all logits would not fit. One "
-        "layer of 128; the update holds the gradient of the embedding (vocabulary x 128 x 4 bytes) as well.",
-        "",
-        "| vocabulary | answer tokens | all logits once | log-prob, all at once | log-prob, ours | update, all at once "
-        "| update, ours |",
-        "|---|---|---|---|---|---|---|",
-        *rows,
-    ]
-    text = "\n".join(lines) + "\n"
-    (Path(__file__).parent / "results" / "memory_cpu.md").write_text(text)
-    sys.stdout.write(text)
+                for way in ("plain", "ours"):
+                    fits = way == "ours" or tokens * vocabulary <= PLAIN_LIMIT
+                    cells += [f"{in_a_child(options.work, way, work, vocabulary, tokens):,.0f}" if fits else "-"]
+            finished_row(rows, f"| {' | '.join(cells)} |")
+    write(
+        options,
+        "MiB that a pass adds to the process (peak), fp32, one thread, with entropy; `-`: not run, all logits would not"
+        " fit. One layer of 128; the update holds the gradient of the embedding (vocabulary x 128 x 4 bytes) as well.",
+        table(TITLES, rows),
+    )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sys.stdout.write(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))) + "\n")
-    else:
-        main()
+    main()

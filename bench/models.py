@@ -32,6 +32,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
+from bench.table import ROOT, parse, table
 from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, SyncError
 from rltrain.data.chat import ChatEncoder
@@ -405,18 +406,16 @@ def page_of(rows: Sequence[str]) -> str:
         f"`python -m bench.models` wrote this on {date.today()}, with transformers {version('transformers')} and torch "
         f"{version('torch')}, in float32 on a CPU."
     )
-    table = "\n".join([f"| {' | '.join(TITLES)} |", "|" + "---|" * len(TITLES), *rows])
-    return _PAGE.format(command=command, table=table)
+    return _PAGE.format(command=command, table=table(TITLES, rows))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print rows, and write the page where all families were run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []])
-    parser.add_argument("--out", default=str(Path(__file__).parents[1] / "docs" / "models.md"))
     parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("--vllm", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = parse(parser, argv, out=ROOT / "docs/models.md", families=["qwen3"], no_vllm=True)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -424,20 +423,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if options.vllm:
         _say_vllm(options.vllm)
-    page = Path(options.out)
-    rows = rows_of(page.read_text()) if page.is_file() else {}
+    rows = rows_of(options.out.read_text()) if options.out.is_file() else {}
     for name in options.families or FAMILIES:
         row = row_of(name, vllm=not options.no_vllm)
         if options.no_vllm and name in rows:
             cells, before = row.split(" | "), rows[name].split(" | ")
             row = " | ".join([*cells[:4], before[4] if cells[2] == _WORKS else cells[4], *cells[5:]])
         rows[name] = row
-        sys.stdout.write(row + "\n")
-        sys.stdout.flush()
+        sys.stderr.write(row + "\n")
     dist.destroy_process_group()
-    page.write_text(page_of([rows[name] for name in FAMILIES if name in rows]))
-    return 0
+    options.out.write_text(page_of([rows[name] for name in FAMILIES if name in rows]))
+    print(table(TITLES, [rows[name] for name in options.families or FAMILIES]))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

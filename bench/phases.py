@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.step import ROOT, Steps, run_ours
-from bench.table import write
+from bench.step import Steps, run_ours
+from bench.table import ROOT, parse, table, write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
 from rltrain.base.env import worker_environment
 
@@ -99,14 +99,11 @@ def run_floors(folder: Path, options: argparse.Namespace, limit: int) -> dict[st
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def lengths_table(equal: dict[int, Steps], long_tail: Steps) -> list[str]:
+def lengths_table(equal: dict[int, Steps], long_tail: Steps) -> str:
     """Microseconds per computed token of each pass over answers of each equal length; long_tail's as ratios of them."""
     mean = statistics.mean(step["response_length"] for step in long_tail)
     titles = [title for length in equal for title in (f"all of {length} tokens, us/token", "ratio")]
-    lines = [
-        f"| pass, lengths that vary | long tail, {mean:.0f} tokens on average, us/token | {' | '.join(titles)} |",
-        "|---|---|" + "---|---|" * len(equal),
-    ]
+    rows = []
     for name in PASSES:
         share = OLD_LOG_PROB_SHARE if name == "old_log_prob" else 1.0
         tail, *of_equal = (
@@ -114,38 +111,37 @@ def lengths_table(equal: dict[int, Steps], long_tail: Steps) -> list[str]:
             for steps in (long_tail, *equal.values())
         )
         cells = [f"{microseconds:.1f} | {tail / microseconds:.2f}" for microseconds in of_equal]
-        lines.append(f"| {name} | {tail:.1f} | {' | '.join(cells)} |")
-    return lines
+        rows.append(f"| {name} | {tail:.1f} | {' | '.join(cells)} |")
+    return table(["pass, lengths that vary", f"long tail, {mean:.0f} tokens on average, us/token", *titles], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--floor", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, default=Path("outputs/bench_phases"))
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--limit", type=int, default=LIMITS["equal"])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of ours")
-    parser.add_argument("--note", default="")
-    parser.add_argument("--out", default="phases_cpu.md")
-    options = parser.parse_args(argv)
+    smoke = {"shape": "test", "dtype": "float32", "limit": 4, "limit_of_tail": 4, "steps": 1, "rounds": 1}
+    parser.set_defaults(limit_of_tail=LIMITS["long_tail"])
+    options = parse(parser, argv, out="phases_cpu.md", work="outputs/bench_phases", **smoke)
     if options.floor:
         folder, dtype, limit, repeats = options.floor
         sys.stdout.write(json.dumps(floors(Path(folder), dtype, limit, repeats)) + "\n")
         return
-    folder, tail_folder = options.work.absolute(), options.work.absolute() / "long_tail"
+    folder, tail_folder = options.work, options.work / "long_tail"
     for kind, place in (("equal", folder), ("long_tail", tail_folder)):
         make(place, kind, options.shape, options.steps + 1)
     equal: dict[int, Steps] = {}
     long_tail: Steps = []
     bare: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
-        long_tail += run_ours(tail_folder, "long_tail", LIMITS["long_tail"], options)[1:]
+        long_tail += run_ours(tail_folder, "long_tail", options.limit_of_tail, options)[1:]
         mean = statistics.mean(step["response_length"] for step in long_tail)
         # The second length is fixed by the first round, so that later rounds add to it.
-        for limit in equal or (options.limit, round(mean)):
+        for limit in equal or dict.fromkeys((options.limit, round(mean))):
             equal.setdefault(limit, []).extend(run_ours(folder, "equal", limit, options)[1:])
         for name, floor in run_floors(folder, options, options.limit).items():
             bare.setdefault(name, []).append(floor)
@@ -160,15 +156,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(f"| {phase} | {' | '.join(cells)} |")
     titles = [title for name in bare for title in (f"floor, {name}, s", "ours is times that")]
     write(
-        options.out,
-        f"python -m bench.phases --shape {options.shape} --dtype {options.dtype} --steps {options.steps} "
-        f"--rounds {options.rounds}",
+        options,
         f"{PROMPTS} prompts x {ANSWERS} answers x {options.limit} tokens, Qwen3 of shape {options.shape}, "
         f"{options.dtype}, one thread; medians. The floor shares prompts when generating in both columns; "
         "update: forward, backward, clip and AdamW of two optimizer steps.",
-        ["phase", "rltrain, s", *titles],
-        rows,
-        "\n".join([*lengths_table(equal, long_tail), *(["", options.note] if options.note else [])]),
+        table(["phase", "rltrain, s", *titles], rows),
+        lengths_table(equal, long_tail),
     )
 
 

@@ -1,19 +1,16 @@
 """What does a search of the resolution find? A small model that learnt on rectangles of 84 x 84 pixels, and a mean.
 
-    python -m bench.resolution [--out outputs/resolution] [--steps 150] [--sizes 84x84,168x168] [--models last,mean]
+    python -m bench.resolution [--steps 150] [--sizes 84x84,168x168] [--models last,mean]
 
 The run is that of examples/vlm_cpu.sh with a checkpoint every ten steps. `rltrain.resolution` searches for its last
 checkpoint, and for the mean of its last three (`average=`), on images of the size of training and on the same
-ones drawn twice as wide and high. What is finished is not made again. Writes bench/results/resolution_cpu.md.
+ones drawn twice as wide and high. Complete models and runs in the folder `--work` are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bench.learning import ROOT, A, R, call
+from bench.learning import A, R, call
+from bench.table import parse, table, write
 from rltrain.data.images import open_image
 from rltrain.data_preprocess.rectangles import png
 
 SEED, EVERY, AVERAGED = 3, 10, 3
-NUM_DEV, NUM_TEST = 1024, 512
 TRAINED = [
     "algorithm.adv_estimator=grpo", "data.image_key=images", "data.train_batch_size=32", "data.max_prompt_length=32",
     "data.max_response_length=2", f"data.seed={SEED}", "actor_rollout_ref.model.enable_gradient_checkpointing=False",
@@ -44,25 +41,25 @@ SEARCHED = [
 SIZES = {"84x84": "held", "168x168": "held_twice"}
 
 
-def prepare(out: Path) -> None:
+def prepare(out: Path, num_dev: int, num_test: int) -> None:
     """Rows to train on, rows to search and test on in two sizes, and a model."""
     rectangles = ("-m", "rltrain.data_preprocess.rectangles", "--output")
     if not (out / "model" / "config.json").exists():
-        call(*rectangles, out / "data", "--num-train", 2048, "--num-test", 128, "--seed", 0)
-        call(*rectangles, out / "held", "--num-train", NUM_DEV, "--num-test", NUM_TEST, "--seed", 7)
+        call(*rectangles, out / "data", "--num-train", 2 * num_dev, "--num-test", 128, "--seed", 0)
+        call(*rectangles, out / "held", "--num-train", num_dev, "--num-test", num_test, "--seed", 7)
         call("scripts/make_small_vlm.py", "--family", "qwen2_5_vl", "--output", out / "model", "--seed", SEED)
     (out / "held_twice").mkdir(exist_ok=True)
     for name in ("train.parquet", "test.parquet"):
         pq.write_table(enlarged(pq.read_table(out / "held" / name)), out / "held_twice" / name)
 
 
-def enlarged(table: pa.Table) -> pa.Table:
+def enlarged(small: pa.Table) -> pa.Table:
     """The same rows, every pixel of their images four."""
-    rows = table.to_pylist()
+    rows = small.to_pylist()
     for row in rows:
         pixels = [np.asarray(open_image(image)) for image in row["images"]]
         row["images"] = [{"bytes": png(image.repeat(2, 0).repeat(2, 1)), "path": None} for image in pixels]
-    return pa.Table.from_pylist(rows, schema=table.schema)
+    return pa.Table.from_pylist(rows, schema=small.schema)
 
 
 def train(out: Path, steps: int) -> dict[str, str]:
@@ -101,16 +98,16 @@ def interval(figure: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("outputs/resolution"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--models", default="last,mean")
-    options = parser.parse_args()
-    out = options.out.resolve()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    parser.set_defaults(num_dev=1024, num_test=512)
+    smoke = {"steps": 1, "sizes": "84x84", "models": "last", "num_dev": 32, "num_test": 24}
+    options = parse(parser, out="resolution_cpu.md", work="outputs/resolution", **smoke)
+    out = options.work
     out.mkdir(parents=True, exist_ok=True)
-    prepare(out)
+    prepare(out, options.num_dev, options.num_test)
     models = train(out, options.steps)
     rows = [
         row
@@ -118,24 +115,16 @@ def main() -> None:
         for name in options.models.split(",")
         for row in search(out, name, models[name], size)
     ]
-    lines = [
-        "# The resolution of images, CPU",
-        "",
-        f"`OMP_NUM_THREADS=1 python -m bench.resolution --steps {options.steps} "
-        f"--sizes {options.sizes} --models {options.models}`, "
-        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
-        "with other jobs on them: milliseconds are upper bounds.",
+    titles = ["model", "images", "bounds", "image tokens", "ms/prompt", "prompts", "dev", "test", "gain", ""]
+    write(
+        options,
         f"A Qwen2.5-VL of 0.3 million weights that learnt for {options.steps} steps the area of rectangles of 84 x 84 "
-        "pixels (examples/vlm_cpu.sh). `last`: its last checkpoint; `mean`: that of its last three.",
-        f"Searched on {NUM_DEV} rectangles, tested on {NUM_TEST} others, one greedy answer each, in percent; [ ]: 95 % "
-        "of bootstrap draws over rectangles. `gain`: chosen minus default on test, same rectangles. `168x168`: the "
-        "same rectangles, drawn twice as wide and high.",
-        "",
-        "| model | images | bounds | image tokens | ms/prompt | prompts | dev | test | gain | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *rows,
-    ]
-    (ROOT / "bench/results/resolution_cpu.md").write_text("\n".join([*lines, ""]))
+        "pixels (examples/vlm_cpu.sh). `last`: its last checkpoint; `mean`: that of its last three. Searched on "
+        f"{options.num_dev} rectangles, tested on {options.num_test} others, one greedy answer each, in percent; [ ]: "
+        "95 % of bootstrap draws over rectangles. `gain`: chosen minus default on test, same rectangles. `168x168`: "
+        "the same rectangles, drawn twice as wide and high. With other jobs on the cores the times are upper bounds.",
+        table(titles, rows),
+    )
 
 
 if __name__ == "__main__":

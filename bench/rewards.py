@@ -10,12 +10,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import platform
+import argparse
 import statistics
-import sys
 import tempfile
 import time
-from datetime import date
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 
+from bench.table import parse, table, write
 from rltrain.base.env import prepare_driver
 from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
 from rltrain.data.rows import read_rows
@@ -31,7 +31,7 @@ from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.math_boxed import math_boxed
 
-ANSWERS, WORKERS, TIMEOUT_S, REPEATS = 2048, 2, 1.0, 3
+WORKERS, TIMEOUT_S = 2, 1.0
 REWARD = """
 from rltrain.rewards.scorers.math_boxed import math_boxed
 
@@ -63,11 +63,6 @@ def wall_clock(pool: RewardPool, texts: list[str]) -> float:
     return seconds
 
 
-def median(action) -> float:
-    """Median of a few measurements."""
-    return statistics.median(action() for _ in range(REPEATS))
-
-
 def in_this_process(texts: list[str]) -> float:
     """Seconds for the scorer alone, one after the other."""
     started = time.perf_counter()
@@ -87,9 +82,18 @@ def replacement(custom: CustomReward) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--answers", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parse(parser, out="rewards_cpu.md", answers=80, repeats=1)
+    answers, repeats = options.answers, options.repeats
+
+    def median(action: Callable[[], float]) -> float:
+        return statistics.median(action() for _ in range(repeats))
+
     prepare_driver()
     ray.init("local", num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
-    easies = [easy(number) for number in range(ANSWERS)]
+    easies = [easy(number) for number in range(answers)]
     mixed = ["hostile" if number % 100 == 50 else text for number, text in enumerate(easies)]
     hostile = mixed.count("hostile")
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +105,7 @@ def main() -> None:
                 "prompt": [{"role": "user", "content": "?"}],
                 "reward_model": {"style": "rule", "ground_truth": f"\\frac{{{number}}}{{7}}"},
             }
-            for number in range(ANSWERS)
+            for number in range(answers)
         ]
         pq.write_table(pa.Table.from_pylist(records), Path(folder, "rows.parquet"))
         custom = CustomReward(str(reward))
@@ -116,31 +120,21 @@ def main() -> None:
     ray.shutdown()
     least = clean + hostile * TIMEOUT_S / WORKERS
     rows = [
-        ("scorer alone, in one process: ms an answer", 1e3 * alone / ANSWERS),
-        (f"pool of {WORKERS}: ms of a worker an answer", 1e3 * clean * WORKERS / ANSWERS),
-        ("overhead of process, socket and Ray: ms an answer", 1e3 * (clean * WORKERS - alone) / ANSWERS),
-        (f"{ANSWERS} easy answers: s", clean),
+        ("scorer alone, in one process: ms an answer", 1e3 * alone / answers),
+        (f"pool of {WORKERS}: ms of a worker an answer", 1e3 * clean * WORKERS / answers),
+        ("overhead of process, socket and Ray: ms an answer", 1e3 * (clean * WORKERS - alone) / answers),
+        (f"{answers} easy answers: s", clean),
         (f"the same with {hostile} hostile: s", attacked),
         (f"least possible: those {hostile} deadlines of {TIMEOUT_S:g} s over {WORKERS} workers: s", least),
         ("a hostile answer delays the batch by: s", (attacked - clean) / hostile),
         ("deadline passed until the next answer is scored: s", back),
     ]  # fmt: skip
-    lines = [
-        f"`python -m bench.rewards`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} "
-        "cores, shared",
-        "",
-        f"{ANSWERS} answers of {len(easies[0])} characters, {WORKERS} workers, reward.timeout_s={TIMEOUT_S:g}; "
-        f"median of {REPEATS}, the hostile batch once.",
-        "",
-        "| what | measured |",
-        "|---|---|",
-        *(f"| {name} | {value:.3f} |" for name, value in rows),
-    ]
-    text = "\n".join(lines) + "\n"
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "rewards_cpu.md").write_text(text)
-    sys.stdout.write(text)
+    write(
+        options,
+        f"{answers} answers of {len(easies[0])} characters, {WORKERS} workers, reward.timeout_s={TIMEOUT_S:g}; "
+        f"median of {repeats}, the hostile batch once.",
+        table(["what", "measured"], [f"| {name} | {value:.3f} |" for name, value in rows]),
+    )
 
 
 if __name__ == "__main__":

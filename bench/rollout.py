@@ -3,8 +3,8 @@
     python -m bench.rollout [--dtype bfloat16] [--repeats 3]      prints the tables, writes bench/results/rollout_cpu.md
 
 The model is random and its end token is never sampled; every answer has the length the workload says. The floor is the
-same decoder written out in bare torch for answers of one length: fused projections, keys and values in place, prompts
-shared, no scheduling. vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the
+same decoder in bare torch (`bench.floor`) for answers of one length: keys and values in place, prompts shared, no
+scheduling. vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the
 process, the least of all runs, with the engines taking turns: other work on the machine counts less than in wall clock.
 Ratios are what counts.
 """
@@ -14,22 +14,20 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import date
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from bench.floor import Floor
+from bench.table import parse, table, write
 from rltrain.base.device import get_device
 from rltrain.base.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
@@ -43,7 +41,6 @@ from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.vllm.engine import VLLMRollout
 
 PROMPT_TOKENS = 57
-BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -59,16 +56,16 @@ class Workload:
         return int(self.lengths.max())
 
 
-def workloads() -> list[Workload]:
+def workloads(count: int = 32, length: int = 128) -> list[Workload]:
+    """``count`` prompts with answers of one length, and half as many with answers of up to 4 times that."""
     rng = np.random.default_rng(0)
-    prompts = torch.from_numpy(rng.integers(2, 1000, (32, PROMPT_TOKENS)))
-    skewed = rng.lognormal(3.6, 1.0, (16, 8)).clip(4, 512).astype(np.int64)
-    skewed[3, 5] = 512
+    prompts, half, most = torch.from_numpy(rng.integers(2, 1000, (count, PROMPT_TOKENS))), count // 2, 4 * length
+    skewed = rng.lognormal(3.6, 1.0, (half, 8)).clip(4, most).astype(np.int64)
+    skewed[half // 5, 5] = most
+    name = f"{half} x 8 answers of 4 to {most} tokens, mean {skewed.mean():.0f}"
     return [
-        Workload("32 x 8 answers of 128 tokens", prompts, torch.full((32, 8), 128)),
-        Workload(
-            f"16 x 8 answers of 4 to 512 tokens, mean {skewed.mean():.0f}", prompts[:16], torch.from_numpy(skewed)
-        ),
+        Workload(f"{count} x 8 answers of {length} tokens", prompts, torch.full((count, 8), length)),
+        Workload(name, prompts[:half], torch.from_numpy(skewed)),
     ]
 
 
@@ -150,92 +147,6 @@ def serve(engine: RolloutEngine, work: Workload) -> None:
     assert all(len(turn.tokens) == int(work.lengths[turn.place, turn.sample]) for turn in source.turns)
 
 
-class Floor:
-    """A Qwen3 decoder in bare torch, for answers of one length."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config
-        self._heads, self._kv, self._size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self._model, self._eps = model.model, config.rms_norm_eps
-        self._head = model.lm_head.weight
-        self._qkv = [
-            torch.cat([layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight])
-            for layer in self._model.layers
-        ]
-        self._up = [torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in self._model.layers]
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self._eps)
-
-    def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = states.chunk(2, -1)
-        return states * cos + torch.cat([-second, first], -1) * sin
-
-    def _layers(self, tokens: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """tokens [rows, n] -> hidden states of the last ones [rows, h]."""
-        hidden = self._model.embed_tokens(tokens)
-        cut = [self._heads, self._kv, self._kv]
-        for number, layer in enumerate(self._model.layers):
-            attention = layer.self_attn
-            states = F.linear(self._norm(hidden, layer.input_layernorm.weight), self._qkv[number])
-            query, key, value = states.unflatten(-1, (-1, self._size)).split(cut, 2)
-            query = self._turned(self._norm(query, attention.q_norm.weight), cos, sin)
-            key = self._turned(self._norm(key, attention.k_norm.weight), cos, sin)
-            attended = attend(number, *(tensor.transpose(1, 2) for tensor in (query, key, value)))
-            hidden = hidden + F.linear(attended, attention.o_proj.weight)
-            gate, up = F.linear(self._norm(hidden, layer.post_attention_layernorm.weight), self._up[number]).chunk(
-                2, -1
-            )
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
-        return self._norm(hidden[:, -1], self._model.norm.weight)
-
-    @torch.inference_mode()
-    def __call__(self, work: Workload) -> None:
-        (prompts, width), samples, steps = work.prompts.shape, work.lengths.shape[1], work.longest
-        rows, group = prompts * samples, self._heads // self._kv
-        dtype = self._head.dtype
-        cos, sin = self._model.rotary_emb(torch.zeros(1, 1, 1, dtype=dtype), torch.arange(width + steps)[None])
-        cos, sin = cos[0, :, None], sin[0, :, None]
-        prompt_cache: list[tuple[Tensor, Tensor]] = []
-        empty = (-(-steps // BLOCK), 2, rows, self._kv, BLOCK, self._size)
-        cache = [torch.zeros(empty, dtype=dtype) for _ in self._qkv]
-
-        def prefill(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            prompt_cache.append((key.contiguous(), value.contiguous()))
-            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            return output.transpose(1, 2).flatten(2)
-
-        def to_prompts(states: Tensor) -> Tensor:
-            return states.unflatten(0, (prompts, samples)).transpose(1, 2).flatten(2, 3)
-
-        def to_rows(states: Tensor) -> Tensor:
-            return states.unflatten(2, (samples, group)).transpose(1, 2).flatten(0, 1)
-
-        def decode(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            block, column = divmod(step, BLOCK)
-            cache[number][block, 0, :, :, column], cache[number][block, 1, :, :, column] = key[:, :, 0], value[:, :, 0]
-            query = (query * self._size**-0.5).reshape(rows, self._kv, group, self._size)
-            blocks = cache[number][: block + 1]
-            keys, values = prompt_cache[number]
-            scores = [to_rows(to_prompts(query) @ keys.mT), *(query @ pair[0].mT for pair in blocks)]
-            weights = torch.cat(scores, -1)[..., : width + step + 1].softmax(-1)
-            of_prompt, of_blocks = weights.split([width, step + 1], -1)
-            output = to_rows(to_prompts(of_prompt) @ values)
-            for share, pair in zip(of_blocks.split(BLOCK, -1), blocks, strict=True):
-                output += share @ pair[1][:, :, : share.shape[-1]]
-            return output.reshape(rows, 1, -1)
-
-        hidden = self._layers(work.prompts, cos[:width], sin[:width], prefill).repeat_interleave(samples, 0)
-        for step in range(steps):
-            weights = F.linear(hidden, self._head).float().softmax(-1)
-            totals = weights.cumsum(-1)
-            tokens = torch.searchsorted(totals, torch.rand(rows, 1) * totals[:, -1:]).clamp_(max=weights.shape[-1] - 1)
-            weights.gather(-1, tokens).log()
-            if step + 1 < steps:
-                place = width + step
-                hidden = self._layers(tokens, cos[place : place + 1], sin[place : place + 1], decode)
-
-
 def make_model(dtype: torch.dtype) -> PreTrainedModel:
     """Three million parameters; nothing ends an answer."""
     torch.manual_seed(0)
@@ -289,70 +200,62 @@ def seconds(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str,
     return {name: min(times) for name, times in times_of.items()}
 
 
-def table(dtype: torch.dtype, repeats: int) -> list[str]:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
+def measure(name: str, options: argparse.Namespace) -> str:
+    """The table of one dtype."""
+    dtype = getattr(torch, name)
     model = make_model(dtype)
-    engine, floor = make_engine(model, dtype), Floor(model)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine, floor = make_engine(model, dtype), Floor(model, dtype)
     with tempfile.TemporaryDirectory() as folder:
-        vllm = make_vllm(model, dtype, folder)
+        vllm = make_vllm(model, dtype, folder) if options.vllm else None
     columns = []
-    for work in workloads():
+    for work in options.workloads:
         equal = int(work.lengths.min()) == work.longest
         actions: dict[str, Callable[[], object]] = {
             "transformers generate, all at once": lambda work=work: transformers_generate(model, work, 256),
             "transformers generate, 32 at once": lambda work=work: transformers_generate(model, work, 32),
             "rltrain, rollout.name=hf": lambda work=work: embedded(engine, work),
             "rltrain, rollout.name=vllm": lambda work=work: through_vllm(vllm, work),
-            "floor": lambda work=work: floor(work),
+            "floor": lambda work=work: floor.generate(work.prompts, work.lengths.shape[1], work.longest),
         }
         del actions["transformers generate, 32 at once" if equal else "floor"]
-        columns.append((work, seconds(actions, repeats)))
-    cleanup_dist_env_and_memory()
-    lines = [
-        f"{str(dtype).removeprefix('torch.')}:",
-        "",
-        "| engine | " + " | ".join(f"{work.name}, s | tokens/s | times as fast" for work, _ in columns) + " |",
-        "|---" * (1 + 3 * len(columns)) + "|",
-    ]
-    for name in dict.fromkeys(name for _, least in columns for name in least):
+        if not vllm:
+            del actions["rltrain, rollout.name=vllm"]
+        columns.append((work, seconds(actions, options.repeats)))
+    if vllm:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    rows = []
+    for way in dict.fromkeys(way for _, least in columns for way in least):
         cells = []
         for work, least in columns:
             first = next(iter(least.values()))
             cells += (
-                [f"{least[name]:.2f}", f"{work.lengths.sum() / least[name]:.0f}", f"{first / least[name]:.2f}"]
-                if name in least
+                [f"{least[way]:.2f}", f"{work.lengths.sum() / least[way]:.0f}", f"{first / least[way]:.2f}"]
+                if way in least
                 else ["-"] * 3
             )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+        rows.append(f"| {way} | {' | '.join(cells)} |")
+    titles = [title for work, _ in columns for title in (f"{work.name}, s", "tokens/s", "times as fast")]
+    return f"{name}:\n\n{table(['engine', *titles], rows)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    parser.set_defaults(vllm=True, workloads=workloads())
+    smoke = {"dtype": ["float32"], "repeats": 1, "vllm": False, "workloads": workloads(2, 8)}
+    options = parse(parser, out="rollout_cpu.md", **smoke)
     torch.set_num_threads(1)
-    load = os.getloadavg()[1]
-    machine = platform.processor() or platform.machine()
-    lines = [
-        f"`python -m bench.rollout`, {date.today()}, {machine}, one thread, torch {torch.__version__}; processor time, "
-        f"least of {options.repeats} runs in turns; load of the machine when it began: {load:.0f} on {os.cpu_count()} "
-        "cores.",
-        "",
-        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1. tokens/s counts "
-        "the tokens that were asked for.",
-        "",
-    ]
-    for name in options.dtype:
-        lines += table(getattr(torch, name), options.repeats)
-    text = "\n".join(lines)
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "rollout_cpu.md").write_text(text)
-    sys.stdout.write(text)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tables = [measure(name, options) for name in options.dtype]
+    write(
+        options,
+        f"Qwen3 of 3 million parameters, prompts of {PROMPT_TOKENS} tokens, sampling at temperature 1, one thread; "
+        f"processor time, least of {options.repeats} runs in turns. tokens/s counts the tokens that were asked for.",
+        *tables,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ for it), so it needs root and the blkio controller of the first version of contr
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import select
 import statistics
@@ -40,7 +41,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from bench.table import write
+from bench.table import parse, table, write
 from rltrain.config.load import load_config
 from rltrain.run.build import build
 from rltrain.run.fit import Trainer
@@ -128,10 +129,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--mib-per-s", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--name")
-    options = parser.parse_args()
+    smoke = {"hidden": 64, "layers": 1, "rounds": 1, "mib_per_s": 0, "steps": 1}
+    options = parse(parser, out="save_cpu.md", **smoke)
     os.environ |= _KEEPS_MEMORY  # the workers begin with it
-    options.name = options.name or ("save_slow_disk_cpu.md" if options.mib_per_s else "save_cpu.md")
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", options.hidden, options.layers)
         size = sum(parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()) * 4
@@ -182,17 +182,10 @@ def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, 
     took = f"a save that is waited for writes {size / 2**20 / waits:.0f} MiB/s"
     disk = f"storage of {options.mib_per_s} MiB/s ({took})" if options.mib_per_s else "its own disk"
     write(
-        options.name,
-        " ".join(
-            [
-                "OMP_NUM_THREADS=1 python -m bench.save",
-                *(f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if value),
-            ]
-        ),
+        options,
         f"Medians of {options.rounds} rounds of two turns each, in every fourth of which all take part; a checkpoint "
         f"of {size / 2**20:.0f} MiB; 1 worker on the CPU, {disk}.",
-        titles,
-        rows,
+        table(titles, rows),
         f"Of the {waits:.2f} s that a save takes when the step waits, {cost(rounds, WAYS[2], waits)} is left in the "
         f"background; another process that writes as much costs {made_beside} {cost(rounds, WAYS[3], waits)}.\n\n"
         f"The rounds' differences in the background, s: "
@@ -218,13 +211,18 @@ def cost(rounds: list[dict[str, dict[str, float]]], way: str, waits: float) -> s
     winsorized = [min(max(second, middle[0]), middle[-1]) for second in seconds]
     root = len(seconds) ** 0.5
     cells = [
-        (statistics.mean(seconds), statistics.stdev(seconds) / root),
-        (statistics.mean(middle), statistics.stdev(winsorized) / root * len(seconds) / len(middle)),
+        (statistics.mean(seconds), deviation(seconds) / root),
+        (statistics.mean(middle), deviation(winsorized) / root * len(seconds) / len(middle)),
     ]
     mean, trimmed = (
         f"{100 * it / waits:.1f} % (standard error {100 * err / waits:.1f}, {it:.3f} s)" for it, err in cells
     )
     return f"{mean}, of the middle 60 % of the rounds {trimmed}"
+
+
+def deviation(numbers: list[float]) -> float:
+    """Return the standard deviation, which a single number does not have."""
+    return statistics.stdev(numbers) if len(numbers) > 1 else math.nan
 
 
 if __name__ == "__main__":

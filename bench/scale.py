@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from bench.table import write
+from bench.table import finished_row, parse, table, write
 from rltrain.base.device import get_device
 from rltrain.config.load import load_config
 from rltrain.controller.cluster import reserve, start_ray
@@ -33,6 +32,10 @@ from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Frozen, Policy, StepModels
 
+TITLES = (
+    "workers", "processes", "samples", "answer tokens", "driver CPU, s", "step, s", "timing_s/other", "bytes a sample",
+    "driver share",
+)  # fmt: skip
 ANSWERS, PROMPT_TOKENS, STEPS = 8, 100, 3
 DEVICES_PER_NODE = 8
 # The table of a published run (DeepSeek-R1-Distill-Qwen-7B, 64 devices, 2048 samples of 10,426 tokens): seconds a step.
@@ -121,8 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, default in (("workers", "1,8,32,64"), ("samples", "512,2048,4096"), ("tokens", "100,10000")):
         parser.add_argument(f"--{name}", type=numbers, default=numbers(default))
     parser.add_argument("--processes", type=int, default=64, help="at most so many; workers share them")
-    parser.add_argument("--out", default="scale_cpu.md")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv, out="scale_cpu.md", workers=[2], processes=1, samples=[64], tokens=[10])
     rows = []
     for workers in options.workers:
         ranks = -(-workers // options.processes)
@@ -133,35 +135,22 @@ def main(argv: list[str] | None = None) -> None:
                 for tokens in options.tokens:
                     one = measure(make_trainer(group, workers, samples, tokens))
                     share = share_of_published(workers, samples, one["driver"])
-                    line = (
+                    finished_row(
+                        rows,
                         f"| {workers} | {processes} | {samples} | {tokens} | {one['driver']:.3f} | {one['wall']:.2f} "
                         f"| {one['timing_s/other']:.4f} | {one['perf/driver_bytes_per_sample']:.0f} "
-                        f"| {share} |"
+                        f"| {share} |",
                     )
-                    rows.append(line)
-                    sys.stderr.write(line + "\n")
         finally:
             group.kill()
             stop_ray()
     write(
-        options.out,
-        " ".join(["python -m bench.scale", *(sys.argv[1:] if argv is None else argv)]),
+        options,
         f"GRPO with a reference, two optimizer steps, {ANSWERS} answers a prompt; workers compute nothing; median of "
         f"{STEPS} steps. `driver CPU`: processor seconds of the driver process a step, all threads. `step`: wall clock "
         "with all workers on this machine's cores. The last column compares rows of 64 workers and 2048 samples with "
         f"the published step of that shape, {PUBLISHED_STEP_S} s (7B model, 10,426 tokens a sample).",
-        [
-            "workers",
-            "processes",
-            "samples",
-            "answer tokens",
-            "driver CPU, s",
-            "step, s",
-            "timing_s/other",
-            "bytes a sample",
-            "driver share",
-        ],
-        rows,
+        table(TITLES, rows),
     )
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transformers import Qwen3Config
 
-from bench.table import write
+from bench.table import ROOT, parse, table, write
 from rltrain.base.chips import find_chip
 from rltrain.config.load import load_config
 from rltrain.config.schema.arguments import read_arguments
@@ -27,7 +27,7 @@ from rltrain.run.seconds.step import Foretold, foretell
 from rltrain.trainer.plan import make_plan
 from tests.config.test_recipes import TEXT
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 # A report of verl-project/verl-ascend-recipe: GRPO with adapters, engines of two without graphs. Of lengths it says
 # that a second of a device has 655.5 tokens; its micro-batches and the adapters' rank are guessed.
 ON_NPU = """
@@ -77,7 +77,7 @@ def published(folder: Path, change: str = "") -> Iterator[tuple[str, Foretold, d
 
     change: to the lengths (``name:value``) or to the assumptions (``name=value``).
     """
-    for name, (script, model, lengths, assumed, table) in RECIPES.items():
+    for name, (script, model, lengths, assumed, seconds) in RECIPES.items():
         if change and not script:
             continue
         MODELS[model].save_pretrained(folder / model)
@@ -87,46 +87,44 @@ def published(folder: Path, change: str = "") -> Iterator[tuple[str, Foretold, d
         settings = [assumed, *([change] if "=" in change else [])]
         drawn = read_lengths(lengths + (f",{change}" if ":" in change else ""))
         assumptions = read_arguments(Assumptions, [part for part in settings if part])
-        yield name, foretell(cfg, make_plan(cfg), drawn, chip, assumptions, round(chip.memory_bytes)), table
+        yield name, foretell(cfg, make_plan(cfg), drawn, chip, assumptions, round(chip.memory_bytes)), seconds
 
 
 def row(what: str, phase: str, real: float, found: float) -> str:
     return f"| {what} | {phase} | {real:,.2f} | {found:,.2f} | {found / real - 1:+.1%} |"
 
 
-def tables() -> tuple[list[str], str]:
-    """Rows of both tables, and a note of how much the other assumptions matter."""
+def tables(others: Sequence[str]) -> tuple[list[str], str]:
+    """Rows of both tables, and a note of how much ``others``, which are assumptions, matter."""
     rows, lines = list[str](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
-        for name, found, table in published(Path(folder)):
-            rows += [row(name, phase, real, found.seconds[phase]) for phase, real in table.items()]
-        for change in OTHERS:
+        for name, found, given in published(Path(folder)):
+            rows += [row(name, phase, real, found.seconds[phase]) for phase, real in given.items()]
+        for change in others:
             gaps = [
-                f"{found.seconds['generate_sequences'] / table['generate_sequences'] - 1:+.1%}"
-                for _, found, table in published(Path(folder), change)
-                if "generate_sequences" in table
+                f"{found.seconds['generate_sequences'] / given['generate_sequences'] - 1:+.1%}"
+                for _, found, given in published(Path(folder), change)
+                if "generate_sequences" in given
             ]
             lines.append(f"| {change or 'as above'} | {' | '.join(gaps)} |")
-    head = "| changed | generate_sequences, 7B | generate_sequences, 1.5B |\n|---|---|---|"
-    return rows, "\n".join([head, *lines])
+    return rows, table(["changed", "generate_sequences, 7B", "generate_sequences, 1.5B"], lines)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.parse_args(argv)
-    rows, sensitivity = tables()
+    parser.set_defaults(others=OTHERS)
+    options = parse(parser, argv, out="simulate.md", others=OTHERS[:1])
+    rows, sensitivity = tables(options.others)
     assumed = ", ".join(f"{name}={value:g}" for name, value in vars(Assumptions()).items())
     write(
-        "simulate.md",
-        "python -m bench.simulate",
+        options,
         "Seconds of a step, estimated by `rltrain.run.seconds`, and published tables. "
         "**Fitted** on the 7B table: `step_ms`, `forward_share`, `update_share`, `sync_gb_per_s`, `adv_us`; its reward "
         "is given. **The 1.5B table is the test**: nothing was fitted on it, though `bandwidth_share` and how "
         "activations are counted were chosen with both tables in sight. Its step has 24 s that no published phase "
         "contains (ref, reward, resharding); ours has ref, no reward. Devices of the 7B table are not named and are "
         "taken for H100. The report on NPUs has no phases, and its responses are assumed to have 600 tokens.",
-        TITLES,
-        rows,
+        table(TITLES, rows),
         f"Assumed: {assumed}. Lengths: lognormal, spread 0.7, alike 0.5, prompts of 148 tokens, cut at 27,648.\n\n"
         f"How much rests on what was assumed, of generation with all else as fitted:\n\n{sensitivity}",
     )

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.table import write
+from bench.table import parse, table, write
 from rltrain.base.attempt import WITHOUT_A_WORD
 from rltrain.base.errors import DataError
 from rltrain.run.report.table import read_metrics
@@ -105,8 +105,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of faults, victims and moments")
     parser.add_argument("--every", type=int, nargs=2, default=(20, 40), help="steps between two faults, from and to")
     parser.add_argument("--spare", nargs="*", default=[], help="who is not hurt: raylet, gcs, …")
-    parser.add_argument("--out", default="soak_cpu.md", help="table in bench/results")
-    options = parser.parse_args(argv)
+    options = parse(
+        parser, argv, out="soak_cpu.md", steps=8, every=(6, 6), spare=sorted({who for who, _ in FAULTS} - {"driver"})
+    )
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
     words(folder, "quiet", options.steps)  # makes the model, once
     # Beside each other: both mostly wait.
@@ -122,7 +123,6 @@ def main(argv: list[str] | None = None) -> int:
         for fault in faults
         if "worker" in fault["to"] and fault["cause"] == WITHOUT_A_WORD
     ]
-    command = f"python -m bench.soak --steps {options.steps} --seed {options.seed}"
     lost = sum(fault["steps made again"] for fault in faults)
     verdict = "; ".join(problems) or "weights, optimizer state, sampler, answers and metrics are equal"
     title = (
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     notes = "Memory of the undisturbed run, MB in 100 steps (second half): " + ", ".join(
         f"{name} {mb:+.2f}" for name, mb in growth.items()
     )
-    write(options.out, command, title, list(faults[0]) if faults else ["none"], rows, notes + ".")
+    write(options, title, table(list(faults[0]) if faults else ["none"], rows), notes + ".")
     if problems:
         sys.stdout.write(f"\nkept: {folder}\n")
         return 1
@@ -287,7 +287,7 @@ def unclocked(metrics: dict) -> dict:
 def slope(seen: list[tuple[int, float]]) -> float:
     """MB in 100 steps over the second half of the run: the first fills caches."""
     steps, sizes = np.array(seen[len(seen) // 2 :]).T
-    return float(np.polyfit(steps, sizes, 1)[0] * 100) if len(steps) > 2 else 0.0
+    return float(np.polyfit(steps, sizes, 1)[0] * 100) if len(steps) > 20 else 0.0
 
 
 if __name__ == "__main__":

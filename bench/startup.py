@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import numpy as np
 import ray
 
 from bench.scale import numbers
-from bench.table import write
+from bench.table import finished_row, parse, table, write
 from rltrain.base.device import get_device
 from rltrain.config.load import load_config
 from rltrain.controller.cluster import reserve, start_ray
@@ -86,14 +85,12 @@ def own_s() -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workers", type=numbers, default=[1, 4, 8, 16])
-    parser.add_argument("--out", default="startup_cpu.md")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv, out="startup_cpu.md", workers=[1])
     names = ("ray", "reserve", "start", "connect", "driver", "worker", "memory")
     measured, rows = [], []
     for workers in options.workers:
         measured.append(measure(workers))
-        rows.append(f"| {workers} | " + " | ".join(f"{measured[-1][name]:.2f}" for name in names) + " |")
-        sys.stderr.write(rows[-1] + "\n")
+        finished_row(rows, f"| {workers} | " + " | ".join(f"{measured[-1][name]:.2f}" for name in names) + " |")
     notes = ""
     if len(measured) > 1:
         slope, base = np.polyfit(options.workers, [parts["driver"] for parts in measured], 1)
@@ -106,14 +103,12 @@ def main(argv: list[str] | None = None) -> None:
             "cluster takes to meet is not known."
         )
     write(
-        options.out,
-        " ".join(["python -m bench.startup", *(sys.argv[1:] if argv is None else argv)]),
+        options,
         "Seconds on the clock until Ray is there (`Ray`), its devices are reserved (`devices`), all worker processes "
         "have imported torch and answer (`processes`), and have met and built an empty worker (`meeting`), with all "
         "of them on this machine's cores. `driver CPU`: processor seconds of the driver after Ray's own start. `worker "
         "CPU` and `worker MB`: of one worker.",
-        ["workers", "Ray", "devices", "processes", "meeting", "driver CPU", "worker CPU", "worker MB"],
-        rows,
+        table(["workers", "Ray", "devices", "processes", "meeting", "driver CPU", "worker CPU", "worker MB"], rows),
         notes,
     )
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -23,14 +22,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import pictures
-from bench.table import write
+from bench.table import ROOT, parse, table, write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
 from rltrain.run.report.table import read_metrics
 
-ROOT = Path(__file__).parent.parent
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")
 MEASURED = (*PHASES, "generate_sequences", "reshard", "reward", "other")
 OURS, PEERS = "rltrain", {"hf": "TRL, HF generate", "vllm": "TRL, vLLM colocated"}
@@ -149,7 +146,7 @@ def rows_of(kind: str, measured: dict[str, Steps]) -> list[str]:
 
 def measure(kind: str, options: argparse.Namespace) -> dict[str, Steps]:
     """All systems in turn, ``options.rounds`` times."""
-    folder = (options.work / kind).absolute()
+    folder = options.work / kind
     make(folder, kind, options.shape, options.steps + 1)
     limit = options.limit or LIMITS[kind]
     with_images = kind == "images"
@@ -172,7 +169,6 @@ def words(text: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peer-env", type=Path, default=Path(".bench-env"))
-    parser.add_argument("--work", type=Path, default=Path("outputs/bench_step"))
     parser.add_argument("--kinds", type=words, default=["equal", "long_tail"], help="these, or images")
     parser.add_argument("--peers", type=words, default=list(PEERS))
     parser.add_argument("--shape", default="tiny")
@@ -181,23 +177,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each process")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of ours")
-    parser.add_argument("--note", default="")
-    parser.add_argument("--out", default="step_cpu.md")
-    options: Any = parser.parse_args(argv)
+    smoke = {"peers": [], "shape": "test", "limit": 4, "steps": 1, "rounds": 1}
+    options = parse(parser, argv, out="step_cpu.md", work="outputs/bench_step", **smoke)
+    options.kinds = options.kinds[: 1 if options.smoke else None]
     if "images" in options.kinds and "vllm" in options.peers:
         parser.error("an environment of TRL that has vLLM for the CPU has no torchvision: give images with --peers hf")
     rows = [row for kind in options.kinds for row in rows_of(kind, measure(kind, options))]
     write(
-        options.out,
-        shlex.join(["python", "-m", "bench.step", *(sys.argv[1:] if argv is None else argv)]),
+        options,
         f"GRPO, {PROMPTS} prompts x {ANSWERS} answers, two optimizer steps, KL in the loss; seconds, medians over "
         "steps. TRL 1.16. `gen` holds everything up to the answers (ours: also the weight sync and scoring), "
         "`update_actor` all of the two optimizer steps. The last column: tokens a second of ours over those of the "
         "row. Lengths differ by chance in `long_tail`: compare by tokens. `images`: a Qwen2.5-VL, its tower trained "
         f"too, with an image of {pictures.TOKENS} tokens before every prompt.",
-        ["lengths", "system", *PHASES, "mean answer", "tokens/s", "ours is times as fast"],
-        rows,
-        options.note,
+        table(["lengths", "system", *PHASES, "mean answer", "tokens/s", "ours is times as fast"], rows),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -19,12 +18,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from bench.table import ROOT, finished_row, parse, table
 from tests.local import local_trainer
 from tests.tiny import small_run, write_arithmetic
 from tests.tiny_families import CALLING, ROOM, measured, save_calling_family
 from tests.tiny_tools import tool_run
 
-PAGE = Path(__file__).parents[1] / "docs" / "agents.md"
+PAGE = ROOT / "docs/agents.md"
 TITLES = ("family", "`multi_turn.format`", "turns", "contexts, equal token by token", "largest distance of a log-prob")
 _TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -40,8 +40,8 @@ def row_of(name: str, folder: Path) -> str:
 
 def rows_of(page: str) -> dict[str, str]:
     """The rows of the table in a page, by family."""
-    table = _TABLE.search(page)
-    rows = [line for line in table.group().splitlines() if line.startswith("| ")][1:] if table else []
+    found = _TABLE.search(page)
+    rows = [line for line in found.group().splitlines() if line.startswith("| ")][1:] if found else []
     return {row.split(" | ")[0].removeprefix("| "): row for row in rows}
 
 
@@ -51,28 +51,25 @@ def with_table(page: str, rows: Sequence[str]) -> str:
         f"`python -m bench.turns`, {date.today()}, transformers {version('transformers')}, torch {version('torch')}, "
         "float32, CPU"
     )
-    table = "\n".join([f"| {' | '.join(TITLES)} |", "|" + "---|" * len(TITLES), *rows])
-    return _TABLE.sub(lambda _: f"{made}\n\n{table}\n", page)
+    return _TABLE.sub(lambda _: f"{made}\n\n{table(TITLES, rows)}\n", page)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print rows, and write the table where all families were run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", choices=[*CALLING, []])
-    options = parser.parse_args(argv)
+    options = parse(parser, argv, out=PAGE, families=list(CALLING)[:1])
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows = []
+    rows: list[str] = []
     for name in options.families or CALLING:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(row_of(name, Path(folder)))
-        sys.stdout.write(rows[-1] + "\n")
-        sys.stdout.flush()
+            finished_row(rows, row_of(name, Path(folder)))
     dist.destroy_process_group()
-    if not options.families:
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    return 0
+    print(table(TITLES, rows))
+    if options.smoke or not options.families:
+        options.out.write_text(with_table(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,13 +13,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -32,6 +29,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
 
+from bench.table import finished_row, parse, table, write
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.device import get_device
@@ -43,10 +41,14 @@ from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 
 CPU = torch.device("cpu")
-REPEATS, ANSWERS = 5, 8
+ANSWERS = 8
 # Edge of the image in pixels, tokens of the question around it, and of an answer.
 EDGE, QUESTION, LENGTHS = 448, 32, (128, 512)
 WAYS = ("padded", "packed", "shared")
+TITLES = (
+    "model", "work on", "pass", "padded, s", "packed, s", "shared, s", "times as fast as padded", "as packed",
+    "padded, MiB", "packed, MiB", "shared, MiB", "padded / shared", "packed / shared",
+)  # fmt: skip
 WORKS = {"log_prob": "log-prob pass", "update": "update (forward + backward)"}
 FAMILIES = {"Qwen2.5-VL": Qwen2_5_VLConfig, "Qwen3-VL": Qwen3VLConfig}
 IMAGE, _VOCABULARY, _MERGE = 4, 2048, 2
@@ -124,8 +126,7 @@ def padded_log_probs(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 class Case:
     """One model and the answers of one length. ``run`` is a pass over them in one of the ways."""
 
-    def __init__(self, family: str, length: int, folder: Path | None = None, edge: int = EDGE) -> None:
-        folder = folder or Path(f"outputs/bench_vision/{family}")
+    def __init__(self, family: str, length: int, folder: Path, edge: int = EDGE) -> None:
         if not (folder / "config.json").exists():
             make_model(family, folder)
         spec = ModelSpec(str(folder), gradient_checkpointing=True, tower="trained")
@@ -150,10 +151,10 @@ class Case:
         return log_probs.detach()
 
 
-def in_turns(run: Callable[[str, str], Any], work: str) -> list[list[float]]:
+def in_turns(run: Callable[[str, str], Any], work: str, repeats: int) -> list[list[float]]:
     """CPU seconds of each way in each turn, after a warm one."""
     turns = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         turn = []
         for way in WAYS:
             started = time.process_time()
@@ -172,13 +173,12 @@ def peak_mib(action: Callable[[], Any]) -> float:
     return max(accumulate(changes)) / 2**20
 
 
-def rows_of(family: str, length: int) -> list[str]:
+def rows_of(family: str, case: Case, length: int, options: argparse.Namespace) -> Iterator[str]:
     """Table rows of one model and one length of answers."""
-    case, rows = Case(family, length), []
     vision: Any = case.policy.model.config.vision_config
-    patches = (EDGE // vision.patch_size) ** 2
+    patches = (options.edge // vision.patch_size) ** 2
     for work, title in WORKS.items():
-        seconds = in_turns(case.run, work)
+        seconds = in_turns(case.run, work, options.repeats)
         # Ratios of neighbours in time: what disturbs a turn disturbs all of it.
         ratios = [
             statistics.median(one / other for one, other in zip(times, seconds[-1], strict=True)) for times in seconds
@@ -187,9 +187,7 @@ def rows_of(family: str, length: int) -> list[str]:
         cells = [f"{min(value):.2f}" for value in seconds] + [f"{value:.2f}" for value in ratios[:-1]]
         cells += [f"{value:,.0f}" for value in mib] + [f"{value / mib[-1]:.2f}" for value in mib[:-1]]
         shape = f"{patches:,} patches, {patches // _MERGE**2 + QUESTION} + {ANSWERS} x {length}"
-        rows.append(f"| {family} | {shape} | {title} | {' | '.join(cells)} |")
-        sys.stderr.write(rows[-1] + "\n")
-    return rows
+        yield f"| {family} | {shape} | {title} | {' | '.join(cells)} |"
 
 
 def differences(case: Case) -> float:
@@ -205,38 +203,37 @@ def start() -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()  # it takes minutes, and --help must not
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.set_defaults(edge=EDGE, lengths=LENGTHS, families=list(FAMILIES))
+    options = parse(
+        parser, out="vision_cpu.md", work="outputs/bench_vision", repeats=1, edge=112, lengths=(8,),
+        families=["Qwen2.5-VL"],
+    )  # fmt: skip
     start()
-    cases = {family: Case(family, LENGTHS[0]) for family in FAMILIES}
-    apart = max(differences(case) for case in cases.values())
-    sizes = {family: model_numbers(case.policy) for family, case in cases.items()}
-    share = {family: size["row_flops"] / 2 / size["matmul_parameters"] for family, size in sizes.items()}
-    models = [f"{name} {size['num_parameters'] / 1e6:.1f} M weights, {share[name]:.2f}" for name, size in sizes.items()]
-    load = os.getloadavg()[0]
-    rows = [row for family in FAMILIES for length in LENGTHS for row in rows_of(family, length)]
-    lines = [
-        f"`python -m bench.vision`, {date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} "
-        f"cores (load {load:.0f} at the start{': others worked beside it' if load > 1 else ''}), one thread, "
-        f"torch {torch.__version__}",
-        "",
-        f"{ANSWERS} answers to one image of {EDGE} x {EDGE} pixels. Random models, and what the tower does for a "
-        f"patch in tokens: {', '.join(models)}. fp32, with entropy, tower trained, activations recomputed.",
-        "",
-        f"The three ways ran in turns. Seconds are CPU seconds, the least of {REPEATS}; times as fast is the median "
-        "over the turns. MiB: tensors that a pass makes and that live at its peak, gradients of the weights included. "
-        f"The log-probs of the three ways differ by at most {apart:.0e}.",
-        "",
+    rows, models, apart = list[str](), [], 0.0
+    for family in options.families:
+        for length in options.lengths:
+            case = Case(family, length, options.work / family, options.edge)
+            if length == options.lengths[0]:
+                apart = max(apart, differences(case))
+                sizes = model_numbers(case.policy)
+                share = sizes["row_flops"] / 2 / sizes["matmul_parameters"]
+                models.append(f"{family} {sizes['num_parameters'] / 1e6:.1f} M weights, {share:.2f}")
+            for row in rows_of(family, case, length, options):
+                finished_row(rows, row)
+    write(
+        options,
+        f"{ANSWERS} answers to one image of {options.edge} x {options.edge} pixels. Random models, and what the tower "
+        f"does for a patch in tokens: {', '.join(models)}. fp32, one thread, with entropy, tower trained, activations "
+        "recomputed.",
+        f"The three ways ran in turns. Seconds are CPU seconds, the least of {options.repeats}; times as fast is the "
+        "median over the turns. MiB: tensors that a pass makes and that live at its peak, gradients of the weights "
+        f"included. The log-probs of the three ways differ by at most {apart:.0e}.",
         "`padded`: transformers' forward, the image encoded per answer. `packed`: rltrain's packed forward, prompt "
         "and image per answer. `shared`: what a run computes.",
-        "",
-        "| model | work on | pass | padded, s | packed, s | shared, s | times as fast as padded | as packed | "
-        "padded, MiB | packed, MiB | shared, MiB | padded / shared | packed / shared |",
-        "|---" * 13 + "|",
-        *rows,
-    ]
-    text = "\n".join(lines) + "\n"
-    (Path(__file__).parent / "results" / "vision_cpu.md").write_text(text)
-    sys.stdout.write(text)
+        table(TITLES, rows),
+    )
     dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -24,7 +25,7 @@ import numpy as np
 import torch.distributed as dist
 
 import rltrain.workers.rollout_worker as home
-from bench.table import write
+from bench.table import parse, table, write
 from bench.workload import make
 from rltrain.base.columns import names as c
 from rltrain.config.load import load_config
@@ -37,8 +38,8 @@ from rltrain.workers.rollout.contract import Job, Sampling
 from rltrain.workers.rollout.conversations import Conversations
 from rltrain.workers.tasks import GenerateTask
 
-PROMPTS, SAMPLES, TURNS, TOKENS = 16, 4, 4, 512
-TASK = GenerateTask("train", np.arange(PROMPTS, dtype=np.int32), SAMPLES, Sampling(TOKENS), seed=1, step=1)
+PROMPTS, SAMPLES, TURNS = 16, 4, 4
+TITLES = ("engine", "mean sleep s", "turns", "work", "chain", "rollout", "/ bound", "barrier", "barrier / rollout")
 ENVIRONMENT = '''
 import asyncio, random
 
@@ -74,8 +75,10 @@ class Barrier(Conversations):
 class Rollout:
     """The rollouts of one engine."""
 
-    def __init__(self, folder: Path, engine: str) -> None:
+    def __init__(self, folder: Path, engine: str, tokens: int) -> None:
         self._folder, self._engine, self._call = folder, engine, 0
+        prompts = np.arange(PROMPTS, dtype=np.int32)
+        self._task = GenerateTask("train", prompts, SAMPLES, Sampling(tokens), seed=1, step=1)
 
     def worker(self, mean: float) -> HybridWorker:
         """One whose environment sleeps so long on average."""
@@ -83,7 +86,8 @@ class Rollout:
         cfg = load_config(
             [
                 f"data.train_files={self._folder}/train.parquet", f"data.val_files={self._folder}/train.parquet",
-                "data.train_batch_size=16", "data.max_prompt_length=64", f"data.max_response_length={TOKENS}",
+                "data.train_batch_size=16", "data.max_prompt_length=64",
+                f"data.max_response_length={self._task.sampling.max_tokens}",
                 f"actor_rollout_ref.model.path={self._folder}/model", f"{rollout}n={SAMPLES}",
                 f"{rollout}name={self._engine}",
                 f"{rollout}max_num_seqs=64", f"{rollout}gpu_memory_utilization=0.1", "trainer.device=cpu",
@@ -99,10 +103,10 @@ class Rollout:
         worker.init_models(make_step_passes(cfg))
         return worker
 
-    def seconds(self, worker: HybridWorker, task: GenerateTask = TASK) -> tuple[float, list, dict]:
+    def seconds(self, worker: HybridWorker, **changes: Any) -> tuple[float, list, dict]:
         """Wall clock of a rollout, the texts, and the numbers of its trajectories."""
         self._call += 1
-        _, texts, numbers = worker.rollout.generate(replace(task, call=self._call))
+        _, texts, numbers = worker.rollout.generate(replace(self._task, call=self._call, **changes))
         return numbers.seconds["generate_sequences"], texts, numbers.per_sample
 
 
@@ -125,7 +129,7 @@ def measure(rollout: Rollout, mean: float, rounds: int) -> str:
     place, sample = divmod(longest, SAMPLES)
     todo = np.zeros((PROMPTS, SAMPLES), dtype=bool)
     todo[place, sample] = True
-    alone = rollout.seconds(quick, replace(TASK, todo=todo))[0]
+    alone = rollout.seconds(quick, todo=todo)[0]
     work, whole, barrier = (float(np.median(found[name])) for name in ("work", "rollout", "barrier"))
     chain = slept.max() + alone
     bound = max(work, chain)
@@ -141,28 +145,27 @@ def main() -> None:
     parser.add_argument("--engines", default="hf,vllm")
     parser.add_argument("--means", default="0.5,2")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", default="waits_cpu.md")
-    given = parser.parse_args()
+    parser.set_defaults(shape="tiny", tokens=512)
+    given = parse(parser, out="waits_cpu.md", engines="hf", means="0.01", rounds=1, shape="test", tokens=16)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make(folder, "long_tail", "tiny", 1)
+        make(folder, "long_tail", given.shape, 1)
         (folder / "slow.py").write_text(ENVIRONMENT)
         for engine in given.engines.split(","):
             for mean in map(float, given.means.split(",")):
-                rows.append(measure(Rollout(folder, engine), mean, given.rounds))
+                rows.append(measure(Rollout(folder, engine, given.tokens), mean, given.rounds))
     write(
-        given.out,
-        f"OMP_NUM_THREADS=1 python -m bench.waits --engines {given.engines} --rounds {given.rounds}",
-        f"{PROMPTS * SAMPLES} trajectories of up to {TURNS} turns and {TOKENS} tokens; seconds, the median of "
+        given,
+        f"{PROMPTS * SAMPLES} trajectories of up to {TURNS} turns and {given.tokens} tokens; seconds, the median of "
         f"{given.rounds} rounds. Work: an environment that answers at once. Chain: the most that a trajectory sleeps, "
         "and its decoding alone. The bound is the larger of the two.",
-        ("engine", "mean sleep s", "turns", "work", "chain", "rollout", "/ bound", "barrier", "barrier / rollout"),
-        rows,
+        table(TITLES, rows),
     )
     dist.destroy_process_group()
-    os._exit(0)  # vLLM keeps threads
+    if "vllm" in given.engines:
+        os._exit(0)  # it keeps threads
 
 
 if __name__ == "__main__":

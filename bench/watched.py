@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 import rltrain
-from bench.table import write
+from bench.table import parse, table, write
 from rltrain.run.report.archive import Archive
 from rltrain.run.report.details import Details
 from rltrain.run.report.page import write_page
@@ -74,27 +74,26 @@ def seconds(root: Path, num_groups: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=16, help="of six steps")
-    arguments = parser.parse_args()
+    options = parse(parser, out="watched_cpu.md", groups=2)
     os.environ["WANDB_MODE"] = "offline"
     with tempfile.TemporaryDirectory() as name:
-        found = seconds(Path(name), arguments.groups)
+        found = seconds(Path(name), options.groups)
         started = time.perf_counter()
         write_page(Path(name) / "run")
         page_s = time.perf_counter() - started
     ratios = 100 * np.log(found / found[:, :1])
     errors = ratios.std(0, ddof=1) / len(ratios) ** 0.5
+    rows = [
+        f"| {kind} | {median:.3f} | {mean:+.1f} % | {error:.1f} % |"
+        for kind, median, mean, error in zip(KINDS, np.median(found, 0), ratios.mean(0), errors, strict=True)
+    ]
     write(
-        "watched_cpu.md",
-        f"python -m bench.watched --groups {arguments.groups}",
+        options,
         f"Of {6 * len(ratios)} steps of {PROMPTS} prompts x {ANSWERS} answers of {LENGTH} tokens a third each: console "
         "and metrics.jsonl alone; details, TensorBoard, wandb (offline), samples and dumps beside them; and alone once "
         "more, which shows the noise. From the begin of a step to that of the next; differences are means over groups "
         "of six steps in mirrored order.",
-        ("steps", "median, s", "difference", "standard error"),
-        [
-            f"| {kind} | {median:.3f} | {mean:+.1f} % | {error:.1f} % |"
-            for kind, median, mean, error in zip(KINDS, np.median(found, 0), ratios.mean(0), errors, strict=True)
-        ],
+        table(["steps", "median, s", "difference", "standard error"], rows),
         f"The page took {page_s:.1f} s behind the last step.",
     )
 

@@ -8,13 +8,10 @@ the sync, beyond the engine's own weights. Writes bench/results/weight_sync_cpu.
 
 import argparse
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -23,6 +20,7 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
+from bench.table import parse, table, write
 from rltrain.base.device import get_device
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.forward import PolicyModel
@@ -104,50 +102,48 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
     dist.barrier()
 
 
-def measure(folder: Path, way: str, *, ranks: int, bucket_mib: float, syncs: int, dtype: torch.dtype):
+def measure(folder: Path, way: str, *, ranks: int, bucket_mib: float, syncs: int, dtype: torch.dtype, start="spawn"):
     """([(seconds, peak in MiB over that before)] of every sync, MiB of the engine's weights)."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed leaves the resident memory at once
-    mp.start_processes(rank_main, (ranks, folder, way, bucket_mib, syncs, dtype), nprocs=ranks, start_method="spawn")
+    mp.start_processes(rank_main, (ranks, folder, way, bucket_mib, syncs, dtype), nprocs=ranks, start_method=start)
     return torch.load(folder / f"{way}.pt", weights_only=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--syncs", type=int, default=50)
-    parser.add_argument("--note", default="")
-    arguments = parser.parse_args()
-    rows = []
+    parser.set_defaults(sizes=(512, 8, 32_000), start="spawn")
+    options = parse(parser, out="weight_sync_cpu.md", ranks=1, syncs=2, sizes=(128, 1, 1000), start="fork")
+    found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(model_config()).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(model_config(*options.sizes)).save_pretrained(folder)
         for way, bucket in WAYS.items():
             measured, size = measure(
-                folder, way, ranks=arguments.ranks, bucket_mib=bucket or 0, syncs=arguments.syncs, dtype=torch.bfloat16
+                folder,
+                way,
+                ranks=options.ranks,
+                bucket_mib=bucket or 0,
+                syncs=options.syncs,
+                dtype=torch.bfloat16,
+                start=options.start,
             )
             seconds, peaks = zip(*measured[1:], strict=True)
-            rows.append((way, bucket, statistics.median(seconds), size, [peak - size for peak in peaks]))
-    naive = next(seconds for way, _, seconds, *_ in rows if way == "weight by weight")
-    lines = [
-        "# Weight sync",
-        "",
-        f"`{' '.join(['python -m bench.weight_sync', *sys.argv[1:]])}`, {date.today()}, "
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.ranks} ranks over gloo, "
-        f"fp32 shards to bf16 engine weights ({rows[0][3]:.0f} MiB), {arguments.syncs} syncs. {arguments.note}",
-        "",
-        "| way | seconds (median) | GB/s | against weight by weight | peak beyond engine and shards, "
-        "MiB (median, worst) |",
-        "|---|---|---|---|---|",
+            found.append((way, statistics.median(seconds), [peak - size for peak in peaks]))
+    naive = next(seconds for way, seconds, _ in found if way == "weight by weight")
+    rows = [
+        f"| {way} | {seconds:.3f} | {size / 1024 / seconds:.2f} | {naive / seconds:.2f}x | "
+        f"{statistics.median(peaks):.0f}, {max(peaks):.0f} |"
+        for way, seconds, peaks in found
     ]
-    for way, _, seconds, size, peaks in rows:
-        lines.append(
-            f"| {way} | {seconds:.3f} | {size / 1024 / seconds:.2f} | {naive / seconds:.2f}x | "
-            f"{statistics.median(peaks):.0f}, {max(peaks):.0f} |"
-        )
-    text = "\n".join(lines) + "\n"
-    Path("bench/results/weight_sync_cpu.md").write_text(text)
-    print(text)
+    peak = "peak beyond engine and shards, MiB (median, worst)"
+    write(
+        options,
+        f"{options.ranks} ranks over gloo, fp32 shards to bf16 engine weights ({size:.0f} MiB), {options.syncs} syncs.",
+        table(["way", "seconds (median)", "GB/s", "against weight by weight", peak], rows),
+    )
 
 
 if __name__ == "__main__":

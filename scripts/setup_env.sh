@@ -3,6 +3,7 @@
 #                where there are accelerators (docs/cuda.md and docs/npu.md install for those); one version may be another
 #                than in constraints-cpu.txt
 # Environment: PYTHON_BASE  interpreter to start from (default: the first of python3.11, python3.12, python3.10, python3 that fits)
+#              RLTRAIN_PYTHON  interpreter of a complete environment, which is used as it is: nothing is installed
 #              TORCH_INDEX  package index with PyTorch's CPU builds, for machines whose own index has none (default: PyTorch's)
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -92,6 +93,10 @@ install_torch() {
 setup_env() {
     local extras="$1" other="${2:-}" constraints="$REPO/scripts/constraints-cpu.txt" stamp
     stamp="$(cat "$REPO/setup.py" "$constraints" | cksum | tr -d ' ')-$extras${other:+-$other}"
+    if [ -n "${RLTRAIN_PYTHON:-}" ]; then
+        PYTHON="$RLTRAIN_PYTHON"
+        return
+    fi
     PYTHON="$VENV/bin/python"
     if [ -e "$VENV/rltrain-stamp" ]; then refuse_environment_of_another; fi
     if [ -x "$PYTHON" ] && grep -qxF "$stamp" "$VENV/rltrain-stamp" 2>/dev/null; then

@@ -1,0 +1,38 @@
+"""Every benchmark runs to its end with `--smoke`, prints its table and writes nothing to bench/ and docs/."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# `command [optional arguments]` in the first column.
+COMMANDS = re.findall(r"^\| `([^`\[]+?)(?: \[[^`]*\])?` ", (ROOT / "bench/README.md").read_text(), re.MULTILINE)
+
+
+def files() -> dict[Path, int]:
+    """Return when each file of bench/ and docs/ was last changed."""
+    found = [path for top in ("bench", "docs") for path in (ROOT / top).rglob("*") if path.is_file()]
+    return {path: path.stat().st_mtime_ns for path in found if path.suffix != ".pyc"}
+
+
+def test_each_program_has_a_row():
+    programs = {path.stem for path in (ROOT / "bench").glob("*.py") if "\n    main()\n" in path.read_text()}
+    programs |= {"bits", "soak"}  # which exit with the result of main
+    named = {re.search(r"bench\.(\w+)", command)[1] for command in COMMANDS}
+    assert named == programs - {"ages", "step_peer"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_benchmark_runs_and_writes_nothing(command):
+    before = files()
+    words = shlex.split(command.replace("python", sys.executable, 1))
+    done = subprocess.run(["env", *words, "--smoke"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    # A table, or the digest of bench.bits.
+    assert re.search(r"^\|(---\|)+\n\| .+ \|$|^\w+ \(\d rank\): [0-9a-f]{64}$", done.stdout, re.MULTILINE), done.stdout
+    assert files() == before

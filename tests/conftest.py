@@ -7,7 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,8 +41,13 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Set the markers of cost, and make the cases long that ``few(n)`` leaves out of the n, evenly spread."""
-    tests = defaultdict(list)
+    tests, smoke = defaultdict(list), Counter()
     for item in items:
+        if marker := item.get_closest_marker("smoke"):
+            test = item.nodeid.partition("[")[0]
+            smoke[test] += 1
+            if smoke[test] > marker.kwargs.get("cases", 1):
+                item.own_markers = [each for each in item.own_markers if each.name != "smoke"]
         for marker in costs(item):
             item.add_marker(marker)
         if item.get_closest_marker("few") and not item.get_closest_marker("long"):
@@ -58,6 +63,14 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     STARTED.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    report = yield
+    # pytest-xdist cannot send half of a surrogate pair.
+    report.sections = [(title, text.encode("utf-8", "replace").decode()) for title, text in report.sections]
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -17,12 +18,16 @@ import pytest
 NAMES = {
     **dict.fromkeys(["subprocess", "multiprocessing", "Popen"], "process"),
     **dict.fromkeys(["Slot", "ScoringSlot", "JudgedScorer", "Hosts", "run_command", "descendants"], "process"),
-    "rltrain.tools.port.__main__.main": "process",
+    **dict.fromkeys(["rltrain.tools.port.__main__.main", "rltrain.tools.port.shell.record"], "process"),
+    **dict.fromkeys(["rltrain.data_preprocess.lint.main", "rltrain.data_preprocess.lint.lint"], "process"),
     **dict.fromkeys(["ray", "start_ray", "RewardPool", "WorkerGroup"], "ray"),
     "Network": "network",
-    **dict.fromkeys(["main_ppo", "--dry-run", "look_over"], "run"),
+    **dict.fromkeys(["local_trainer", "HybridWorker"], "step"),
+    "engine_of": "engine",
+    "--dry-run": "run",
 }
-MARKERS = frozenset(NAMES.values()) | {"engine"}
+MARKERS = frozenset(NAMES.values())
+_TESTS = str(Path(__file__).parent)
 # Commands of this Python that the current test has started so far.
 STARTED: list[str] = []
 
@@ -39,9 +44,7 @@ def costs(item: pytest.Function) -> set[str]:
     """Return the markers of a test."""
     fixtures = item._fixtureinfo.name2fixturedefs
     starts = [item.function, *(each.func for name in item.fixturenames for each in fixtures.get(name, ()))]
-    names = _all_names(*starts)
-    found = {NAMES[name] for name in names if name in NAMES}
-    return found | ({"engine"} if "running_engine" in names and "vllm" in item.nodeid else set())
+    return {NAMES[name] for name in _all_names(*starts) if name in NAMES}
 
 
 @functools.cache
@@ -74,7 +77,9 @@ def _names(found: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _ours(found: Any, seen: set[int]) -> Iterator[str]:
-    if not isinstance(found, ModuleType) and str(getattr(found, "__module__", "")).startswith("tests."):
+    # Some folders of tests are no packages, so modules are known by their files.
+    module = sys.modules.get(str(getattr(found, "__module__", "")))
+    if not isinstance(found, ModuleType) and str(getattr(module, "__file__", "")).startswith(_TESTS):
         yield from _names(found, seen)
 
 

@@ -168,7 +168,9 @@ def update_metrics(
     metrics: Metrics = {}
     # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
     one, having = results[0], tokens > 0
-    made = (counted > 0) & (one.overflowed == 0) & (one.skipped == 0)
+    made = (counted > 0) & (one.skipped == 0)
+    if len(one.overflowed):
+        made &= one.overflowed == 0
     if made.any():
         for name, total in _over_ranks([result.shares for result in results]).items():
             metrics[_named(prefix, name)] = float(np.mean(total[made]))

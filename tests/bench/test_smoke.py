@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,24 @@ def test_each_program_has_a_row():
     assert named == programs - {"ages", "step_peer"}
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_benchmark_runs_and_writes_nothing(command):
-    before = files()
+@pytest.fixture(scope="module")
+def runs(request):
+    """The runs of all commands that are tested, two at a time: one file of tests belongs to one process of pytest."""
+    asked = [item.callspec.params["command"] for item in request.session.items if "runs" in item.fixturenames]
+    with ThreadPoolExecutor(2) as pool:
+        yield {command: pool.submit(run, command) for command in asked}
+
+
+def run(command: str) -> subprocess.CompletedProcess:
     words = shlex.split(command.replace("python", sys.executable, 1))
-    done = subprocess.run(["env", *words, "--smoke"], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(["env", *words, "--smoke"], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(3600)  # the first case waits for those before it
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_benchmark_runs_and_writes_nothing(runs, command):
+    before = files()
+    done = runs[command].result()
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     # A table, or the digest of bench.bits.
     assert re.search(r"^\|(---\|)+\n\| .+ \|$|^\w+ \(\d rank\): [0-9a-f]{64}$", done.stdout, re.MULTILINE), done.stdout

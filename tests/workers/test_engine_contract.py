@@ -127,7 +127,7 @@ def answers(generation) -> list[list[int]]:
     return [row.tolist() for row in generation.tokens.rows()]
 
 
-@pytest.mark.smoke("vLLM and the embedded engine generate what transformers generates")
+@pytest.mark.smoke("vLLM and the embedded engine generate what transformers generates", cases=9)
 @pytest.mark.few(2)
 def test_greedy_answers_are_those_of_transformers(ready, plain):
     generated = generate(ready, Sampling(12, greedy=True), PROMPTS, 1)

@@ -61,28 +61,6 @@ def test_constraints_pin_what_setup_asks_for():
     assert pinned <= wanted
 
 
-@pytest.mark.parametrize("other", ["", "transformers==5.5.4"])
-def test_an_environment_is_for_the_cpu_beside_accelerators(other, tmp_path):
-    python = tmp_path / "venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/calls\n')
-    (tmp_path / "nvidia-smi").write_text("#!/bin/bash\n")
-    for file in (python, tmp_path / "nvidia-smi"):
-        file.chmod(0o755)
-    line = f"set -eu; source {ROOT}/scripts/setup_env.sh; VENV={tmp_path}/venv; setup_env lora {other and repr(other)}"
-    process = subprocess.run(
-        ["bash", "-c", line], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
-    torch, package, _, compiled = (tmp_path / "calls").read_text().splitlines()
-    assert compiled.startswith("-m compileall")  # on all cores, which pip does on one
-    assert torch.endswith("install --quiet --disable-pip-version-check --no-compile torch==2.13.0+cpu")
-    constraints = re.search(r"-c (\S+) -e .*\[lora\]$", package)[1]
-    pinned = (ROOT / "scripts/constraints-cpu.txt").read_text()
-    wanted = re.sub(r"(?m)^transformers==.*", other, pinned) if other else pinned
-    assert Path(constraints).read_text() == wanted
-
-
 # Records the signal, saves once the pipe ``go`` is written to, and ends as a run does.
 RECORDER = """
 import pathlib, signal, sys

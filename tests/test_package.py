@@ -110,18 +110,10 @@ def test_the_console_command_opens_every_program(capsys):
     assert cli.main(["--version"]) == 0
     assert cli.main(["reprot"]) == 2
     assert "Did you mean rltrain report?" in capsys.readouterr().err
-    for words, name in ((["soup", "OUT"], "'soup'"), (["agents", "tri"], "'agents tri'")):
-        assert cli.main(words) == 2
-        assert f"no command {name}." in capsys.readouterr().err
     assert cli.main(["trainer.device=cpu"]) == 2
     assert "Did you mean rltrain train trainer.device=cpu" in capsys.readouterr().err
-    for words in (["data"], ["data", "gsm8k.x"], ["data", "common"]):
-        assert cli.main(words) == 2
-        assert "needs the name of a converter: aime, " in capsys.readouterr().err
-    for words in (["data", "gsm8k", "--help"], ["rewards", "try", "--help"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(words)
-        assert ended.value.code == 0
+    assert cli.main(["data", "common"]) == 2
+    assert "needs the name of a converter: aime, " in capsys.readouterr().err
 
 
 def test_nothing_is_imported_through_the_links_at_the_top():

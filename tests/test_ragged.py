@@ -21,20 +21,6 @@ def test_select_takes_rows_in_the_given_order(lengths, data):
     assert [row.tolist() for row in selected.rows()] == [ragged[pick].tolist() for pick in picks]
 
 
-@given(row_lengths, st.integers(0, 6))
-def test_split_and_concat_are_inverse(lengths, cut):
-    cut = min(cut, len(lengths))
-    ragged = make(lengths)
-    parts = ragged.split([cut, len(lengths) - cut])
-    assert [len(part) for part in parts] == [cut, len(lengths) - cut]
-    assert Ragged.concat(parts) == ragged
-
-
-def test_a_batch_names_the_column_it_lacks():
-    with pytest.raises(KeyError, match=r"no column 'tokens' \(columns: score\)"):
-        Batch({"score": torch.zeros(2)})["tokens"]
-
-
 def test_batch_select_split_concat_keep_columns_together():
     batch = Batch({"tokens": make([1, 2, 3]), "score": torch.tensor([1.0, 2.0, 3.0]), "text": ["a", "b", "c"]})
     picked = batch.select([2, 0])

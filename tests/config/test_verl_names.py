@@ -293,8 +293,6 @@ def test_verl_s_words_are_noted(command, note):
     [
         "rollout.mode=async", "rollout.agent.num_workers=4", f"{A}hybrid_engine=True", "trainer.use_v1=True",
         "trainer.v1.trainer_mode=sync", "transfer_queue.enable=True", "global_profiler.tool=npu", "model_engine=dp",
-        "actor.profiler.enable=True", "actor.fsdp_config.strategy=fsdp", "ref.fsdp_config.use_torch_compile=True",
-        "ref.entropy_checkpointing=True", "rollout.skip_tokenizer_init=True", "model.torch_dtype=bf16",
         f"{LOSS}topk=32", "distillation.nnodes=1", "distillation.teacher_models.teacher_model.inference.name=vllm",
         f"{MTP}num_speculative_tokens=1", "reward_model.rollout.gpu_memory_utilization=0.9", "model.lora.merge=True",
         "reward_model.enable_resource_pool=True", "reward.reward_model.rollout.name=vllm", "model.tokenizer_path=m",

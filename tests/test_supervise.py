@@ -198,11 +198,6 @@ def test_sigusr1_reaches_only_programs_with_a_handler(supervise, tmp_path):
     assert attempts(tmp_path)[0]["cause"] == ""
 
 
-def test_attempts_that_end_before_the_run_has_a_folder_are_in_the_file_too(supervise, tmp_path):
-    assert ended(supervise([{"code": 75, "early": True}, {"code": 75}, {}]))[0] == 0
-    assert [line["attempt"] for line in attempts(tmp_path)] == [1, 2, 3]
-
-
 def test_a_full_disk_does_not_stop_the_supervisor(supervise, tmp_path):
     (tmp_path / "attempts.jsonl").symlink_to("/dev/full")
     code, said = ended(supervise([{"code": 75}, {}]))

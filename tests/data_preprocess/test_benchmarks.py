@@ -156,10 +156,7 @@ def test_the_truth_earns_the_full_score_from_its_own_scorer(tmp_path, name, reco
         ("gpqa", "boxed", "letter of the right choice in \\boxed{}"),
         ("logicvista", "boxed", "all letters if several are right, in \\boxed{}"),
         ("mathvista", "boxed", "final answer in \\boxed{}. Give 1 decimals."),
-        ("mathverse", "boxed", "letter of the right choice in \\boxed{}"),
         ("mathverse", "direct", "directly answer"),
-        ("wemath", "boxed", "letter of the right choice in \\boxed{}"),
-        ("mmmu_pro", "boxed", "letter of the right choice in \\boxed{}"),
         ("mmmu_pro", "direct", "given choices directly"),
     ],
 )

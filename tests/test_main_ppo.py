@@ -47,22 +47,6 @@ def test_a_thread_of_a_callback_does_not_keep_a_finished_run():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3
 
 
-def test_what_packages_do_at_the_end_is_done_and_modules_are_not_taken_apart():
-    words = """
-import atexit, runpy, sys, rltrain.config.help
-class Module:
-    def __del__(self):
-        print("taken apart")
-def help_text(section):  # stands for a run, which imports packages
-    atexit.register(print, "a package ends")
-    return "helped\\n"
-rltrain.config.help.help_text, sys.argv, sys.modules["a_package"] = help_text, ["main_ppo", "--help"], Module()
-runpy.run_module("rltrain.main_ppo", run_name="__main__")
-"""
-    process = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False)
-    assert (process.returncode, process.stdout) == (0, "helped\na package ends\n"), process.stderr
-
-
 def test_version_help_and_printed_config(capsys):
     assert main(["--version"]) == 0
     version = capsys.readouterr().out

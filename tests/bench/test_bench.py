@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from bench import gpu, scale, vision, workload
+from bench import gpu, scale, workload
 from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
-from rltrain.models.attention.packing import pack
 from tests.local import LocalGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -82,12 +81,3 @@ def test_the_first_hour_runs_on_a_cpu_and_says_what_does_not(tmp_path, monkeypat
     for what in ("generate_sequences", "old_log_prob", "update_actor", "step"):
         (value,) = [line.split("|")[3] for line in found["step"] if line.split("|")[2].strip() == what]
         assert float(value.split()[0]) > 0
-
-
-@pytest.mark.parametrize("family", vision.FAMILIES)
-def test_the_three_ways_to_see_compute_the_same(tmp_path, family):
-    vision.make_model(family, tmp_path, 128, 2)
-    case = vision.Case(family, 3, tmp_path, edge=168)
-    assert vision.differences(case) < 1e-5
-    rows = [pack(each, vision.CPU).images.pixel_values for each in (case.batch, vision.brought_along(case.batch))]
-    assert len(rows[1]) == vision.ANSWERS * len(rows[0])

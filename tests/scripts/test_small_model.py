@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rltrain.data_preprocess import arithmetic
 
@@ -35,13 +35,3 @@ def test_transformers_loads_a_model_of_a_few_million_weights(folder):
     assert 2e6 < sum(parameter.numel() for parameter in model.parameters()) < 5e6
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert json.loads((folder / "warm_up.json").read_text())["step"] == 10
-
-
-def test_its_tokenizer_has_a_chat_template_and_brings_text_back(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "12+7=?"}], add_generation_prompt=True, return_dict=False
-    )
-    assert len(ids) == 9
-    for text in ("12+7=?", "Größe: 5\n 100 %"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -79,10 +79,8 @@ def test_threads_are_the_users_choice_or_a_share_of_the_cores(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "devices_per_engine", "visible", "has_vllm", "engine"),
     [
-        ("cpu", 1, "0,1", True, "hf"),
         ("cpu", 2, "", False, "vllm"),
         ("auto", 1, "0,1", True, "vllm"),
-        ("auto", 1, "0,1", False, "hf"),
         # The driver may run on a node without devices.
         ("npu", 1, "", True, "vllm"),
         ("npu", 4, "", False, "vllm"),

@@ -43,9 +43,7 @@ def test_help_shows_what_works_and_answers_for_the_rest():
 
 
 def test_help_finds_keys_and_sections_by_the_end_of_their_names():
-    text = help_text("lr")
-    assert "actor_rollout_ref.actor.optim.lr (float)" in text
-    assert "critic.optim.lr (float)" in text
+    assert "critic.optim.lr (float)" in help_text("lr")
     assert {"critic.model", "reward_model.model"} <= {line.split()[0] for line in help_text("model").splitlines()}
     assert "clip_grad (float)" in help_text("actor_rollout_ref.actor.grad_clip"), "verl's older name"
 

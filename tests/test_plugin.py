@@ -103,14 +103,7 @@ def test_a_library_is_imported_once_by_name_or_file(tmp_path, monkeypatch):
     assert os.environ["COUNT"] == "nf"
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("no.such.library", "key=no.such.library cannot be imported"),
-        ("no_file.py", "no_file.py is not a Python file"),
-        ("library_that_fails", "ZeroDivisionError"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [("no_file.py", "not a Python file"), ("library_that_fails", "ZeroDiv")])
 def test_a_library_that_cannot_be_imported_is_an_error(tmp_path, monkeypatch, name, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "library_that_fails.py").write_text("1 / 0\n")

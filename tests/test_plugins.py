@@ -102,7 +102,6 @@ def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
             "made without arguments; it takes (x)",
         ),
         ("class Mine:\n    def __init__(self): 1 / 0\n    def on_save(self, step, folder): pass", "ZeroDivisionError"),
-        ("def Mine(step): pass", "on_step must take (step, metrics, samples)"),
     ],
 )
 def test_a_callback_that_does_not_fit_is_refused_at_the_start(tmp_path, text, said):

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from rltrain.base.errors import DataError
-from rltrain.run.report.view import main, one_line, read_samples, shorten
+from rltrain.run.report.view import main, read_samples, shorten
 
 
 def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:
@@ -141,8 +141,6 @@ def test_a_conversation_fits_a_line(conversations, capsys):
     lines = shown(capsys, conversations, "--lines", "--width", 200).splitlines()
     assert lines[0] == "0+0=? -> [mul 17, 23 = 391] -> 391 ✓"
     assert lines[1] == "0+0=? -> 16 -> [higher] -> 24 ✓"
-    long = {"question": "?", "answer": "", "ground_truth": "7", "score": 0.0, "messages": json.dumps(PLAYED * 40)}
-    assert one_line(long) == "? -> 16 -> [higher] -> 24 -> … -> [higher] -> 24 ✗ (7)"
 
 
 @pytest.mark.parametrize(

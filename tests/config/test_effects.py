@@ -25,14 +25,11 @@ def test_estimators_and_losses_read_keys_that_exist():
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [
-        ("data.shuffle", True),
         ("data.val_files", False),
-        ("data.shuffle=False", False),
         ("data.truncation=left|error", True),
         ("data.truncation!=left|error", False),
         ("data.seed>0 or data.shuffle=False", True),
         ("data.seed<1 or data.shuffle=False", False),
-        ("trainer.total_training_steps=null", True),
     ],
 )
 def test_conditions_by_hand(condition, expected):

@@ -59,8 +59,6 @@ def test_small_problem_spaces_repeat_train_and_refuse_test(capsys):
     assert len(set(texts)) == len(set(texts[: len(set(texts))]))  # all come once before one comes twice
     assert arithmetic.main(["--max-operand", "1", "--num-test", "50", "--output", "/nowhere"]) == 2
     assert "--max-operand 1" in capsys.readouterr().err
-    assert arithmetic.main(["--max-operand", "10000000000", "--output", "/nowhere"]) == 2
-    assert "between 1 and 1000000000" in capsys.readouterr().err
     assert arithmetic.main(["--operators", "+/", "--output", "/nowhere"]) == 2
     assert "division" in capsys.readouterr().err
 
@@ -188,11 +186,11 @@ def test_reasoning_gym_mistakes_are_named(capsys, tmp_path):
     pytest.importorskip("reasoning_gym")
     output = ["--num-train", "4", "--num-test", "2", "--output", str(tmp_path)]
     for options, said in (
-        (["--task", "no_such_task"], "no task 'no_such_task'"),
-        (["--task", "countdown"], "runs the answer as Python code"),
-        (["--task", "sentence_reordering", "--as-gsm8k"], "--as-gsm8k needs numeric answers"),
+        ("no_such_task", "no task 'no_such_task'"),
+        ("countdown", "runs the answer as Python code"),
+        ("sentence_reordering --as-gsm8k", "--as-gsm8k needs numeric answers"),
     ):
-        assert reasoning_gym.main([*options, *output]) == 2
+        assert reasoning_gym.main(["--task", *options.split(), *output]) == 2
         assert said in capsys.readouterr().err
 
 

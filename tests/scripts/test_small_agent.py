@@ -24,8 +24,3 @@ def test_the_commands_of_the_example_are_accepted(task, tmp_path, capsys):
     (model,) = (tmp_path / "out").glob("*model*")
     assert len(AutoTokenizer.from_pretrained(model)) == len(tokenizer_of(task))
     assert sum(weights.numel() for weights in AutoModelForCausalLM.from_pretrained(model).parameters()) < 5e5
-
-
-def test_the_example_knows_two_tasks(tmp_path):
-    process = run_example(tmp_path, "agent_cpu.sh", TASK="chess")
-    assert (process.returncode, process.stderr) == (2, "error: TASK=chess: it is calculator or guess\n")

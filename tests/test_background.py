@@ -71,19 +71,3 @@ def test_lines_wait_for_storage_that_does_not_answer_and_nobody_waits_for_them(t
         assert lines.close(0) is None
         os.set_blocking(read.fileno(), False)
         assert read.read().split() == [str(number) for number in range(1, 1000)]
-
-
-def test_the_thread_that_writes_lines_is_there_before_it_is_needed(tmp_path):
-    """Where a process has no memory left, a thread that is started then waits for ever."""
-
-    def writers() -> list[int | None]:
-        return [each.ident for each in threading.enumerate() if each.name == f"writing {tmp_path.name}.log"]
-
-    lines = Appender(tmp_path / f"{tmp_path.name}.log")
-    assert lines.add("1\n") is None
-    first = writers()
-    assert len(first) == 1
-    assert lines.add("2\n") is None
-    assert writers() == first
-    assert lines.close(1) is None
-    eventually(lambda: not writers())

@@ -9,13 +9,9 @@ from rltrain.base.chips import find_chip
     ("name", "tera_flops", "bandwidth"),
     [
         ("NVIDIA H100 80GB HBM3", 989.4, 3.35e12),
-        ("NVIDIA H100 PCIe", 756, 2.0e12),
         ("NVIDIA H200", 989.4, 4.8e12),
-        ("NVIDIA A100-SXM4-80GB", 312, 2.039e12),
-        ("NVIDIA A100-PCIE-40GB", 312, 1.555e12),
         ("NVIDIA L40S", 362, 0.864e12),
         ("Ascend910B3", 20 * 8192 * 1.8e9 / 1e12, 1.6e12),
-        ("Ascend910B4-1", 20 * 8192 * 1.5e9 / 1e12, 1.6e12),
         ("Ascend910_9382", 24 * 8192 * 1.8e9 / 1e12, 1.6e12),
     ],
 )

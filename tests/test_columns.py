@@ -1,8 +1,5 @@
 """Real steps of several algorithms hand over the columns that `rltrain.base.columns.names` lists, and no others."""
 
-import pickle
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +7,7 @@ import torch
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
-from rltrain.controller.samples import Samples, assemble
+from rltrain.controller.samples import Samples
 from tests.local import LocalGroup, local_trainer
 from tests.tiny import small_run
 from tests.tiny_tools import save_calling_model, tool_run
@@ -95,26 +92,3 @@ def test_a_step_makes_the_columns_that_are_listed(tiny_model, arithmetic_files, 
         for shapes, dtype in kinds:
             assert c.COLUMNS[name].shape in shapes, name
             assert dtype in c.COLUMNS[name].dtype.split(" or "), name
-
-
-def test_prompts_and_pixels_travel_once_per_prompt(tiny_model, arithmetic_files, tmp_path):
-    trainer = local_trainer(small_run(tiny_model, arithmetic_files, tmp_path))
-    pixels = torch.rand(4, 10_000)
-    generate = trainer.worker.rollout.generate
-
-    def with_pixels(task):
-        batch, texts, numbers = generate(task)
-        batch.update({"pixels": DictionaryColumn(pixels, batch.dictionary("prompt").index)})
-        return batch, texts, numbers
-
-    trainer.worker.rollout.generate = with_pixels
-    samples, _ = trainer.actor.generate(trainer.experience_task())
-    (part,) = samples.parts_with("prompt")
-    samples.attach([replace(part, columns=("pixels",))])
-    request = samples.request(np.arange(16), [*c.PROMPT_AND_ANSWER, "pixels"])
-    batch = assemble(request, [part.ref for part in request.parts])
-    assert len(pickle.dumps(part.ref)) < 1.1 * pixels.nbytes, "in the object store"
-    assert len(pickle.dumps(batch)) < 1.1 * pixels.nbytes, "in the worker"
-    for micro, places in zip(batch.split([6, 2, 8]), ([0, 1], [1], [2, 3]), strict=True):
-        assert torch.equal(micro.dictionary("pixels").values, pixels[places])
-        assert len(micro.dictionary("prompt").values) == len(places)

@@ -1,11 +1,9 @@
 """``rltrain NAME``, ``python -m rltrain NAME`` and ``python -m rltrain.NAME`` run every command of the table."""
 
 import contextlib
-import importlib
 import io
 import multiprocessing
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -47,13 +45,6 @@ def forked(name, *arguments):
     return result
 
 
-@pytest.mark.parametrize("words", [["rltrain", "view"], ["rltrain.view"]])
-def test_python_runs_a_command_by_name(words):
-    process = subprocess.run([sys.executable, "-m", *words, "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith("usage:")
-
-
 @pytest.mark.parametrize("name", [*MODULES, "rltrain.env_report", "rltrain.controller.launch", "rltrain.main_ppo"])
 def test_every_command_is_a_module(name):
     code, errors = forked(name, "--help")
@@ -67,13 +58,6 @@ def test_every_converter_has_a_help(words, capsys, monkeypatch):
     with contextlib.suppress(SystemExit):
         assert main([*words, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: rltrain {' '.join(words)} ")
-
-
-@pytest.mark.parametrize("name", ["average", "checkpoint", "env", "lint", "serve"])
-def test_a_usage_names_the_command(name, capsys):
-    with contextlib.suppress(SystemExit):
-        assert importlib.import_module(commands.COMMANDS[name][0]).main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: python -m rltrain.{name}")
 
 
 @pytest.mark.parametrize("name", commands.REMOVED)

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from rltrain.base.errors import WorkerError, WorkerLost
-from rltrain.run.preflight.health import Check
 from rltrain.tools import doctor
 from rltrain.workers.links import LinksWorker
 from tests.ranks import run_on_ranks
@@ -91,18 +90,6 @@ def test_a_pair_that_hangs_is_a_failed_row_below_the_others():
     *_, last = checks = list(doctor.try_together(Group(), "cpu", is_cpu=True))
     assert [check.name for check in checks] == ["computing", "collectives", "together"]
     assert "rank 0 of 3 (pid 1 on a), rank 1 of 3" in last.problems[0]
-
-
-def test_the_table_ends_with_what_failed():
-    checks = [
-        Check("network", "2 nodes"),
-        Check("models", "readable", ["b: none", "c: none"]),
-        Check("clocks", "9 s", notes=["late"]),
-    ]
-    assert doctor.table(checks) == (
-        "network  ok      2 nodes\nmodels   FAILED  readable\nclocks   note    9 s\n"
-        "\nfailed\n  b: none\n  c: none\n\nworth a look\n  late\n"
-    )
 
 
 def test_the_run_folder_is_left_as_it_was(tmp_path):

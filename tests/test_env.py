@@ -35,7 +35,6 @@ def test_what_the_user_has_set_is_left_alone(device, monkeypatch):
         ("npu", "vllm", False, "2", None),
         ("npu", "hf", False, "2", "PYTORCH_NPU_ALLOC_CONF"),
         ("cuda", "vllm", True, None, "PYTORCH_CUDA_ALLOC_CONF"),
-        ("cuda", "hf", False, None, "PYTORCH_CUDA_ALLOC_CONF"),
         ("cuda", "sglang", True, None, None),
         ("cpu", "hf", False, None, None),
     ],
@@ -80,15 +79,10 @@ def test_threads_are_the_users_choice_or_a_share_of_the_cores(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "devices_per_engine", "visible", "has_vllm", "engine"),
     [
-        ("cpu", 1, "0,1", True, "hf"),
         ("cpu", 2, "", False, "vllm"),
-        ("auto", 1, "", True, "hf"),
         ("auto", 1, "0,1", True, "vllm"),
-        ("auto", 1, "0,1", False, "hf"),
         # The driver may run on a node without devices.
         ("npu", 1, "", True, "vllm"),
-        ("cuda", 1, "", True, "vllm"),
-        ("npu", 1, "", False, "hf"),
         ("npu", 4, "", False, "vllm"),
     ],
 )
@@ -143,9 +137,7 @@ def test_nodes_meet_on_the_card_with_their_address(library, card, monkeypatch):
     [
         ({"CUDA_VISIBLE_DEVICES": "0,3"}, "auto", 2),
         ({"CUDA_VISIBLE_DEVICES": "0,3", "SLURM_GPUS_ON_NODE": "8"}, "cuda", 2),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "cuda", 1),
         ({"SLURM_GPUS_ON_NODE": "8"}, "npu", 8),
-        ({"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, "npu", 3),
         ({"CUDA_VISIBLE_DEVICES": "0,3"}, "cpu", 1),
     ],
 )

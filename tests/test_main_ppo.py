@@ -36,17 +36,6 @@ def test_a_dry_run_counts_the_rows_that_a_run_would_take(tmp_path, capsys):
     assert "2 per epoch of 300 prompts" in capsys.readouterr().out
 
 
-def test_help_into_a_closed_pipe_is_no_traceback():
-    process = subprocess.run(
-        f"{sys.executable} -m rltrain.main_ppo --help | true",
-        shell=True,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.stderr == ""
-
-
 def test_the_exit_code_is_kept_where_nothing_can_be_written():
     process = subprocess.run(f"{sys.executable} -m rltrain.main_ppo --no-flag >/dev/full 2>&1", shell=True, check=False)
     assert process.returncode == 2
@@ -56,22 +45,6 @@ def test_a_thread_of_a_callback_does_not_keep_a_finished_run():
     words = "import threading; threading.Thread(target=threading.Event().wait).start(); main_ppo.leave(3)"
     code = f"from rltrain import main_ppo; main_ppo._LEAVE_S = 0.1; {words}"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3
-
-
-def test_what_packages_do_at_the_end_is_done_and_modules_are_not_taken_apart():
-    words = """
-import atexit, runpy, sys, rltrain.config.help
-class Module:
-    def __del__(self):
-        print("taken apart")
-def help_text(section):  # stands for a run, which imports packages
-    atexit.register(print, "a package ends")
-    return "helped\\n"
-rltrain.config.help.help_text, sys.argv, sys.modules["a_package"] = help_text, ["main_ppo", "--help"], Module()
-runpy.run_module("rltrain.main_ppo", run_name="__main__")
-"""
-    process = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False)
-    assert (process.returncode, process.stdout) == (0, "helped\na package ends\n"), process.stderr
 
 
 def test_version_help_and_printed_config(capsys):

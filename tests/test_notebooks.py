@@ -7,26 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import rltrain
 from rltrain.config.load import load_config
 from rltrain.config.verl.keys import leaves_of
 from scripts.site.notebooks import source_of
 
 FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
-def test_cells_of_a_notebook_compile_and_name_what_rltrain_has(notebook):
-    cells = source_of(notebook)
-    assert len(cells) > 5
-    tree = ast.parse("\n".join(cells))
-    used = {
-        node.attr for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rltrain"
-    }  # fmt: skip
-    assert used
-    assert used <= set(rltrain.__all__)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)

@@ -3,7 +3,6 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -73,20 +72,6 @@ def test_a_name_leads_nowhere_else(tmp_path, monkeypatch):
     assert not (tmp_path / "trace").exists()
 
 
-def test_an_object_travels_with_the_code_of_its_module(tmp_path, monkeypatch):
-    """Other processes cannot import the module, unless it is installed."""
-    (tmp_path / "mine_alone.py").write_text("OFFSET = 2\ndef shifted(x):\n    return x + OFFSET\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine_alone", raising=False)
-    import mine_alone  # type: ignore[import-not-found]
-
-    name = plugin.save_object("reward", mine_alone.shifted, tmp_path / "objects")
-    script = f"from rltrain.base.plugin import load_plugin; print(load_plugin('reward', {name!r})(40))"
-    root = Path(__file__).parent.parent
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
-    assert process.stdout == "42\n", process.stderr
-
-
 def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "house").mkdir()
     (tmp_path / "house" / "losses.py").write_text("def f(): return 7")
@@ -118,14 +103,7 @@ def test_a_library_is_imported_once_by_name_or_file(tmp_path, monkeypatch):
     assert os.environ["COUNT"] == "nf"
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("no.such.library", "key=no.such.library cannot be imported"),
-        ("no_file.py", "no_file.py is not a Python file"),
-        ("library_that_fails", "ZeroDivisionError"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [("no_file.py", "not a Python file"), ("library_that_fails", "ZeroDiv")])
 def test_a_library_that_cannot_be_imported_is_an_error(tmp_path, monkeypatch, name, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "library_that_fails.py").write_text("1 / 0\n")

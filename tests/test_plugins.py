@@ -81,15 +81,7 @@ def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplo
     assert "mine.py:Mine" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        ("3", "not 3"),
-        ("{'a': 2}", "a is a metric already"),
-        ("{'mine': 'x'}", "could not convert"),
-        ("{'mine': None}", "float"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "said"), [("3", "not 3"), ("{'a': 2}", "a is a metric already")])
 def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
     found = callbacks(tmp_path, f"def Mine(step, metrics): return {returned}")
     assert found.on_step(Answered(1, {"a": 1.0}, SAMPLES, 1)) == {"callbacks/errors": 1.0}
@@ -110,9 +102,6 @@ def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
             "made without arguments; it takes (x)",
         ),
         ("class Mine:\n    def __init__(self): 1 / 0\n    def on_save(self, step, folder): pass", "ZeroDivisionError"),
-        ("def other(step, metrics): pass", "the file has no function 'Mine'; it defines other"),
-        ("def Mine(step): pass", "on_step must take (step, metrics, samples)"),
-        ("import no_such_module", "No module named 'no_such_module'"),
     ],
 )
 def test_a_callback_that_does_not_fit_is_refused_at_the_start(tmp_path, text, said):

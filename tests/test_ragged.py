@@ -1,38 +1,12 @@
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
 
-row_lengths = st.lists(st.integers(0, 5), min_size=1, max_size=6)
-
 
 def make(lengths: list[int]) -> Ragged:
     return Ragged(torch.arange(sum(lengths), dtype=torch.float32), torch.tensor(lengths))
-
-
-@given(row_lengths, st.data())
-def test_select_takes_rows_in_the_given_order(lengths, data):
-    ragged = make(lengths)
-    picks = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
-    selected = ragged.select(picks)
-    assert [row.tolist() for row in selected.rows()] == [ragged[pick].tolist() for pick in picks]
-
-
-@given(row_lengths, st.integers(0, 6))
-def test_split_and_concat_are_inverse(lengths, cut):
-    cut = min(cut, len(lengths))
-    ragged = make(lengths)
-    parts = ragged.split([cut, len(lengths) - cut])
-    assert [len(part) for part in parts] == [cut, len(lengths) - cut]
-    assert Ragged.concat(parts) == ragged
-
-
-def test_a_batch_names_the_column_it_lacks():
-    with pytest.raises(KeyError, match=r"no column 'tokens' \(columns: score\)"):
-        Batch({"score": torch.zeros(2)})["tokens"]
 
 
 def test_batch_select_split_concat_keep_columns_together():

@@ -78,12 +78,6 @@ def test_what_a_model_or_a_machine_says_is_text_and_no_script(run):
     assert "two &lt;script&gt;" in shown(page)
 
 
-def test_a_thousand_steps_are_less_than_three_megabytes(run):
-    write_lines(run / "metrics.jsonl", [line(step) for step in range(1, 1001)])
-    write_lines(run / "details.jsonl", [details(step) for step in range(1, 1001)])
-    assert write_page(run).stat().st_size < 3_000_000
-
-
 def test_a_run_that_has_metrics_alone_has_a_page_and_a_folder_that_is_none_a_sentence(tmp_path, run, capsys):
     for name in ("details.jsonl", "config.yaml", "env.json", "train.log", "samples/train_000006.parquet"):
         (run / name).unlink()

@@ -28,12 +28,7 @@ def test_runs_over_seeds_share_no_answer():
     assert np.abs(np.corrcoef(first.T) - np.eye(9)).max() < 0.25, "336 numbers of 9 samples: a deviation of 0.055"
 
 
-def test_prompt_sample_and_step_are_not_interchangeable():
-    found = {
-        int(sample_seeds(0, step, [row], 8)[sample])
-        for step, row, sample in itertools.product(range(8), range(8), range(8))
-    }
-    assert len(found) == 8**3
+def test_every_prompt_may_have_a_step_of_its_own():
     by_row = sample_seeds(3, np.array([4, 9]), [5, 6], 2)
     assert np.array_equal(by_row, np.concatenate([sample_seeds(3, 4, [5], 2), sample_seeds(3, 9, [6], 2)]))
 

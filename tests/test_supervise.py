@@ -122,7 +122,6 @@ def test_the_same_end_without_a_new_checkpoint_stops_with_its_code(supervise, tm
     ("command", "code", "stopped"),
     [
         ("exit 75", 75, "ended 5 times without a new checkpoint by the same cause"),
-        ("exit 255", 255, "ended 5 times without a new checkpoint by the same cause"),
         # A node that is not the head reports itself, but knows neither step nor cause: the head decides.
         (f"""echo '{{"pid": 1}}' >> "${ATTEMPT}"; exit 75""", 75, "5 restarts are used up (--max-restarts)"),
     ],
@@ -135,9 +134,7 @@ def test_a_command_that_says_nothing_is_no_endless_loop(command, code, stopped):
 
 
 def test_restarts_are_counted_and_attempts_without_a_new_checkpoint_too(supervise, tmp_path):
-    ends = [{"code": 75, "step": step, "error": f"of step {'x' * step}"} for step in (1, 1, 1, 2, 2)]
-    for number, end in enumerate(ends):
-        end["error"] += "y" * number
+    ends = [{"code": 75, "error": f"another {'x' * number}"} for number in range(5)]
     code, said = ended(supervise(ends, "--max-restarts", "3", "--wait-s", "0.05"))
     assert code == 75
     assert len(attempts(tmp_path)) == 4
@@ -199,11 +196,6 @@ def test_sigusr1_reaches_only_programs_with_a_handler(supervise, tmp_path):
     assert len(attempts(tmp_path)) == 1
     assert attempts(tmp_path)[0]["exit_code"] == 75
     assert attempts(tmp_path)[0]["cause"] == ""
-
-
-def test_attempts_that_end_before_the_run_has_a_folder_are_in_the_file_too(supervise, tmp_path):
-    assert ended(supervise([{"code": 75, "early": True}, {"code": 75}, {}]))[0] == 0
-    assert [line["attempt"] for line in attempts(tmp_path)] == [1, 2, 3]
 
 
 def test_a_full_disk_does_not_stop_the_supervisor(supervise, tmp_path):
@@ -269,9 +261,7 @@ def test_what_cannot_be_killed_does_not_hold_it_up(tmp_path):
     [
         ([], "say the command behind --"),
         (["--max-restarts", "-1", "--", "true"], "--max-restarts -1: it must be at least 0"),
-        (["--max-restarts", "2.5", "--", "true"], "invalid int value: '2.5'"),
         (["--wait-s", "nan", "--", "true"], "--wait-s nan: it must be at least 0"),
-        (["--give-up", "1", "--", "true"], "--give-up 1: it must be at least 2"),
         (["--", "/no/such/program"], "the command cannot be started"),
     ],
 )

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from rltrain.base.errors import DataError
-from rltrain.run.report.view import main, one_line, read_samples, shorten
+from rltrain.run.report.view import main, read_samples, shorten
 
 
 def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:
@@ -99,16 +99,6 @@ def test_what_is_not_there_is_said(run, tmp_path, capsys):
         read_samples(tmp_path / "other", split="val")
 
 
-def test_an_answer_does_not_steer_the_terminal(run, capsys):
-    hostile = "\x1b]52;c;cm0gLXJmIH4=\x07\x9b2J\x1b[31m red \r over"
-    table = frame(9, [1.0, 1.0], answer=hostile, prompt=hostile, reward_error=hostile)
-    table.to_parquet(run / "samples" / "train_000009.parquet")
-    for flags in ([], ["--lines"]):
-        text = shown(capsys, run, *flags)
-        assert "]52;c;cm0gLXJmI" in text
-        assert not set(text) & set("\x1b\x07\x9b\r")
-
-
 def said(role, content, **more):
     return {"role": role, "content": content, **more}
 
@@ -151,8 +141,6 @@ def test_a_conversation_fits_a_line(conversations, capsys):
     lines = shown(capsys, conversations, "--lines", "--width", 200).splitlines()
     assert lines[0] == "0+0=? -> [mul 17, 23 = 391] -> 391 ✓"
     assert lines[1] == "0+0=? -> 16 -> [higher] -> 24 ✓"
-    long = {"question": "?", "answer": "", "ground_truth": "7", "score": 0.0, "messages": json.dumps(PLAYED * 40)}
-    assert one_line(long) == "? -> 16 -> [higher] -> 24 -> … -> [higher] -> 24 ✗ (7)"
 
 
 @pytest.mark.parametrize(
@@ -165,10 +153,12 @@ def test_conversations_come_in_the_order_that_is_asked_for(conversations, capsys
     assert ("agent_failed: the agent's process ended" in text) == (3 in first)
 
 
-def test_a_conversation_does_not_steer_the_terminal(run, capsys):
+def test_an_answer_does_not_steer_the_terminal(run, capsys):
     hostile = "\x1b]52;c;cm0gLXJmIH4=\x07\x9b2J\x1b[31m red \r over \ud83d 漢字"
     calls = [said("assistant", hostile), said("tool", hostile, name=hostile, arguments=hostile, seconds=1.0)]
-    table = frame(10, [1.0, 1.0], messages=json.dumps(calls), agent_failed=hostile.replace("\ud83d", ""), num_turns=2)
+    table = frame(10, [1.0] * 4, messages=[json.dumps(calls)] * 2 + [""] * 2, num_turns=2)
+    for column in ("agent_failed", "answer", "prompt", "reward_error"):
+        table[column] = hostile.replace("\ud83d", "")
     table.to_parquet(run / "samples" / "train_000010.parquet")
     for flags in ([], ["--lines", "--width", 300]):
         text = shown(capsys, run, *flags)

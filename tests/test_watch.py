@@ -73,12 +73,6 @@ def test_a_line_that_is_half_written_is_shown_once_it_is_whole(run):
     assert "".join(written).splitlines()[2:] == ["half of a line", "and an", "end"]
 
 
-def test_a_folder_without_a_log_is_told_and_not_waited_for_in_silence(tmp_path):
-    written: list[str] = []
-    follow(tmp_path, written.append, lambda: True)
-    assert written == [f"{tmp_path}/train.log says nothing yet\n"]
-
-
 def test_a_run_is_over_when_the_steps_of_its_plan_are_made(run):
     assert not is_over(run)
     with_steps(run, 1, 2, 3)

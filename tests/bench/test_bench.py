@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from bench import gpu, pictures, scale, vision, workload
+from bench import gpu, scale, workload
 from bench.floor import Floor, Group
 from bench.idle_worker import IdleWorker
-from rltrain.data.chat import ChatEncoder
-from rltrain.data.rows import read_rows
-from rltrain.models.attention.packing import pack
-from scripts.make_small_model import END
 from tests.local import LocalGroup
-from tests.npu import standin
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -47,19 +42,6 @@ def test_the_floor_computes_what_transformers_does(folder):
     assert all(torch.allclose(one, other, atol=1e-3) for one, other in zip(*gradients, strict=True))
 
 
-def test_with_images_no_answer_ends_or_holds_a_placeholder(tmp_path):
-    pytest.importorskip("torchvision")
-    workload.make(tmp_path, "images", "test", 1)
-    encoder, rows = ChatEncoder(str(tmp_path / "model")), read_rows(str(tmp_path / "train.parquet"))
-    asked = encoder.encode_prompt(rows[0].prompt, rows.images(0))
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "model")
-    marks = encoder.tokenizer.convert_tokens_to_ids([*pictures.MARKS, END])
-    assert asked.tokens.tolist().count(model.config.image_token_id) == pictures.TOKENS
-    with torch.no_grad():
-        probs = model(torch.arange(300, 1000)[:, None]).logits[:, -1].softmax(-1)
-    assert float(probs[:, marks].max()) < 1e-6
-
-
 def test_the_drivers_part_of_a_step_needs_no_model():
     trainer = scale.make_trainer(LocalGroup(IdleWorker(prompt_tokens=10)), 1, 64, 100)
     metrics = trainer.step(1).metrics
@@ -70,11 +52,6 @@ def test_the_drivers_part_of_a_step_needs_no_model():
 TINY = {
     "shape": "tiny", "prompts": 2, "answers": 2, "prompt-tokens": 40, "response-tokens": 6, "steps": 1,
 }  # fmt: skip
-
-
-def accelerator_bench(device: str, folder: Path, *more: str) -> list[str]:
-    options = TINY | {"device": device, "work": folder, "out": folder / "gpu.md"}
-    return [*(word for name, value in options.items() for word in (f"--{name}", str(value))), *more]
 
 
 def rows_in(folder: Path) -> dict[str, list[str]]:
@@ -88,45 +65,15 @@ def rows_in(folder: Path) -> dict[str, list[str]]:
 
 def test_the_first_hour_runs_on_a_cpu_and_says_what_does_not(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # counts as not installed
-    gpu.main(accelerator_bench("cpu", tmp_path, "--here", "--stages", "kernels", "step", "eager", "graphs"))
+    options = TINY | {"device": "cpu", "work": tmp_path, "out": tmp_path / "gpu.md"}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    gpu.main([*words, "--here", "--stages", "kernels", "step", "eager", "graphs"])
     found = rows_in(tmp_path)
-    assert [name for name, rows in found.items() if "**not run**" in rows[0]] == [
-        "eager",
-        "graphs",
-        "devices",
-        "reshard",
-    ]
+    not_run = [name for name, rows in found.items() if "**not run**" in rows[0]]
+    assert not_run == ["eager", "graphs", "devices", "reshard"]
     assert "vLLM is not installed here" in found["eager"][0]
     assert "a CPU captures no graphs" in found["graphs"][0]
     assert "not asked for" in found["devices"][0]
     for what in ("generate_sequences", "old_log_prob", "update_actor", "step"):
         (value,) = [line.split("|")[3] for line in found["step"] if line.split("|")[2].strip() == what]
         assert float(value.split()[0]) > 0
-
-
-@pytest.mark.long
-def test_a_stage_that_crashes_leaves_its_reason_and_the_others(tmp_path):
-    argv = accelerator_bench("cpu", tmp_path, "--stages", "step", "--set", "trainer.no_such_key=1")
-    gpu.main(argv)
-    (row,) = rows_in(tmp_path)["step"]
-    assert "**not run**" in row
-    assert "unknown key 'trainer.no_such_key'" in row
-
-
-@pytest.mark.long
-def test_the_first_hour_runs_on_the_stand_in(tmp_path):
-    argv = accelerator_bench("npu", tmp_path, "--here", "--stages", "kernels", "step")
-    standin.run(f"import torch_npu\nfrom bench import gpu\ngpu.main({argv!r})")
-    found = rows_in(tmp_path)
-    (row,) = [line for line in found["step"] if "max_memory_reserved_gb" in line]
-    assert float(row.split("|")[3].split()[0]) > 0
-    assert "kernels" in found
-
-
-@pytest.mark.parametrize("family", vision.FAMILIES)
-def test_the_three_ways_to_see_compute_the_same(tmp_path, family):
-    vision.make_model(family, tmp_path, 128, 2)
-    case = vision.Case(family, 3, tmp_path, edge=168)
-    assert vision.differences(case) < 1e-5
-    rows = [pack(each, vision.CPU).images.pixel_values for each in (case.batch, vision.brought_along(case.batch))]
-    assert len(rows[1]) == vision.ANSWERS * len(rows[0])

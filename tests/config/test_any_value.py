@@ -41,8 +41,3 @@ def test_a_word_for_the_arguments_of_an_engine_is_a_sentence(engine, given, caps
         words = [f"{ENGINES}.{engine}={given}", f"actor_rollout_ref.rollout.name={chosen}", "--dry-run"]
         assert main([*BASE, *words]) == 2
         assert f"{ENGINES}.{engine}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("key", ["actor_rollout_ref.actor.optim.betas", "algorithm.gdpo_reward_keys"])
-def test_lists_within_lists_are_refused_by_name(key):
-    assert f"{key}=[[1], {{'a': 2}}]: expected list[" in problems([f"{key}=[[1],{{a:2}}]"])

@@ -28,7 +28,6 @@ ALONE = [*TAUGHT, f"{LOSS}use_task_rewards=False"]
         ([f"{LOSS}loss_mode=jsd", f"{A}use_kl_loss=True", f"{A}kl_loss_type=full"], "Use kl_loss_type=k3+"),
         ([f"{LOSS}use_task_rewards=False", "algorithm.use_kl_in_reward=True"], "Use actor_rollout_ref.actor.use_kl"),
         ([f"{LOSS}loss_mode=jsd", "distillation.teacher.ulysses_sequence_parallel_size=2"], "share the devices"),
-        (["distillation.teacher.model.path=null"], "name it with distillation.teacher.model.path"),
     ],
 )  # fmt: skip
 def test_what_a_teacher_cannot_is_refused_with_a_way_out(overrides, sentence):

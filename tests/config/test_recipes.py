@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -86,30 +86,26 @@ class Row:
         return f"{Path(self.script).stem}-{self.chip}"
 
 
-# Script -> its model, its data, and what the plan says of the samples of a step.
+# Script -> its model and its data.
 RECIPES = {
-    "grpo_gsm8k_npu_8.sh": ("Qwen2.5-0.5B", "sums", "1,280 (5 answers to each prompt)"),
-    "ppo_gae_gsm8k_npu_8.sh": ("Qwen2.5-0.5B", "sums", "1,024 (1 answer to each prompt)"),
-    "math/qwen2_5_7b_grpo.sh": ("Qwen2.5-7B", "sums", "256 (8 answers to each prompt)"),
-    "math/qwen2_5_7b_dapo.sh": ("Qwen2.5-7B", "sums", "256 (16 answers to each prompt)"),
-    "math/qwen2_5_32b_grpo.sh": ("Qwen2.5-32B", "sums", "1,024 (16 answers to each prompt)"),
-    "math/qwen2_5_32b_dapo.sh": ("Qwen2.5-32B", "sums", "4,096 (16 answers to each prompt)"),
-    "math/qwen3_30b_a3b_grpo.sh": ("Qwen3-30B-A3B", "sums", "1,024 (16 answers to each prompt)"),
-    "math/qwen3_30b_a3b_dapo.sh": ("Qwen3-30B-A3B", "sums", "256 (8 answers to each prompt)"),
-    "grpo_7b_boba_64gpu.sh": ("R1-Distill-7B", "sums", "2,048 (16 answers to each prompt)"),
-    "grpo_1_5b_boba_8gpu.sh": ("R1-Distill-1.5B", "sums", "512 (16 answers to each prompt)"),
-    "agents/retool_qwen2_5_7b.sh": ("Qwen2.5-7B-tools", "sums", "1,024 (16 answers to each prompt)"),
-    "agents/retool_qwen2_5_7b_npu.sh": ("Qwen2.5-7B-tools", "sums", "512 (16 answers to each prompt)"),
-    "agents/retool_qwen2_5_32b.sh": ("Qwen2.5-32B-tools", "sums", "8,192 (16 answers to each prompt)"),
-    "agents/search_r1_qwen2_5_3b.sh": ("Qwen2.5-3B-tools", "sums", "2,560 (5 answers to each prompt)"),
-    "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo.sh": ("Qwen2.5-VL-3B", "geometry3k", "128 (4 answers to each prompt)"),
-    "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k", "128 (4 answers to each prompt)"),
-    "vlm_gpu/qwen3_vl_30b_a3b_geometry3k_grpo.sh": (
-        "Qwen3-VL-30B-A3B",
-        "geometry3k",
-        "320 (5 answers to each prompt)",
-    ),
-    "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k", "2,640 (5 answers to each prompt)"),
+    "grpo_gsm8k_npu_8.sh": ("Qwen2.5-0.5B", "sums"),
+    "ppo_gae_gsm8k_npu_8.sh": ("Qwen2.5-0.5B", "sums"),
+    "math/qwen2_5_7b_grpo.sh": ("Qwen2.5-7B", "sums"),
+    "math/qwen2_5_7b_dapo.sh": ("Qwen2.5-7B", "sums"),
+    "math/qwen2_5_32b_grpo.sh": ("Qwen2.5-32B", "sums"),
+    "math/qwen2_5_32b_dapo.sh": ("Qwen2.5-32B", "sums"),
+    "math/qwen3_30b_a3b_grpo.sh": ("Qwen3-30B-A3B", "sums"),
+    "math/qwen3_30b_a3b_dapo.sh": ("Qwen3-30B-A3B", "sums"),
+    "grpo_7b_boba_64gpu.sh": ("R1-Distill-7B", "sums"),
+    "grpo_1_5b_boba_8gpu.sh": ("R1-Distill-1.5B", "sums"),
+    "agents/retool_qwen2_5_7b.sh": ("Qwen2.5-7B-tools", "sums"),
+    "agents/retool_qwen2_5_7b_npu.sh": ("Qwen2.5-7B-tools", "sums"),
+    "agents/retool_qwen2_5_32b.sh": ("Qwen2.5-32B-tools", "sums"),
+    "agents/search_r1_qwen2_5_3b.sh": ("Qwen2.5-3B-tools", "sums"),
+    "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo.sh": ("Qwen2.5-VL-3B", "geometry3k"),
+    "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k"),
+    "vlm_gpu/qwen3_vl_30b_a3b_geometry3k_grpo.sh": ("Qwen3-VL-30B-A3B", "geometry3k"),
+    "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k"),
 }
 _ROW = re.compile(r"^\| `(\S+\.sh)` \|.*\| (\d+) × (\d+) (\w+).*\| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 ROWS = [
@@ -162,7 +158,7 @@ def typed(tmp_path, made):
     (tmp_path / "python").chmod(0o755)
 
     def start(row: Row, *more: str) -> list[str]:
-        model, data, _ = RECIPES[row.script]
+        model, data = RECIPES[row.script]
         environment = {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "NNODES": str(row.nodes), "MODEL": str(made / model),
             "DATA": str(made / data), "VAL": str(made / data.replace("virl39k", "geometry3k") / "test.parquet"),
@@ -211,7 +207,6 @@ def test_a_recipe_would_run_on_its_devices(row, dry, without_memory):
     code, out = dry(row)
     assert code == 0, out
     assert f"{row.nodes} x {row.per_node} = {row.nodes * row.per_node} " in out
-    assert f"samples per step          {RECIPES[row.script][2]}" in out
     # No key of a recipe is without effect, and its data have nothing that a run would stumble over.
     assert "no effect" not in out
     if RECIPES[row.script][1] != "sums":
@@ -236,15 +231,6 @@ def test_experts_are_refused_on_npus_by_name(dry, without_memory):
     code, out = dry(row, "trainer.device=npu")
     assert code == 2
     assert "vllm-ascend lays out its experts once, at its start. Use rollout.name=hf" in out
-
-
-@pytest.mark.long
-def test_experts_of_30b_do_not_fit_an_npu_undivided(dry):
-    row = replace(the_row("qwen3_30b_a3b_dapo-H100"), chip="A3")
-    hf = ("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
-    code, out = dry(row, "trainer.device=npu", *hf)
-    assert code == 2
-    assert "a run would run out of memory" in out
 
 
 def test_every_script_of_the_folder_is_in_the_table():

@@ -1,14 +1,19 @@
 """verl's names and values, and those of other trainers: read, noted, or refused with the key as it was written."""
 
 import re
+from contextlib import suppress
+from fnmatch import fnmatch
 
 import pytest
 import yaml
 
+from rltrain.base.errors import ConfigError
+from rltrain.config.check import check
 from rltrain.config.load import load_config
-from rltrain.config.schema.keys import get
+from rltrain.config.schema.keys import all_keys, get
+from rltrain.config.verl.table import rows
 from rltrain.main_ppo import main
-from tests.config.commands import A, load, notes, problems, words
+from tests.config.commands import BASE, A, load, notes, problems, words
 
 OF_NO_RELEASE = "none of verl 0.5.0, 0.6.1, 0.7.0, 0.8.0, 0.9.0, 0.9.1 has this key"
 C = "algorithm.rollout_correction."
@@ -21,69 +26,20 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
     [
         # Another experiment.
         ("rollout.agent.default_agent_loop=tool_agent", "there are no tools"),
-        (f"{MTP}enable=True", "multi-token"),
         (f"{A}hybrid_engine=0", "synchronous"),
-        ("rollout.nnodes=1", "tail=carry_over"),
-        ("trainer.v1.trainer_mode=separate_async", "tail=carry_over"),
-        ("async_training.staleness_threshold=0.5", "tail=carry_over"),
-        (f"{LOSS}policy_loss_mode=gspo", "vanilla"),
-        (f"{LOSS}clip_ratio_high=0.3", "the clip is the actor's"),
-        (f"{LOSS}kd_temperature=2.0", "rollout.temperature"),
-        ("distillation.teacher_models.mathematics.model_path=m", "one teacher"),
         ("model_engine=veomni", "FSDP2"),
-        ("actor.strategy=megatron", "FSDP2"),
-        ("actor.engine.tp=2", "FSDP2"),
-        ("actor.model_engine=mlite", "FSDP2"),
-        ("ref.router_replay.mode=R2", "own router"),
-        ("actor.fsdp_config.qat.enable=True", "FP8"),
-        ("rollout.skip_rollout=True", "generates its own answers"),
-        ("skip.rollout.enable=True", "generates its own answers"),
-        ("actor.optim.optimizer=muon", "AdamW"),
-        ("model.tokenizer_path=/other", "model.path"),
-        ("algorithm.use_pf_ppo=True", "PF-PPO"),
-        ("trainer.scheduler=one_step_off", "synchronous"),
-        ("trainer.checkpoint_callback_class=a.B", "trainer.callbacks"),
-        ("rollout.router_config_path=/r.yaml", "one queue"),
-        ("rollout.multi_turn.interaction_config_path=2", "a class with step"),
-        ("rollout.multi_turn.max_user_turns=5", "at most one turn more"),
         ("rollout.multi_turn.max_user_turns=5 rollout.multi_turn.max_assistant_turns=6", "at most one turn more"),
-        ("rollout.agent.max_turns=5", "no version of verl has this key"),
-        ("rollout.multi_turn.tool_name_key=env_name", "no version of verl has this key"),
-        ("rollout.chat_scheduler=x", "rollout.chat_scheduler=x: "),
         ("data.tool_config_path=a", f"use {A}rollout.multi_turn.tool_config_path"),
-        ("data.function_tool_path=a rollout.multi_turn.function_tool_path=b", f"use {A}rollout.multi_turn.function_"),
-        ("+data.mm_processor_kwargs={max_pixels:1000}", "data.max_pixels"),
-        ("reward_model.sandbox_fusion.url=u", "calls your sandbox"),
-        ("hydra.run.dir=2", "--config FILE"),
-        # A key of a recipe says whose it is.
-        ("algorithm.sppo_eta=1.0", "this is a key of SPPO"),
-        ("algorithm.tb_coef=15", "this is a key of FlowRL"),
-        ("data.filter_accuracy=True", "this is a key of PRIME"),
-        ("reward_model.model.beta_train=0.05", "this is a key of PRIME"),
-        ("trainer.ref_update_freq=1", "this is a key of SPIN"),
-        ("trainer.spo.enable=True", "this is a key of SPO"),
         ("reward_model.elliptical.lamb=0.01", "this is a key of representation-based exploration"),
-        ("actor.policy_loss.gvpo_beta=0.1", "GVPO"),
         # A sentence names the section of the same model.
         ("actor.megatron.param_offload=True", f"use {A}actor.fsdp_config.param_offload."),
-        ("ref.megatron.param_offload=True", f"use {A}ref.fsdp_config.param_offload."),
         ("critic.megatron.param_offload=True", "use critic.model.fsdp_config.param_offload."),
         ("ref.megatron.context_parallel_size=2", f"use {A}ref.ulysses_sequence_parallel_size."),
-        ("critic.megatron.tensor_model_parallel_size=4", "critic.ulysses"),
-        ("ref.megatron.optimizer_offload=True", "the reference has no optimizer"),
-        (
-            "actor.megatron.override_transformer_config.recompute_granularity=full",
-            f"{A}model.enable_gradient_checkpointing",
-        ),
-        ("actor.optim.lr_scheduler.min_lr=1e-7", f"{A}actor.optim.lr_scheduler_type"),
         ("critic.optim.lr_scheduler.min_lr=1e-7", "critic.optim.lr_scheduler_type"),
         ("actor.optim.override_optimizer_config={amsgrad:True}", "leave it out"),
-        ("critic.optim.override_optimizer_config.maximize=1", "leave it out"),
         # Weights that learn rest in float32; sizes of an engine that are not here.
         ("actor.fsdp_config.model_dtype=fp16", "weights that learn rest in float32"),
         ("algorithm.adv_estimator=gae critic.fsdp.model_dtype=float16", "weights that learn rest in float32"),
-        ("rollout.data_parallel_size=2", "rollout.data_parallel_size=2: "),
-        ("rollout.pipeline_model_parallel_size=2", "rollout.pipeline_model_parallel_size=2: "),
         # Bounds of old that are none.
         (f"{C}rollout_token_veto_threshold=-1", "1e-4"),
         (f"{C}rollout_rs=token {C}rollout_rs_threshold=0.9", "0.5_2.0"),
@@ -112,17 +68,51 @@ def test_verl_s_words_are_refused_with_a_reason(command, message):
     assert any(re.split(r"[={]", word)[0].lstrip("+") in line for word in words(command))
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("trainer.total_steps", "trainer.total_training_steps"), ("trainer.epochs", "trainer.total_epochs"),
-        ("trainer.save_steps", "trainer.save_freq"), ("algorithm.advantage", "algorithm.adv_estimator"),
-        ("learning_rate", f"{A}actor.optim.lr"), ("num_generations", f"{A}rollout.n"), ("trainer.seed", "data.seed"),
-        ("beta", f"{A}actor.kl_loss_coef"), ("max_completion_length", "data.max_response_length"),
-    ],
-)  # fmt: skip
-def test_a_name_of_another_trainer_is_told_by_ours(typed, meant):
-    assert problems(f"{typed}=1") == [f"unknown key '{typed}'. Did you mean {meant}?"]
+def typed(row):
+    """A word that this row of `keys.tsv` answers."""
+    condition, key = row.condition, re.sub(r"^\*\.", A, row.key)
+    key = re.sub(r"\*$", row.to or "x", key) if row.action == "section" else key
+    values = {"": "1", "=": condition.values and condition.values[0], "!=": "other", ">": "7"}
+    return f"{key.replace('*', 'x')}={values[condition.operator]}"
+
+
+def sentence_of(row):
+    """Of the row's note, up to its first place for a key."""
+    return row.note.partition("{")[0]
+
+
+@pytest.mark.few(20)
+@pytest.mark.parametrize("row", rows("refused", "other", "section"), ids=lambda row: row.key)
+def test_every_key_that_a_row_refuses_is_told_its_reason(row):
+    with pytest.raises(ConfigError, match=re.escape(sentence_of(row))):
+        check(load_config([*BASE, typed(row)]))
+
+
+def test_every_reason_why_a_key_has_no_effect_is_told():
+    with_notes = [row for row in rows("no effect") if not row.key.endswith("offload_policy")]  # which another row reads
+    told = "\n".join(notes(*{row.key: typed(row) for row in with_notes}.values()))
+    assert len(with_notes) > 200
+    assert {sentence_of(row) for row in with_notes if sentence_of(row) not in told} == set()
+
+
+@pytest.mark.few(10)
+@pytest.mark.parametrize("row", [row for row in rows("renamed") if ".use_p" not in row.key], ids=lambda row: row.key)
+def test_a_key_under_another_name_is_the_key(row):
+    new = next((key for key in all_keys() if fnmatch(key, row.to)), row.to.replace("*", "num_cpus"))
+    old = row.key.replace("*", new.removeprefix(row.to[:-1]))
+    for word in ("[1,2]", "{a:1}", "0.125", "3", "True", "bf16", "naive", "cosine"):
+        with suppress(ConfigError):
+            meant, found = (load_config([*BASE, f"{key}={word}"]) for key in (new, old))
+            assert found.config == meant.config
+            assert f"{old} is called {new} here" in "\n".join(found.warnings)
+            return
+    pytest.fail(f"no word is taken for {old}")
+
+
+def test_a_name_of_another_trainer_is_told_by_ours():
+    for meant, name in [(row.key, name) for row in rows("elsewhere") for name in row.to.split()]:
+        assert any(meant in line for line in problems(f"{name}=1")), name
+    assert problems("beta=1") == [f"unknown key 'beta'. Did you mean {A}actor.kl_loss_coef?"]
 
 
 def test_a_key_of_verl_without_an_answer_names_the_releases_that_have_it():
@@ -184,25 +174,13 @@ THEIRS = "distillation.teacher_models.teacher_model.model_path=theirs"
         ("algorithm.kl_ctrl.type=adaptive ~algorithm.kl_ctrl", "algorithm.kl_ctrl.type=fixed"),
         ("critic.fsdp.fsdp_size=3 ~critic.fsdp", "critic.model.fsdp_config.fsdp_size=-1"),
         ("actor.optim={lr:1e-5,weight_decay:0.2}", "actor.optim.lr=1.0e-05 actor.optim.weight_decay=0.2"),
-        # Other names.
-        ("actor.grad_clip=0.5", "actor.optim.clip_grad=0.5"),
         ("actor.optim.warmup_style=cosine", "actor.optim.lr_scheduler_type=cosine"),
         ("actor.optim.lr_scheduler_type=cosine actor.optim.warmup_style=null", "actor.optim.lr_scheduler_type=cosine"),
-        ("actor.optim.lr_scheduler_name=cosine", "actor.optim.lr_scheduler_type=cosine"),
-        ("critic.optim.min_lr_factor=0.2", "critic.optim.min_lr_ratio=0.2"),
         ("actor.loss_mode=clip_cov actor.clip_cov_lb=0.5", "actor.policy_loss.loss_mode=clip_cov"),
-        ("ray_init.num_cpus=3", "ray_kwargs.ray_init={num_cpus:3,address:null}"),
-        ("trainer.val_generations_to_log_to_wandb=3", "trainer.log_val_generations=3"),
         ("global_profiler.steps=[1,2]", "trainer.profile_steps=[1,2]"),
-        ("reward.overlong_buffer.len=100", "reward_model.overlong_buffer.len=100"),
         ("reward_model.reward_manager=prime", "reward_model.reward_manager=naive"),
         ("rollout.name=sglang_async", "rollout.name=sglang"),
         ("actor.fsdp_config.offload_policy=1", "actor.fsdp_config.param_offload=True"),
-        ("actor.fsdp_config.mixed_precision.param_dtype=bf16", "actor.fsdp_config.compute_dtype=bf16"),
-        (
-            "algorithm.adv_estimator=gae critic.fsdp.dtype=float16",
-            "critic.model.fsdp_config.compute_dtype=float16",
-        ),
         (THEIRS, "distillation.teacher.model.path=theirs"),
         # It wins over optim.*, as in verl, in either order; else our name counts where both are written.
         (
@@ -288,22 +266,11 @@ def test_where_a_file_and_a_command_have_two_names_of_a_key_the_command_counts(t
         ("actor.grad_clip=0.5", f"{A}actor.grad_clip is called {A}actor.optim.clip_grad here"),
         ("actor.grad_clip=1.0 actor.optim.clip_grad=0.5", f"no effect: {A}actor.optim.clip_grad is set too"),
         ("critic.fsdp.param_offload=True", "critic.fsdp.param_offload: no effect: there is no critic"),
-        ("ref.fsdp_config.grad_offload=True", "no effect"),
         ("model.override_config.attn_implementation=flash_attention_2", "attn_implementation: no effect"),
         ("model.override_config={attn_implementation:flash_attention_2}", "attn_implementation: no effect"),
         ("rollout.name=sglang_async", "rollout.name=sglang here: every engine"),
-        ("rollout.agent.num_workers=4", "rollout.agent.num_workers: no effect"),
         ("rollout.multi_turn.max_assistant_turns=5", "multi_turn.max_assistant_turns: no effect"),
-        ("rollout.moe_tensor_parallel_size=4", "rollout.moe_tensor_parallel_size: no effect"),
-        ("trainer.debug=True", "trainer.debug: no effect"),
         ("model.lora.merge=False", "model.lora.merge: no effect"),
-        ("actor.checkpoint.async_save=False", "actor.checkpoint.async_save: no effect"),
-        ("actor.fsdp_config.mixed_precision.reduce_dtype=fp16", "gradients are always reduced in float32"),
-        ("trainer.overlap=True", "trainer.overlap: no effect: it was removed"),
-        (
-            "reward_model.enable=True reward.reward_model.model_path=j reward_model.rollout.dtype=bfloat16",
-            "not behind a server",
-        ),
         (f"{RS}geometric", "is what rejects here"),
         ("trainer.v1.trainer_mode=colocate_async", f"is {A}rollout.tail=carry_over here"),
         (
@@ -326,8 +293,6 @@ def test_verl_s_words_are_noted(command, note):
     [
         "rollout.mode=async", "rollout.agent.num_workers=4", f"{A}hybrid_engine=True", "trainer.use_v1=True",
         "trainer.v1.trainer_mode=sync", "transfer_queue.enable=True", "global_profiler.tool=npu", "model_engine=dp",
-        "actor.profiler.enable=True", "actor.fsdp_config.strategy=fsdp", "ref.fsdp_config.use_torch_compile=True",
-        "ref.entropy_checkpointing=True", "rollout.skip_tokenizer_init=True", "model.torch_dtype=bf16",
         f"{LOSS}topk=32", "distillation.nnodes=1", "distillation.teacher_models.teacher_model.inference.name=vllm",
         f"{MTP}num_speculative_tokens=1", "reward_model.rollout.gpu_memory_utilization=0.9", "model.lora.merge=True",
         "reward_model.enable_resource_pool=True", "reward.reward_model.rollout.name=vllm", "model.tokenizer_path=m",

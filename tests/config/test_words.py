@@ -109,10 +109,8 @@ def test_a_switch_takes_nothing_but_true_and_false(word, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("word", "on"),
-    [("true", True), ("True", True), ("FALSE", False), ("yes", True), ("no", False), ("on", True), ("off", False),
-     ("1", True), ("0", False)],
-)  # fmt: skip
+    ("word", "on"), [("true", True), ("FALSE", False), ("yes", True), ("no", False), ("on", True), ("0", False)]
+)
 def test_words_of_a_switch(word, on):
     assert value(GRADIENT_CHECKPOINTING, word) is on
 
@@ -123,9 +121,7 @@ def test_words_of_a_switch(word, on):
         ("data:\n  train_batch_size: 064\n", "line 2: 064 is octal in YAML"),
         ("data.train_batch_size: 1:20\n", "line 1: 1:20 is of base sixty in YAML"),
         ("trainer.experiment_name: 007\n", "line 1: 007 is octal in YAML"),
-        ("trainer.experiment_name: 10:30\n", "line 1: 10:30 is of base sixty"),
         ("trainer.experiment_name: 1.10\n", "experiment_name=1.1: expected a text: put it in quotes"),
-        ("trainer.experiment_name: no\n", "experiment_name=False: expected a text: put it in quotes"),
         ("trainer.experiment_name: {a}\n", "experiment_name={'a': None}: expected a text"),
     ],
 )

@@ -90,10 +90,7 @@ def record(package: Package) -> dict[str, Any]:
 def _join(versions: dict[str, Any], key: str, value: Any) -> None:
     """Versions that say the same stand together."""
     same = next((names for names, other in versions.items() if other == value), None)
-    if same is not None:
-        versions[f"{same}, {key}"] = versions.pop(same)
-    else:
-        versions[key] = value
+    versions[f"{same}, {key}" if same else key] = versions.pop(same, value)
 
 
 def recorded(package: str, path: str) -> list[str]:

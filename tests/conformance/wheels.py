@@ -2,7 +2,7 @@
 
 pip finds the wheel in whatever index it is configured for, and reads from it by ranges, as it does itself to learn what
 a wheel needs: a file is a request or two, where a whole wheel would be up to 400 MB. What was read is kept in a cache
-outside the repository. Without ranges (or with a pip whose inner parts are others) the whole wheel is downloaded.
+outside the repository.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-import subprocess
-import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -79,20 +77,11 @@ def _archive(name: str, version: str) -> ZipFile:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ZipFile(_RESOURCES.enter_context(_ranges(name, version)))
-    except (ImportError, AttributeError, TypeError):
-        pass  # another pip: whole wheels
     except Exception as error:
         # What else goes wrong is no want of an index, and must not be skipped as one.
         if not isinstance(error, OSError) and not type(error).__module__.startswith("pip."):
             raise
-        if type(error).__name__ != "HTTPRangeRequestUnsupported":
-            raise Unreachable(f"{name} {version}: {error}") from error
-    folder = CACHE / "whole"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *_FOR, "--dest", str(folder), f"{name}=={version}"]
-    process = subprocess.run(command, capture_output=True, text=True)
-    if process.returncode:
-        raise Unreachable(f"{name} {version}: {process.stderr.strip().splitlines()[-1]}")
-    return ZipFile(next(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl")))
+        raise Unreachable(f"{name} {version}: {error}") from error
 
 
 def _ranges(name: str, version: str) -> Any:

@@ -104,9 +104,8 @@ def test_numbers_to_guess_come_equally_often_and_are_found(tmp_path):
         assert game.step(row.ground_truth) == ("correct", 1.0, True)
         assert row.prompt[0]["content"] == "Guess my number from 1 to 31."
         assert find_scorer(row.data_source)(row.ground_truth, row.ground_truth, row.extra_info) == 1.0
-    for bad in ({"low": 2, "high": 1}, {"low": 1, "high": 2, "prompt": "{number}"}):
-        with pytest.raises(DataError, match=r"--low 2 is over|may name \{low\} and \{high\} alone"):
-            guess_number.generate(1, 1, seed=0, **bad)
+    with pytest.raises(DataError, match="--low 2 is over"):
+        guess_number.generate(1, 1, seed=0, low=2, high=1)
 
 
 def test_lakes_can_be_crossed_and_those_of_test_are_new(tmp_path):
@@ -124,8 +123,6 @@ def test_lakes_can_be_crossed_and_those_of_test_are_new(tmp_path):
         score = find_scorer(row.data_source)
         for answer, right in {row.ground_truth: 1.0, "": 0.0, "left " * 2000: 0.0}.items():
             assert score(answer, row.ground_truth, row.extra_info) == right
-        # No shorter way: the moves are as many as a search over all needs at least.
-        assert len(row.ground_truth.split()) >= 2 * (len(row.extra_info["make"]["desc"]) - 1)
 
 
 def test_a_hole_ends_a_way_as_in_the_environment():

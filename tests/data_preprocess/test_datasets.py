@@ -4,13 +4,14 @@ import importlib
 import json
 import sys
 import types
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rltrain.data.rows import read_rows
-from rltrain.data_preprocess import aime, boba
+from rltrain.data_preprocess import aime, boba, common
 from tests.pictures import BLUE, RED
 
 MATH = {
@@ -38,7 +39,6 @@ DAPO = {
 DEEPSCALER = {"problem": "The operation $\\otimes$…", "answer": "-\\frac{2}{3}", "solution": ""}
 BOBA = {
     "prompt": "<｜User｜>\nHow many?\nPut it in \\boxed{}.<｜Assistant｜><think>\n",
-    "task": "math",
     "query_id": "q1",
     "solutions": ["\\boxed{1/2}", "\\boxed{0.5}"],
 }
@@ -50,7 +50,6 @@ GEOMETRY = {
 VIRL = {
     "question": "<image>Compare with <image>: which is bigger?",
     "answer": "\\boxed{A}",
-    "PassRate_32BTrained": 0.5,
     "PassRate_7BBase": 0.25,
     "category": "Spatial Reasoning",
     "source": "Processed",
@@ -65,20 +64,16 @@ CLEVR = {
 HH = {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "response": " Hello.", "chosen": " Hello.", "rejected": " No."}
 ULTRA = {
     "prompt": "Write a poem.",
-    "prompt_id": "a1",
     "chosen": [{"content": "Write a poem.", "role": "user"}, {"content": "Roses.", "role": "assistant"}],
     "rejected": [{"content": "Write a poem.", "role": "user"}, {"content": "No.", "role": "assistant"}],
     "score_chosen": 8.5,
     "score_rejected": 2.0,
 }
 APPS = {
-    "problem_id": 0,
     "question": "Print the sum.",
-    "solutions": '["print(1)"]',
     "input_output": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}),
     "difficulty": "interview",
     "url": "https://…",
-    "starter_code": "",
 }
 CONTESTS = {
     "name": "1_A",
@@ -310,12 +305,18 @@ def test_columns_of_any_file_can_be_named(tmp_path):
     assert rows.images(0) == [{"bytes": RED, "path": "a.png"}]
 
 
-@pytest.mark.parametrize("name", SETS)
+OTHERS = {file.stem for file in Path(common.__file__).parent.glob("*.py")} - SETS.keys()
+WITHOUT_RECORDS = {"__init__", "benchmark", "common", "lint", "messages", "sources"}
+WITHOUT_RECORDS |= {"arithmetic", "dynamath", "frozen_lake", "guess_number", "jsonl", "reasoning_gym", "rectangles"}
+
+
+@pytest.mark.parametrize("name", sorted({*SETS, *OTHERS} - WITHOUT_RECORDS))
 def test_an_input_of_another_shape_is_an_error_and_not_a_drop(tmp_path, capsys, name):
     main = importlib.import_module(f"rltrain.data_preprocess.{name}").main
+    options = SETS[name][0] if name in SETS else []
     for record in ({"text": "something else"}, "text"):
         file = write(tmp_path / "other.jsonl", [record])
-        assert main(["--input", str(file), "--output", str(tmp_path / "out"), *SETS[name][0]]) == 2
+        assert main(["--input", str(file), "--output", str(tmp_path / "out"), *options]) == 2
         assert "other.jsonl' row 0: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -327,27 +328,13 @@ def test_an_input_that_leaves_no_row_says_why(tmp_path, capsys):
     assert "leaves no row: 3 with an empty answer" in capsys.readouterr().err
 
 
-class HubData:
-    """The part of a hub data set that is used: Arrow batches, in which images are not decoded."""
-
-    def __init__(self, records):
-        self.records = records
-
-    def with_format(self, kind):
-        assert kind == "arrow"
-        return self
-
-    def iter(self, batch_size):
-        for start in range(0, len(self.records), batch_size):
-            yield pa.Table.from_pylist(self.records[start : start + batch_size])
-
-
 def test_without_a_local_file_the_hub_is_asked_for_stored_bytes(tmp_path, monkeypatch):
     asked = []
 
     def load_dataset(name, config, split):
         asked.append((name, config, split))
-        return HubData([GEOMETRY])
+        batches = types.SimpleNamespace(iter=lambda batch_size: [pa.Table.from_pylist([GEOMETRY])])
+        return types.SimpleNamespace(with_format=lambda kind: batches if kind == "arrow" else None)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     main = importlib.import_module("rltrain.data_preprocess.geometry3k").main

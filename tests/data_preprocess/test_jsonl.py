@@ -44,7 +44,6 @@ PLAIN = [("user", "2+3=?")]
         ("2+3=?", PLAIN),
         ([{"role": "user", "content": "2+3=?"}], PLAIN),
         ({"role": "user", "content": "2+3=?"}, PLAIN),
-        ([{"from": "human", "value": "2+3=?"}], PLAIN),
         ([{"from": "system", "value": "s"}, {"from": "human", "value": "2+3=?"}], [("system", "s"), *PLAIN]),
         (
             [{"from": name, "value": "x"} for name in ("human", "gpt", "observation", "User", "chatgpt", "human")],
@@ -52,7 +51,6 @@ PLAIN = [("user", "2+3=?")]
         ),
         ({"messages": [{"role": "user", "content": "2+3=?"}]}, PLAIN),
         ([{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3=?"}]}], PLAIN),
-        ([{"role": "user", "content": ["2+3=?"]}], PLAIN),
         (["2+3=?"], PLAIN),
         (json.dumps([{"role": "user", "content": "2+3=?"}]), PLAIN),
         ('[{"x": 1}] is a list', [("user", '[{"x": 1}] is a list')]),
@@ -71,9 +69,7 @@ def test_prompts_in_each_form_become_messages(convert, question, wanted):
         ([{"role": "user", "content": {"a": 1}}], "'question'[0]: the content is dict"),
         ([{"role": "user", "content": [{"type": "video", "video": "x" * 9999}]}], "holds a part of type 'video'"),
         ([{"role": "user", "content": "x"}, "y"], "'question'[1] is str 'y'; a message is"),
-        (["a", "b"], "'question'[0] is str 'a'; a message is"),
         (5, "'question' is int 5; it must be text, or a list of messages"),
-        ([], "'question' is list []; it must be text"),
         (None, "'question' is not there, or null; columns: 'question', 'answer'"),
     ],
 )
@@ -132,7 +128,6 @@ TABLE = "question,answer\n2+3,5\n"
     ("name", "data", "wanted"),
     [
         ("a.csv", TABLE.encode(), [("2+3", "5")]),
-        ("a.csv.gz", gzip.compress(TABLE.encode(), mtime=0), [("2+3", "5")]),
         ("a.tsv", b"question\tanswer\n2,3\t5\n", [("2,3", "5")]),
         ("a.csv", '\ufeffquestion;answer\r\n"a;\r\nb";007\r\n\r\n'.encode(), [("a;\r\nb", "007")]),
         ("a.csv", TABLE.encode("utf-16"), [("2+3", "5")]),
@@ -140,7 +135,6 @@ TABLE = "question,answer\n2+3,5\n"
         ("a.json", b'{"question": {"0": "2+3"}, "answer": {"0": 5}}', [("2+3", "5")]),
         ("a.json", b'[\n{"question": "2+3", "answer": 5}\n]', [("2+3", "5")]),
         ("a.jsonl.gz", gzip.compress(b'{"question": "2+3", "answer": 5}', mtime=0), [("2+3", "5")]),
-        ("a.jsonl", '{"question": "2+3", "answer": 5}\n'.encode("utf-16"), [("2+3", "5")]),
     ],
 )
 def test_files_of_many_kinds_are_read(convert, tmp_path, name, data, wanted):
@@ -176,17 +170,9 @@ def test_a_column_that_changes_its_types_is_named(convert):
 def test_pictures_in_base64_become_files(convert, tmp_path):
     code = base64.b64encode(RED).decode()
     (tmp_path / "there.png").write_bytes(BLUE)
-    images = [
-        f"data:image/png;base64,{code}",
-        code,
-        {"bytes": code},
-        "there.png",
-        {"image_url": {"url": f"data:;base64,{code}"}},
-    ]
-    convert(
-        [{"question": f"{at}?", "answer": "5", "images": image} for at, image in enumerate(images)],
-        "--image-column",
-        "images",
-    )
+    images = [f"data:image/png;base64,{code}", code, {"bytes": code}, "there.png"]
+    images += [{"image_url": {"url": f"data:;base64,{code}"}}]
+    given = [{"question": f"{at}?", "answer": "5", "images": image} for at, image in enumerate(images)]
+    convert(given, "--image-column", "images")
     table = pq.read_table(tmp_path / "out/train.parquet").column("images").to_pylist()
     assert [row[0]["bytes"] for row in table] == [RED, RED, RED, BLUE, RED]

@@ -32,6 +32,10 @@ def picture_row(text, images, truth="3"):
     return row("openai/gsm8k", text, truth, ability="math", split="train", index=0, images=images)
 
 
+def answered(source, truth, **more):
+    return row(source, f"{truth}?", truth, ability="math", split="train", index=0, **more)
+
+
 def write(folder, rows, name="train"):
     return str(write_splits(folder, {name: rows})[name])
 
@@ -88,23 +92,16 @@ def test_prompts_over_the_limit_are_named_with_their_length(tmp_path, encoder, c
 
 def test_image_slots_and_images_must_agree(tmp_path):
     image = {"bytes": RED, "path": None}
-    rows = [
-        picture_row("<image> one", [image]),
-        picture_row("two", [image]),
-        picture_row("<image><image> three", [image]),
-        picture_row("<image> four", []),
-    ]
+    texts = {"<image> one": [image], "two": [image], "<image><image> three": [image], "<image> four": []}
+    rows = [picture_row(text, images) for text, images in texts.items()]
     file = write(tmp_path, rows)
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]
     given = rows[0] | {"prompt": [{"role": "user", "content": parts}]}
     pq.write_table(pa.Table.from_pylist([given]), tmp_path / "parts.parquet")
     assert lint([str(tmp_path / "parts.parquet")])[1] == {}
     found = lint([file])[1]["image slots that do not fit"]
-    assert [line.partition("row ")[2].split(" in")[0] for line in found] == [
-        "1: 0 <image>",
-        "2: 2 <image>",
-        "3: 1 <image>",
-    ]
+    said = [line.partition("row ")[2].split(" in")[0] for line in found]
+    assert said == ["1: 0 <image>", "2: 2 <image>", "3: 1 <image>"]
 
 
 @pytest.mark.parametrize("has_pil", [True, False])
@@ -114,14 +111,9 @@ def test_unreadable_images_are_named_with_and_without_pil(tmp_path, monkeypatch,
     else:
         monkeypatch.setitem(sys.modules, "PIL", None)
     (tmp_path / "there.png").write_bytes(BLUE)
-    images = [
-        {"bytes": RED, "path": None},
-        {"bytes": b"no picture", "path": None},
-        {"bytes": RED[:45], "path": None},
-        {"bytes": None, "path": str(tmp_path / "there.png")},
-        {"bytes": None, "path": str(tmp_path / "gone.png")},
-        {"bytes": None, "path": None},
-    ]
+    given = [(data, None) for data in (RED, b"no picture", RED[:45])]
+    given += [(None, str(tmp_path / name)) for name in ("there.png", "gone.png")] + [(None, None)]
+    images = [{"bytes": data, "path": path} for data, path in given]
     rows = [picture_row(f"<image> {i}", [image]) for i, image in enumerate(images)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     found = lint([str(tmp_path / "a.parquet")])[1]["rows with schema errors"]
@@ -130,17 +122,11 @@ def test_unreadable_images_are_named_with_and_without_pil(tmp_path, monkeypatch,
 
 
 def test_answers_that_their_scorer_refuses_are_found(tmp_path):
-    rows = [sum_row(1), sum_row(2, truth="three"), sum_row(3)]
-    rows += [
-        row("openai/gsm8k", f"{i}?", truth, ability="math", split="train", index=i)
-        for i, truth in enumerate(["1,234", "x"])
-    ]
-    boxes = ("\\frac{1}{2}", "\\boxed{7}")
-    rows += [
-        row("HuggingFaceH4/MATH-500", f"{i}!", box, ability="math", split="train", index=i)
-        for i, box in enumerate(boxes)
-    ]
-    file = write(tmp_path, rows)
+    truths = {
+        "openai/gsm8k": ("1,234", "x"), "HuggingFaceH4/MATH-500": ("\\frac{1}{2}", "\\boxed{7}"),
+    }  # fmt: skip
+    rows = [answered(source, truth) for source in truths for truth in truths[source]]
+    file = write(tmp_path, [sum_row(1), sum_row(2, truth="three"), sum_row(3), *rows])
     _, findings = lint([file])
     assert [line.split(": ")[1] for line in findings["answers their own scorer refuses"]] == [
         "answer 'three' earns 0 at best",
@@ -158,10 +144,8 @@ def test_a_scorer_that_hangs_is_stopped(tmp_path, custom, monkeypatch):
 
 def test_sources_without_a_scorer_are_counted_others_left_alone(tmp_path):
     rows = [sum_row(i, data_source="no/such") for i in range(3)]
-    rows += [row("Dahoas/full-hh-rlhf", "Hi", "x", ability="a", split="train", index=0, style="model")]
-    rows += [
-        row("rltrain/arithmetic", "Sum", '{"inputs": ["1"], "outputs": ["1"]}', ability="code", split="train", index=0)
-    ]
+    rows += [answered("Dahoas/full-hh-rlhf", "x", style="model")]
+    rows += [answered("rltrain/arithmetic", '{"inputs": ["1"], "outputs": ["1"]}') | {"ability": "code"}]
     _, findings = lint([write(tmp_path, rows)])
     (line,) = findings["data sources without a scorer"]
     assert line.startswith("3 rows of 'no/such': no scorer for data_source='no/such'")
@@ -169,24 +153,15 @@ def test_sources_without_a_scorer_are_counted_others_left_alone(tmp_path):
 
 
 def test_truths_that_are_written_otherwise_are_read_and_those_that_nothing_matches_are_named(tmp_path):
-    fine = [
-        row("math_dapo", "1?", '["5"]', ability="math", split="train", index=0),
-        row("lighteval/MATH", "2?", " \\boxed{5}\r", ability="math", split="train", index=0),
-        row("qa_em/x", "3?", ["five"], ability="qa", split="train", index=0),
-    ]
-    wrong = [
-        row("lighteval/MATH", f"{truth}?", truth, ability="math", split="train", index=0)
-        for truth in ("{'value': '5', 'unit': 'cm'}", '{"value": 5}', "nan", " ")
-    ]
-    for number, each in enumerate(fine):
-        assert lint([write(tmp_path, [each], f"fine{number}")])[1] == {}
+    fine = {"math_dapo": '["5"]', "lighteval/MATH": " \\boxed{5}\r", "qa_em/x": ["five"]}
+    truths = ("{'value': '5', 'unit': 'cm'}", '{"value": 5}', "nan", " ")
+    wrong = [answered("lighteval/MATH", truth) for truth in truths]
+    for number, (source, truth) in enumerate(fine.items()):
+        assert lint([write(tmp_path, [answered(source, truth)], f"fine{number}")])[1] == {}
     found = lint([write(tmp_path, wrong)])[1]["ground truths that no answer can match"]
     assert ["a mapping" in line for line in found] == [True, True, False, False]
-    pq.write_table(
-        pa.Table.from_pylist([row("openai/gsm8k", "4?", "5", ability="", split="", index=0) | {
-            "reward_model": {"style": "rule", "ground_truth": 5.0}
-        }]), tmp_path / "float.parquet",
-    )  # fmt: skip
+    number = answered("openai/gsm8k", "5") | {"reward_model": {"style": "rule", "ground_truth": 5.0}}
+    pq.write_table(pa.Table.from_pylist([number]), tmp_path / "float.parquet")
     assert lint([str(tmp_path / "float.parquet")])[1] == {}
 
 

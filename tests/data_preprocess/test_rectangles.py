@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rltrain.data.images import open_image
-from rltrain.data.rows import read_rows
 from rltrain.data_preprocess import rectangles
 from rltrain.rewards.scorers.registry import find_scorer
 
@@ -47,12 +46,3 @@ def test_blank_rows_differ_in_the_picture_alone():
         assert (one != 255).any()
         assert one.shape == other.shape
         assert seen | {"images": None} == blank | {"images": None}
-
-
-def test_the_seed_decides_the_bytes(tmp_path):
-    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
-        options = ["--num-train", "60", "--num-test", "12", "--seed", str(seed), "--output", str(tmp_path / folder)]
-        assert rectangles.main(options) == 0
-    a, b, c = ((tmp_path / folder / "train.parquet").read_bytes() for folder in "abc")
-    assert a == b != c
-    assert read_rows(str(tmp_path / "a" / "test.parquet")).num_images.tolist() == [1] * 12

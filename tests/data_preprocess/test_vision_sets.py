@@ -43,11 +43,6 @@ def geometry3k(folder: Path) -> list[list[bytes]]:
     return images
 
 
-def clevr_count(folder: Path) -> list[list[bytes]]:
-    """See `geometry3k`."""
-    return geometry3k(folder)
-
-
 def virl39k(folder: Path) -> list[list[bytes]]:
     """As on the hub, unpacked: pictures of several kinds beside the records, two to a question, and none; one cut."""
     images = [[drawing(0), drawing(1, "JPEG", (60, 130))], [], [drawing(2, "JPEG")]]
@@ -63,7 +58,7 @@ def virl39k(folder: Path) -> list[list[bytes]]:
     return images
 
 
-@pytest.mark.parametrize("made", [geometry3k, clevr_count, virl39k], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made", [geometry3k, virl39k], ids=lambda made: made.__name__)
 def test_a_data_set_comes_to_the_model_as_it_was_drawn(made, tmp_path, encoder, capsys):
     images = made(tmp_path)
     main = importlib.import_module(f"rltrain.data_preprocess.{made.__name__}").main

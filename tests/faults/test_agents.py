@@ -67,20 +67,13 @@ def memory():
     return len(bytearray(8 << 30))
 
 
-def pieces():
-    kept = []
-    while True:
-        kept.append(bytearray(1 << 20))
-
-
 def prints():
     for _ in range(100):
         print("x" * (1 << 20))
     return "5"
 
 
-WHAT = {"10 MB": lambda: "x" * (10 << 20), "10 MB in a dictionary": lambda: {"x": "x" * (10 << 20)},
-        "1 GB": lambda: "x" * (1 << 30)}
+WHAT = {"10 MB": lambda: "x" * (10 << 20)}
 
 
 class Adds:
@@ -194,11 +187,8 @@ FAULTS = {
     "bomb": LATE,
     "orphans": "5",
     "memory": MEMORY,
-    "pieces": MEMORY,
     "prints": "5",
     "10 MB": CUT,
-    "10 MB in a dictionary": CUT,
-    "1 GB": CUT,
 }
 QUICK = ("memory",)
 

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from rltrain import __version__
 from rltrain.base.clock import SYSTEM
 from rltrain.base.stop import ONE_REQUEST_S
 from rltrain.run.checkpoints.manifest import find_damage
@@ -45,14 +44,7 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     assert "Run the same command again" in message
     assert re.search(r"\n +Step \d+ of 100000 is saved: the same command goes on after it", message)
     said = (tmp_path / "train.log").read_text()
-    for words in (
-        f"rltrain {__version__}: {tiny_model} on 1 device",
-        "starting Ray",
-        "loading",
-        "step 3/",
-        "the process died",
-    ):
-        assert words in said
+    assert said.index("starting Ray") < said.index("loading") < said.index("step 3/") < said.index("the process died")
     assert re.search(r"Ray's logs: \S+ on every node", message)
     assert f"rank 0: pid {victim}" in (tmp_path / "logs" / "rank_00000.log").read_text()
     saved = max(int(folder.name.rpartition("_")[2]) for folder in tmp_path.glob("global_step_*"))
@@ -202,14 +194,6 @@ def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_
     ended(started)
     again = start([*args, "trainer.total_training_steps=2"])
     over(again)
-
-
-def test_a_mistyped_key_is_an_error_without_traceback(start, tiny_model, arithmetic_files, tmp_path):
-    """Other mistakes, in this process: tests/config/test_config.py and tests/test_dry_run.py."""
-    words = small_run(tiny_model, arithmetic_files, tmp_path, algorithm__adv_estimater="grpo")
-    message = error_of(over(start(words, whole=True), 2))
-    assert "unknown key 'algorithm.adv_estimater'" in message
-    assert "algorithm.adv_estimator" in message
 
 
 @pytest.mark.fault("A broken row of the data is named before a worker starts, exit 2")

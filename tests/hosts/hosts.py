@@ -79,12 +79,6 @@ class Job:
         eventually(lambda: words in self.output or self.returncode is not None, f"'{words}' in {self.log}", timeout_s)
         assert words in self.output, f"it ended with {self.returncode} before it said '{words}':\n{self.output}"
 
-    def signal(self, number: int) -> None:
-        """To the command alone."""
-        entering = self._process.pid
-        for child in Path(f"/proc/{entering}/task/{entering}/children").read_text().split():
-            os.kill(int(child), number)
-
     def kill(self) -> None:
         """The command and what it has started in its session."""
         if self._process.poll() is None:
@@ -204,14 +198,6 @@ class Host:
         assert pids, f"{self.name} runs nothing with '{words}'"
         self.check(f"kill -9 {' '.join(map(str, pids))}")
         return pids
-
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that eth0 has received and sent since the host was started."""
-        for line in Path(f"/proc/{self._space.process.pid}/net/dev").read_text().splitlines():
-            name, _, numbers = line.partition(":")
-            if name.strip() == "eth0":
-                return int(numbers.split()[0]), int(numbers.split()[8])
-        raise AssertionError("there is no eth0")
 
     def cut(self) -> None:
         """Pull the cable."""

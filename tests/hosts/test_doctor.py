@@ -30,7 +30,6 @@ def test_the_doctor_names_what_is_wrong_with_a_host(network):
     ends = r"rank \d on host\d \(192.0.2.\d\)"
     pair = rf"1 pair: [\d.]+ GB/s \(median\), least [\d.]+: {ends} and {ends}$"
     assert re.search(pair, rows["between nodes"]), job.output
-    assert second.traffic()[0] > 2**24
 
     failed = job.output.partition("\nfailed\n")[2]
     for said in (

@@ -2,40 +2,9 @@
 
 import pytest
 import torch
-import torch_npu
 from torch.distributed.checkpoint import load
-from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rltrain.base.device import detect, get_device
 from rltrain.models.files.hashed import HashingWriter, Planner
-
-_SMALL = {
-    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-def _trained(device: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**_SMALL), attn_implementation="eager").to(device)
-    assert model.lm_head.weight is model.model.embed_tokens.weight, "moving keeps tied weights one"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.arange(24).reshape(2, 12).to(device)
-    for _ in range(3):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.detach().cpu(), *(weight.detach().cpu() for weight in model.parameters())]
-
-
-def trains() -> None:
-    """A model trained on the device has the weights of one trained on the CPU, bit for bit."""
-    assert detect() == "npu"
-    assert get_device("auto").count == 2
-    for own, expected in zip(_trained("npu"), _trained("cpu"), strict=True):
-        assert torch.equal(own, expected)
 
 
 def is_strict() -> None:
@@ -55,31 +24,6 @@ def is_strict() -> None:
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.ones(3, device="npu:2")
     assert torch.empty(1000, device="npu").isnan().all(), "memory that nobody has written is no zeros"
-
-
-def counts_memory() -> None:
-    """Live bytes, peak, cache and cap are counted per device and owner; 1 MiB is the cap here."""
-    standin = torch_npu.npu.standin
-    standin.exchange_owner(3)
-    weights = torch.zeros(1 << 16, device="npu")
-    standin.exchange_owner(0)
-    passing = torch.zeros(1 << 17, device="npu")
-    assert torch.npu.memory_allocated() == 3 << 18
-    assert torch.npu.memory_allocated(1) == 0
-    del passing
-    assert torch.npu.memory_allocated() == standin.by_owner(0)[3] == 1 << 18
-    assert standin.by_owner_at_peak(0)[:4] == [1 << 19, 0, 0, 1 << 18]
-    assert torch.npu.mem_get_info() == (1 << 18, 1 << 20), "the cache still holds what was freed"
-    torch.npu.empty_cache()
-    assert torch.npu.mem_get_info() == (3 << 18, 1 << 20)
-    assert torch.npu.max_memory_allocated() == 3 << 18
-    torch.npu.reset_peak_memory_stats()
-    assert torch.npu.max_memory_allocated() == 1 << 18
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 1048576 bytes"):
-        torch.zeros(1 << 18, device="npu")
-    weights.resize_(0)
-    weights.untyped_storage().resize_(0)
-    assert torch.npu.memory_allocated() == 0
 
 
 def is_written_one_tensor_at_a_time(folder: str) -> None:

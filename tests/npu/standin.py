@@ -31,26 +31,6 @@ def environment(count: int = 2, cap: int | None = None) -> dict[str, str]:
     return kept | wanted | ({} if cap is None else {"RLTRAIN_STANDIN_BYTES": str(cap)})
 
 
-def run(code: str, *arguments: object, count: int = 2, cap: int | None = None, timeout: float = 120) -> str:
-    """Run ``code``, or the function ``package.module:function`` with ``arguments`` (as texts), in a process with the
-    device.
-
-    Returns what it printed. Raises AssertionError with its output where it fails.
-    """
-    named = ":" in code.splitlines()[0] and " " not in code.splitlines()[0]
-    if named and count == 2 and cap is None:
-        return _forked(*code.split(":"), [*map(str, arguments)], timeout)
-    if named:
-        module, function = code.split(":")
-        code = f"import sys, torch_npu\nfrom {module} import {function}\n{function}(*sys.argv[1:])"
-    command = [*_PYTHON, "-c", code, *map(str, arguments)]
-    process = subprocess.run(
-        command, env=environment(count, cap), cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
-    assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"[-6000:]
-    return process.stdout
-
-
 @functools.cache
 def _warm() -> subprocess.Popen[str]:
     """`tests.npu.warm`, which ends with this process, as its input does."""
@@ -61,11 +41,15 @@ def _warm() -> subprocess.Popen[str]:
     return warm
 
 
-def _forked(module: str, function: str, arguments: list[str], timeout: float) -> str:
-    """`run` in a process that has its imports already: they took half of the time of most checks."""
+def run(name: str, *arguments: object, timeout: float = 120) -> None:
+    """Run the function ``package.module:function`` with ``arguments`` (as texts), in a process with the device.
+
+    The process has its imports already: they took half of the time of most checks. Raises AssertionError with what it
+    printed where it fails.
+    """
     warm = _warm()
     with tempfile.NamedTemporaryFile("r") as output:
-        print(json.dumps([module, function, arguments, output.name]), file=warm.stdin, flush=True)
+        print(json.dumps([*name.split(":"), [*map(str, arguments)], output.name]), file=warm.stdin, flush=True)
         if not select.select([warm.stdout], [], [], timeout)[0]:
             os.killpg(warm.pid, signal.SIGKILL)
         code = warm.stdout.readline().strip()
@@ -73,5 +57,4 @@ def _forked(module: str, function: str, arguments: list[str], timeout: float) ->
             _warm.cache_clear()
             warm.wait()
         said = output.read()
-    assert code == "0", f"{said}\n{module}:{function}: exit code {code or f'none within {timeout} s'}"[-6000:]
-    return said
+    assert code == "0", f"{said}\n{name}: exit code {code or f'none within {timeout} s'}"[-6000:]

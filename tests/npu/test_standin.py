@@ -5,13 +5,8 @@ import pytest
 from tests.npu.standin import run
 
 
-@pytest.mark.parametrize("check", ["trains", "is_strict"])
-def test_the_device(check):
-    run(f"tests.npu.checks:{check}")
-
-
-def test_memory_is_counted_and_ends():
-    run("tests.npu.checks:counts_memory", cap=1 << 20)
+def test_what_is_an_error_on_hardware_is_one_here():
+    run("tests.npu.checks:is_strict")
 
 
 def test_a_save_takes_the_host_memory_of_one_tensor(tmp_path):
@@ -37,10 +32,3 @@ def test_steps_move_weights_as_on_the_cpu_bit_for_bit(some):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_a_tower_learns_on_the_device_as_on_the_cpu(family):
     run("tests.npu.variants:pictures", family)
-
-
-def test_without_a_compiler_the_tests_fail_with_the_way_out(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"g\+\+ is not there: apt-get install g\+\+"):
-        run("print()")

@@ -61,28 +61,6 @@ def test_constraints_pin_what_setup_asks_for():
     assert pinned <= wanted
 
 
-@pytest.mark.parametrize("other", ["", "transformers==5.5.4"])
-def test_an_environment_is_for_the_cpu_beside_accelerators(other, tmp_path):
-    python = tmp_path / "venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/calls\n')
-    (tmp_path / "nvidia-smi").write_text("#!/bin/bash\n")
-    for file in (python, tmp_path / "nvidia-smi"):
-        file.chmod(0o755)
-    line = f"set -eu; source {ROOT}/scripts/setup_env.sh; VENV={tmp_path}/venv; setup_env lora {other and repr(other)}"
-    process = subprocess.run(
-        ["bash", "-c", line], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
-    torch, package, _, compiled = (tmp_path / "calls").read_text().splitlines()
-    assert compiled.startswith("-m compileall")  # on all cores, which pip does on one
-    assert torch.endswith("install --quiet --disable-pip-version-check --no-compile torch==2.13.0+cpu")
-    constraints = re.search(r"-c (\S+) -e .*\[lora\]$", package)[1]
-    pinned = (ROOT / "scripts/constraints-cpu.txt").read_text()
-    wanted = re.sub(r"(?m)^transformers==.*", other, pinned) if other else pinned
-    assert Path(constraints).read_text() == wanted
-
-
 # Records the signal, saves once the pipe ``go`` is written to, and ends as a run does.
 RECORDER = """
 import pathlib, signal, sys
@@ -133,13 +111,8 @@ def test_slurm_hands_on_sigterm_waits_and_queues_again(slurm, tmp_path, restarts
     assert job.wait(PATIENCE_S) == 75
     assert (tmp_path / "saved").read_text() == "trainer.nnodes=2 trainer.stop_notice_s=280 a=b"
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
-    words = (tmp_path / "srun").read_text().split()
-    assert words[words.index("bash") :] == [
-        "bash",
-        "scripts/ray_start.sh",
-        "--",
-        *["bash", "launch.sh", "trainer.nnodes=2", "trainer.stop_notice_s=280", "a=b"],
-    ]
+    line = "bash scripts/ray_start.sh -- bash launch.sh trainer.nnodes=2 trainer.stop_notice_s=280 a=b\n"
+    assert (tmp_path / "srun").read_text().endswith(line)
     assert re.fullmatch(rf"file={tmp_path}/.ray_head_7 token=[0-9a-f]{{64}}\n", (tmp_path / "start").read_text())
     assert not list(tmp_path.glob(".ray_head_*"))
 
@@ -194,6 +167,15 @@ def test_a_script_of_several_runs_hands_signals_on_too(tmp_path):
     assert not (tmp_path / "went_on").exists()
 
 
+def accepted(words, capsys):
+    """Whether a dry run plans a command; the model of an example is not here."""
+    module = words.index("rltrain.main_ppo")
+    assert words[module - 2 : module] == ["python", "-m"]
+    assert main([*words[module + 1 :], "--dry-run"]) == 2
+    out, error = capsys.readouterr()
+    return (error, "samples per step" in out) == ("", True)
+
+
 def test_the_kuberay_example_is_a_rayjob_whose_command_is_accepted(capsys):
     job = yaml.safe_load((ROOT / "scripts/kuberay/rayjob.yaml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
@@ -201,18 +183,12 @@ def test_the_kuberay_example_is_a_rayjob_whose_command_is_accepted(capsys):
     pod = cluster["headGroupSpec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert workers["template"]["spec"] == pod
-    pinned = (ROOT / "scripts/constraints-npu.txt").read_text()
-    assert f"ray=={cluster['rayVersion']}\n" in pinned
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    python, option, module, *words = job["spec"]["entrypoint"].split()
-    assert (python, option, module) == ("python", "-m", "rltrain.main_ppo")
-    assert main([*words, "--dry-run"]) == 2  # the model is not here
-    out, error = capsys.readouterr()
-    assert (error, "samples per step" in out) == ("", True)
+    assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "scripts/constraints-npu.txt").read_text()
+    words = job["spec"]["entrypoint"].split()
+    assert accepted(words, capsys)
     devices = int(container["resources"]["limits"]["huawei.com/Ascend910"])
     assert json.loads(json.loads(workers["rayStartParams"]["resources"])) == {"NPU": devices}
-    assert f"trainer.nnodes={1 + workers['replicas']}" in words
-    assert f"trainer.n_gpus_per_node={devices}" in words
+    assert {f"trainer.nnodes={1 + workers['replicas']}", f"trainer.n_gpus_per_node={devices}"} <= {*words}
 
 
 def test_the_kubernetes_example_supervises_a_command_that_is_accepted(capsys):
@@ -222,14 +198,10 @@ def test_the_kubernetes_example_supervises_a_command_that_is_accepted(capsys):
     # Kubernetes asks for this where there is a podFailurePolicy.
     assert pod["restartPolicy"] == "Never"
     _ignored, failed = job["spec"]["podFailurePolicy"]["rules"]
-    assert failed["onExitCodes"]["containerName"] == container["name"]
     # What the supervisor does not run again, no other pod shall.
-    assert failed["onExitCodes"]["values"] == [1, 2, 70, 74]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    at = container["command"].index("--")
-    assert container["command"][:at] == ["python", "-m", "rltrain.supervise"]
-    assert container["command"][at + 1 : at + 4] == ["python", "-m", "rltrain.main_ppo"]
-    assert main([*container["command"][at + 4 :], "--dry-run"]) == 2  # the model is not here
-    out, error = capsys.readouterr()
-    assert (error, "samples per step" in out) == ("", True)
-    assert f"trainer.n_gpus_per_node={container['resources']['limits']['nvidia.com/gpu']}" in container["command"]
+    ends = {"containerName": container["name"], "values": [1, 2, 70, 74]}
+    assert ends.items() <= failed["onExitCodes"].items()
+    command = container["command"]
+    assert command[:3] == ["python", "-m", "rltrain.supervise"]
+    assert accepted(command, capsys)
+    assert f"trainer.n_gpus_per_node={container['resources']['limits']['nvidia.com/gpu']}" in command

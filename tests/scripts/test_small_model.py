@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rltrain.data_preprocess import arithmetic
 
@@ -24,23 +23,10 @@ def script():
 @pytest.fixture(scope="module")
 def folder(script, tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
-    assert (
-        arithmetic.main(
-            ["--num-train", "64", "--num-test", "4", "--max-operand", "49", "--output", str(folder / "data")]
-        )
-        == 0
-    )
-    options = [
-        "--train",
-        str(folder / "data/train.parquet"),
-        "--output",
-        str(folder / "model"),
-        "--steps",
-        "10",
-        "--batch-size",
-        "16",
-    ]
-    assert script.main(options) == 0
+    asked = f"--num-train 64 --num-test 4 --max-operand 49 --output {folder}/data"
+    assert arithmetic.main(asked.split()) == 0
+    options = f"--train {folder}/data/train.parquet --output {folder}/model --steps 10 --batch-size 16"
+    assert script.main(options.split()) == 0
     return folder / "model"
 
 
@@ -49,23 +35,3 @@ def test_transformers_loads_a_model_of_a_few_million_weights(folder):
     assert 2e6 < sum(parameter.numel() for parameter in model.parameters()) < 5e6
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert json.loads((folder / "warm_up.json").read_text())["step"] == 10
-
-
-def test_its_tokenizer_has_a_chat_template_and_brings_text_back(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "12+7=?"}], add_generation_prompt=True, return_dict=False
-    )
-    assert len(ids) == 9
-    for text in ("12+7=?", "Größe: 5\n 100 %"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_the_same_seed_gives_the_same_model(script, folder, tmp_path):
-    data = folder.parent / "data/train.parquet"
-    assert (
-        script.main(["--train", str(data), "--output", str(tmp_path / "again"), "--steps", "10", "--batch-size", "16"])
-        == 0
-    )
-    one, two = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "again"))
-    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -7,7 +7,6 @@ import pytest
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
-import torch
 from transformers import AutoModelForImageTextToText
 
 from rltrain.config.schema.families import FAMILIES as ROWS
@@ -39,9 +38,6 @@ def test_a_small_model_sees_every_square_as_one_token(script, family, tmp_path):
     assert len(asked.tokens) <= 32
     model = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1e6
-    torch.manual_seed(3)
-    again = AutoModelForImageTextToText.from_config(script.build_config(family)).state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
 
 
 def test_the_commands_of_the_example_are_accepted(script, tmp_path, capsys):

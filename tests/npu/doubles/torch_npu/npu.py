@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -88,10 +87,6 @@ def get_device_name(device: Any = None) -> str:
     return _NAME
 
 
-def get_device_properties(device: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(name=_NAME, total_memory=standin.cap(_index(device)))
-
-
 def manual_seed(seed: int) -> None:
     standin.default_generator(current_device()).manual_seed(seed)
 
@@ -130,10 +125,6 @@ def _is_in_bad_fork() -> bool:
 
 def current_stream(device: Any = None) -> torch.Stream:
     return torch.accelerator.current_stream(_index(device))
-
-
-def default_stream(device: Any = None) -> torch.Stream:
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=_DEVICE_TYPE)
 
 
 def set_stream(stream: torch.Stream) -> None:

@@ -116,7 +116,7 @@ def test_a_call_that_is_cut_is_one_problem(name):
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>garbage<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
         ("kimi", "<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{<|tool_call_end|>"),
         ("gemma4", "<|tool_call>call:look_up{text:<|\"|>abc}<tool_call|>"),
-        ("gemma4", "<|tool_call>call:look_up{a:" + "[" * 100 + "]" * 100 + "}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:look_up{a:" + "[" * 100_000 + "}<tool_call|>"),
         ("seed", "<seed:tool_call>\n<function=look_up>\n<parameter=text>abc\n</function>\n</seed:tool_call>"),
         ("minimax", "<minimax:tool_call>\nlook_up(text=3)\n</minimax:tool_call>"),
         ("minimax", '<minimax:tool_call><invoke name="look_up"><parameter name="text">a</invoke></minimax:tool_call>'),
@@ -184,22 +184,34 @@ UNTYPED = ["qwen3_coder", "glm", "seed", "minimax"]
 @pytest.mark.parametrize(
     ("schema", "value", "read_as"),
     [
-        ({"type": "string"}, "3", "3"),
-        ({"type": "string"}, "null", None),
+        *(({"type": "string"}, text, text) for text in ("5", "007", "1e3", "true", "null", "[1]", " a ")),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"type": "string", "nullable": True}, "5", "5"),
         ({"type": "integer"}, " 3 ", 3),
-        ({"type": "number"}, "-2.5e1", -25),
-        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": "number"}, "-2.5e1", -25.0),
         ({"type": "boolean"}, "True", True),
         ({"type": "array"}, "[1, 'a', None]", [1, "a", None]),
-        ({"type": "array"}, "__import__('os').getcwd()", "__import__('os').getcwd()"),
         ({"type": "object"}, '{"a": {"b": 1}}', {"a": {"b": 1}}),
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "three", "three"),
+        *(({"type": "integer"}, text, None) for text in ("3.5", "007", "three", "null", "true", "1_000", "")),
+        *(({"type": "number"}, text, None) for text in ("1e999", "NaN", '"3"', "[3]")),
+        *(({"type": "boolean"}, text, None) for text in ("yes", "1", "null")),
+        *(({"type": "array"}, text, None) for text in ("a, b", "{}", "(1, 2)", '"[1]"')),
+        *(({"type": "object"}, text, None) for text in ("[1]", "{1: 2}", '{"a": 1, "a": 2}', '{"a": 1} b')),
     ],
 )
 def test_untyped_values_take_the_schema_s_type(name, schema, value, read_as):
+    """None, unless the schema takes it: the value is a problem that names the argument and its type."""
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
-    text = FORMATS[name].write("f", {"x": value})
-    assert FORMATS[name].parse(text, schemas).calls == [Call("f", {"x": read_as})]
+    parsed = FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas)
+    if read_as is None and "null" not in schema["type"] and "nullable" not in schema:
+        assert parsed.calls == []
+        assert parsed.problems[0].startswith(f"the argument x must be {schema['type']}, and ")
+    else:
+        ((call,), problems) = parsed.calls, parsed.problems
+        assert (call, problems, type(call.arguments["x"])) == (Call("f", {"x": read_as}), [], type(read_as))
 
 
 @pytest.mark.parametrize("name", UNTYPED)
@@ -208,7 +220,7 @@ def test_a_value_is_never_run(name, value, tmp_path):
     """As the first version of verl's parser for Qwen 3 did."""
     value = value.format(tmp_path / "marker")
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}]
-    assert FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas).calls == [Call("f", {"x": value})]
+    assert FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas).calls == []
     assert not (tmp_path / "marker").exists()
 
 

@@ -1,0 +1,132 @@
+"""The two usual notations of calls: JSON, and tags around names and values."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rltrain.data.turns.formats.reading import Call, Tools, Unreadable, arguments_of, call_of, dumped, read_json, typed
+from rltrain.data.turns.formats.scan import any_of
+
+NAME = r'[^\s<>{}\[\]"]{1,200}'
+_BARE = r"""(?:\[\s{0,99})?\{\s{0,99}["']"""
+_NEXT = re.compile(r"[\s;,]*(?=\{|\[\s*\{)")
+
+
+@dataclass(frozen=True)
+class Json:
+    """JSON objects with names and arguments, one by one or in lists; or a head with the name before the arguments."""
+
+    written: str = '{"name": "NAME", "arguments": ARGUMENTS}'
+    """A call as the family writes it."""
+    head: str = r"(?!)"
+    """A regular expression for the text before the arguments, with the group "name"."""
+    tail: str = ""
+    """A regular expression for the text after them."""
+    inner: tuple[str, ...] = ()
+    """Marks that occur only within calls."""
+    bare: str = _BARE
+
+    def marks(self) -> dict[str, str]:
+        return {"inner": any_of(self.inner), **({"bare": self.bare} if self.bare else {})}
+
+    def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
+        calls: list[Call] = []
+        try:
+            if head := re.compile(self.head).match(text, place):
+                value, place = read_json(text, head.end())
+                calls = [Call(head["name"], arguments_of(value), head.groupdict().get("id") or "")]
+                tail = re.compile(self.tail).match(text, place)
+                return calls, tail.end() if tail else place
+            while not calls or _NEXT.match(text, place):
+                after = _NEXT.match(text, place) if calls else None
+                value, place = read_json(text, after.end() if after else place)
+                calls += [call_of(each, tools) for each in (value if isinstance(value, list) and value else [value])]
+        except Unreadable as problem:
+            raise Unreadable(str(problem), max(place, problem.place), calls) from problem
+        return calls, place
+
+    def write(self, name: str, arguments: dict[str, Any]) -> str:
+        parts = {"NAME": name, "ARGUMENTS": dumped(arguments)}
+        return re.sub("NAME|ARGUMENTS", lambda match: parts[match.group()], self.written)
+
+
+@dataclass(frozen=True)
+class Tags:
+    """A tag with the name of the tool, and in it one for each argument, whose values have no types."""
+
+    start: str
+    """With NAME where the name of the tool stands."""
+    parameter: str
+    """With KEY where the name of an argument stands; KIND is true or false: whether the value is text, not JSON."""
+    end_of_parameter: str
+    end: str
+    border: str = ""
+    """White space around a value."""
+    otherwise: str = "any"
+    """The type of a value that has none in the tool's schema, see `typed`."""
+
+    def marks(self) -> dict[str, str]:
+        starts = any_of([self.start.partition("NAME")[0]])
+        return {"start": f"(?={starts})", "inner": any_of([*self._opened, self.end_of_parameter, self.end])}
+
+    @property
+    def _opened(self) -> list[str]:
+        """Marks before a value; the first is where a parameter begins."""
+        return [self.parameter.partition("KEY")[0], *re.findall(r"</?\w+>", self.parameter)]
+
+    @cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
+        """Regular expressions for the start of a call, that of a parameter, the end of its value and of the call."""
+        name = rf"\s{{0,9}}(?P<name>{NAME})\s{{0,9}}"
+        kind = r'(?:\s{1,9}string\s{0,9}=\s{0,9}"(?P<kind>true|false)")?'
+        parameter = any_of([self.parameter]).replace("KEY", name).replace(r'\s{0,99}string="KIND"', kind)
+        # A value may hold the mark of its end: the one that ends it is followed by what may follow a parameter.
+        value_end = rf"{any_of([self.end_of_parameter])}(?=\s{{0,99}}(?:{any_of([self._opened[0], self.end])}))"
+        start, end = any_of([self.start]).replace("NAME", name), any_of([self.end])
+        return [re.compile(each) for each in (rf"\s*{start}", rf"\s*{parameter}", value_end, rf"\s*{end}")]
+
+    def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
+        calls: list[Call] = []
+        while head := self._patterns[0].match(text, place):
+            try:
+                arguments, place = self._arguments(text, head.end(), tools.get(head["name"], {}))
+            except Unreadable as problem:
+                raise Unreadable(str(problem), problem.place, calls) from problem
+            calls.append(Call(head["name"], arguments))
+        if not calls:
+            begun = re.compile(rf"\s*{self.marks()['start'][3:-1]}").match(text, place)
+            raise Unreadable(f"a call begins with {self.start}, and that is missing.", begun.end() if begun else place)
+        return calls, place
+
+    def _arguments(self, text: str, place: int, known: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """Return the arguments at a place, and the place after the end of the call."""
+        _, parameter, value_end, call_end = self._patterns
+        arguments: dict[str, Any] = {}
+        while opened := parameter.match(text, place):
+            name, start = opened["name"], opened.end()
+            closed = value_end.search(text, start)
+            value = text[start : closed.start() if closed else start].removeprefix(self.border)
+            if not closed or re.search(any_of(self._opened), value):
+                place = closed.end() if closed else max(text.find(self.end, start), start)
+                raise Unreadable(f"the value of {name} does not end with {self.end_of_parameter}.", place)
+            place = closed.end()
+            if name in arguments:
+                raise Unreadable(f"the call has the argument {name} twice.", place)
+            is_text = opened.groupdict().get("kind") == "true"
+            schema = {"type": "string"} if is_text else known.get(name)
+            try:
+                arguments[name] = typed(name, value.removesuffix(self.border), schema, self.otherwise)
+            except Unreadable as problem:
+                raise Unreadable(str(problem), place) from problem
+        if not (ended := call_end.match(text, place)):
+            raise Unreadable(f"the call is not complete: {self.end} is missing.", place)
+        return arguments, ended.end()
+
+    def write(self, name: str, arguments: dict[str, Any]) -> str:
+        lines = [self.start.replace("NAME", name)]
+        for key, value in arguments.items():
+            is_text = isinstance(value, str)
+            opened = self.parameter.replace("KIND", str(is_text).lower()).replace("KEY", key)
+            lines.append(opened + (value if is_text else dumped(value)).join([self.border] * 2) + self.end_of_parameter)
+        return "\n".join([*lines, self.end])

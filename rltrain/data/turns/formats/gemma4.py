@@ -26,34 +26,28 @@ class Gemma:
         head = _HEAD.match(text, place)
         if not head:
             raise Unreadable("a call is written call:NAME{KEY:VALUE}.", place)
-        written, place = _as_json(text, head.end())
+        place, depth = head.end(), 0
+        written: list[str] = []
+        while depth or not written:
+            if not (token := _TOKEN.match(text, place)):
+                is_open = text[place : place + 99].lstrip().startswith((_QUOTE, '"'))
+                raise Unreadable(
+                    "the call is not complete: } or a quotation mark is missing.", len(text) if is_open else place
+                )
+            place, kind = token.end(), token.lastgroup or ""
+            value = token[kind].strip() if kind == "word" else token[kind]
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(value, 0) if kind == "json" else 0
+            is_json = kind == "json" or (
+                kind == "word" and _LITERAL.fullmatch(value) and text[place : place + 1] != ":"
+            )
+            written.append((value.lower() if kind == "word" else value) if is_json else dumped(value))
         try:
-            arguments, _ = read_json(written, 0)
+            return [Call(head["name"], read_json("".join(written), 0)[0])], place
         except Unreadable as problem:
             raise Unreadable(str(problem), place) from problem
-        return [Call(head["name"], arguments)], place
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         return f"call:{name}{_written(arguments)}"
-
-
-def _as_json(text: str, place: int) -> tuple[str, int]:
-    """Return the object at a place as JSON, and the place after it. Raises Unreadable."""
-    written: list[str] = []
-    depth = 0
-    while depth or not written:
-        token = _TOKEN.match(text, place)
-        if not token:
-            is_open = text[place : place + 99].lstrip().startswith((_QUOTE, '"'))
-            why = "a text has no closing quotation mark" if is_open else "an object is not closed"
-            raise Unreadable(f"the call cannot be read: {why}.", len(text) if is_open else place)
-        place = token.end()
-        kind, value = token.lastgroup, token[token.lastgroup or 0].strip() if token["text"] is None else token["text"]
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(value, 0) if kind == "json" else 0
-        if kind == "word" and _LITERAL.fullmatch(value) and text[place : place + 1] != ":":
-            kind, value = "json", value.lower()
-        written.append(value if kind == "json" else dumped(value))
-    return "".join(written), place
 
 
 def _written(value: Any) -> str:

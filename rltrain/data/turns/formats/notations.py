@@ -58,31 +58,37 @@ class Tags:
     start: str
     """With NAME where the name of the tool stands."""
     parameter: str
-    """With KEY where the name of an argument stands; KIND is true or false: whether the value is text, not JSON."""
-    end_of_parameter: str
+    """With KEY and VALUE; KIND is true or false: whether the value is text, not JSON."""
     end: str
-    border: str = ""
-    """White space around a value."""
     otherwise: str = "any"
     """The type of a value that has none in the tool's schema, see `typed`."""
 
     def marks(self) -> dict[str, str]:
         starts = any_of([self.start.partition("NAME")[0]])
-        return {"start": f"(?={starts})", "inner": any_of([*self._opened, self.end_of_parameter, self.end])}
+        return {"start": f"(?={starts})", "inner": any_of([*self._opened, self._closed, self.end])}
 
     @property
     def _opened(self) -> list[str]:
         """Marks before a value; the first is where a parameter begins."""
-        return [self.parameter.partition("KEY")[0], *re.findall(r"</?\w+>", self.parameter)]
+        return [self.parameter.partition("KEY")[0], *re.findall(r"</?\w+>", self.parameter.partition("VALUE")[0])]
+
+    @property
+    def _closed(self) -> str:
+        """The mark after a value."""
+        return self.parameter.partition("VALUE")[2].strip()
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
         """Regular expressions for the start of a call, that of a parameter, the end of its value and of the call."""
         name = rf"\s{{0,9}}(?P<name>{NAME})\s{{0,9}}"
         kind = r'(?:\s{1,9}string\s{0,9}=\s{0,9}"(?P<kind>true|false)")?'
-        parameter = any_of([self.parameter]).replace("KEY", name).replace(r'\s{0,99}string="KIND"', kind)
+        parameter = (
+            any_of([self.parameter.partition("VALUE")[0].rstrip()])
+            .replace("KEY", name)
+            .replace(r'\s{0,99}string="KIND"', kind)
+        )
         # A value may hold the mark of its end: the one that ends it is followed by what may follow a parameter.
-        value_end = rf"{any_of([self.end_of_parameter])}(?=\s{{0,99}}(?:{any_of([self._opened[0], self.end])}))"
+        value_end = rf"{any_of([self._closed])}(?=\s{{0,99}}(?:{any_of([self._opened[0], self.end])}))"
         start, end = any_of([self.start]).replace("NAME", name), any_of([self.end])
         return [re.compile(each) for each in (rf"\s*{start}", rf"\s*{parameter}", value_end, rf"\s*{end}")]
 
@@ -106,17 +112,18 @@ class Tags:
         while opened := parameter.match(text, place):
             name, start = opened["name"], opened.end()
             closed = value_end.search(text, start)
-            value = text[start : closed.start() if closed else start].removeprefix(self.border)
+            value = text[start : closed.start() if closed else start]
+            value = value.removeprefix("\n").removesuffix("\n") if "\nVALUE" in self.parameter else value
             if not closed or re.search(any_of(self._opened), value):
                 place = closed.end() if closed else max(text.find(self.end, start), start)
-                raise Unreadable(f"the value of {name} does not end with {self.end_of_parameter}.", place)
+                raise Unreadable(f"the value of {name} does not end with {self._closed}.", place)
             place = closed.end()
             if name in arguments:
                 raise Unreadable(f"the call has the argument {name} twice.", place)
             is_text = opened.groupdict().get("kind") == "true"
             schema = {"type": "string"} if is_text else known.get(name)
             try:
-                arguments[name] = typed(name, value.removesuffix(self.border), schema, self.otherwise)
+                arguments[name] = typed(name, value, schema, self.otherwise)
             except Unreadable as problem:
                 raise Unreadable(str(problem), place) from problem
         if not (ended := call_end.match(text, place)):
@@ -126,7 +133,7 @@ class Tags:
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         lines = [self.start.replace("NAME", name)]
         for key, value in arguments.items():
-            is_text = isinstance(value, str)
-            opened = self.parameter.replace("KIND", str(is_text).lower()).replace("KEY", key)
-            lines.append(opened + (value if is_text else dumped(value)).join([self.border] * 2) + self.end_of_parameter)
+            parts = {"KEY": key, "VALUE": value if isinstance(value, str) else dumped(value)}
+            parts["KIND"] = str(isinstance(value, str)).lower()
+            lines.append(re.sub("KEY|VALUE|KIND", lambda match: parts[match.group()], self.parameter))
         return "\n".join([*lines, self.end])

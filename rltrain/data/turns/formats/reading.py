@@ -6,6 +6,7 @@ policy. Each reader moves forward only, so its time grows linearly with the leng
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,12 +79,10 @@ def without_end(text: str, closings: Sequence[str] = ()) -> str:
     return text[:end]
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
 def _finite(number: str) -> float:
-    return float(number) if abs(float(number)) < float("inf") else _refuse(number)
+    if not math.isfinite(float(number)):
+        raise ValueError(f"{number} is not a JSON number")
+    return float(number)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
 _SPACE = re.compile(r"\s*")
 
 

@@ -14,15 +14,19 @@ from typing import Any, Protocol
 from rltrain.data.turns.formats import reading
 from rltrain.data.turns.formats.reading import MOST_CALLS, Call, CallFormat, Parsed, Schemas, Tools, Unreadable
 
+_MARK = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
 _NAME = re.compile(r"""name["']?\s{0,99}:?\s{0,99}["']([^"'\s]{1,200})["']""")
 _ARGUMENTS = re.compile(r"""(?:arguments|parameters)["']?\s{0,99}:?\s{0,99}[{"']""")
 
 
 def any_of(marks: Iterable[str]) -> str:
     """Return a regular expression for any of the marks. White space in them may vary."""
-    # A token of DeepSeek may be followed by a space.
-    escaped = (re.escape(mark).replace("｜DSML｜", "｜DSML｜ ?") for mark in sorted(marks, key=len, reverse=True))
-    return "|".join(re.sub(r"(?:\\\s)+", r"\\s{0,99}", mark) for mark in escaped)
+    escaped = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
+    # DeepSeek V3.2 and V4.1 have other names for V4's block, and a space after the token.
+    escaped = escaped.replace("｜DSML｜tool_calls", "｜DSML｜(?:tool_|function_)?calls").replace(
+        "｜DSML｜", "｜DSML｜ ?"
+    )
+    return re.sub(r"(?:\\\s)+", r"\\s{0,99}", escaped)
 
 
 class Notation(Protocol):
@@ -48,15 +52,11 @@ class Family:
 
     name: str
     notation: Notation
-    opening: tuple[str, ...] = ()
-    """Marks that the family writes before a call, the block's first."""
-    closing: tuple[str, ...] = ()
-    """Marks that it writes after a call."""
-    border: str = ""
-    """White space inside these marks."""
+    written: str = "{}"
+    """The marks around a call, which stands at {}."""
+    optional: str = ""
+    """A further mark before calls."""
     thinking: tuple[str, str] = ("<think>", "</think>")
-    others: tuple[str, ...] = ()
-    """Further marks that are read: closing ones begin with </."""
     stop_tokens: tuple[str, ...] = ()
 
     @property
@@ -66,18 +66,21 @@ class Family:
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:
         """Return the content of a turn."""
-        return _Turn(self, reading.without_end(text, self.closing), reading.tools_of(schemas)).parsed()
+        return _Turn(self, reading.without_end(text, self._around()[1]), reading.tools_of(schemas)).parsed()
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         """Return a call as the family writes it."""
-        parts = ["".join(self.opening), self.notation.write(name, arguments), "".join(self.closing)]
-        return self.border.join(parts).strip()
+        return self.written.replace("{}", self.notation.write(name, arguments))
+
+    def _around(self) -> list[list[str]]:
+        """Return the marks before and after a call."""
+        return [_MARK.findall(side) for side in self.written.split("{}")]
 
     @cached_property
     def marks(self) -> re.Pattern[str]:
         """A regular expression for any mark, in a group named for its kind."""
-        opening = any_of([*self.opening, *(mark for mark in self.others if not mark.startswith("</"))])
-        closing = any_of([*self.closing, *(mark for mark in self.others if mark.startswith("</"))])
+        before, after = self._around()
+        opening, closing = any_of(filter(None, [*before, self.optional])), any_of(after)
         kinds = {"think": any_of(self.thinking[:1]), "thought": any_of(self.thinking[1:])}
         kinds |= {"opening": opening, "closing": closing, **self.notation.marks()}
         begun = "|".join(filter(None, (opening, kinds.get("start")))) or "(?!)"
@@ -98,8 +101,6 @@ class Family:
         mark = self.marks.match(text, after)
         if mark and mark.lastgroup == "closing":
             return calls, mark.end()
-        if any(closing.startswith(rest) for closing in self.closing):  # cut, or the end
-            return calls, len(text)
         if rest and not rest[0].isalpha() and (not mark or mark.lastgroup == "code"):
             raise Unreadable(f"the call goes on after its end, with {rest[:20]!r}.", after, calls[:-1])
         return calls, place
@@ -140,7 +141,7 @@ class _Turn:
     def _looks_like_call(self, text: str) -> bool:
         """Return whether JSON outside Markdown code names a tool, or has arguments."""
         text = text if text.startswith("```") else "".join(text.split("```")[::2])
-        names_tool = not self._family.opening or any(name in text for name in self._tools)
+        names_tool = self._family.written == "{}" or any(name in text for name in self._tools)
         return any(name in self._tools for name in _NAME.findall(text)) or bool(names_tool and _ARGUMENTS.search(text))
 
     def _text_of(self, match: re.Match[str]) -> None:

@@ -33,15 +33,16 @@ class Json:
     def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
         calls: list[Call] = []
         try:
-            if head := re.compile(self.head).match(text, place):
-                value, place = read_json(text, head.end())
+            if head := re.match(self.head, text[place : place + 999]):
+                value, place = read_json(text, place + head.end())
                 calls = [Call(head["name"], arguments_of(value), head.groupdict().get("id") or "")]
                 tail = re.compile(self.tail).match(text, place)
                 return calls, tail.end() if tail else place
-            while not calls or _NEXT.match(text, place):
-                after = _NEXT.match(text, place) if calls else None
+            after = _NEXT.match(text, place)
+            while after or not calls:
                 value, place = read_json(text, after.end() if after else place)
                 calls += [call_of(each, tools) for each in (value if isinstance(value, list) and value else [value])]
+                after = _NEXT.match(text, place)
         except Unreadable as problem:
             raise Unreadable(str(problem), max(place, problem.place), calls) from problem
         return calls, place
@@ -82,53 +83,35 @@ class Tags:
         """Regular expressions for the start of a call, that of a parameter, the end of its value and of the call."""
         name = rf"\s{{0,9}}(?P<name>{NAME})\s{{0,9}}"
         kind = r'(?:\s{1,9}string\s{0,9}=\s{0,9}"(?P<kind>true|false)")?'
-        parameter = (
-            any_of([self.parameter.partition("VALUE")[0].rstrip()])
-            .replace("KEY", name)
-            .replace(r'\s{0,99}string="KIND"', kind)
-        )
+        parameter = any_of([self.parameter.partition("VALUE")[0].rstrip()]).replace("KEY", name)
         # A value may hold the mark of its end: the one that ends it is followed by what may follow a parameter.
         value_end = rf"{any_of([self._closed])}(?=\s{{0,99}}(?:{any_of([self._opened[0], self.end])}))"
-        start, end = any_of([self.start]).replace("NAME", name), any_of([self.end])
-        return [re.compile(each) for each in (rf"\s*{start}", rf"\s*{parameter}", value_end, rf"\s*{end}")]
+        start, rest = (any_of([part]) for part in self.start.split("NAME"))
+        patterns = f"{start}(?:{name}{rest})?", parameter.replace(r'\s{0,99}string="KIND"', kind)
+        return [re.compile(each) for each in (*(rf"\s*{each}" for each in (*patterns, any_of([self.end]))), value_end)]
 
     def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
-        calls: list[Call] = []
-        while head := self._patterns[0].match(text, place):
-            try:
-                arguments, place = self._arguments(text, head.end(), tools.get(head["name"], {}))
-            except Unreadable as problem:
-                raise Unreadable(str(problem), problem.place, calls) from problem
-            calls.append(Call(head["name"], arguments))
-        if not calls:
-            begun = re.compile(rf"\s*{self.marks()['start'][3:-1]}").match(text, place)
-            raise Unreadable(f"a call begins with {self.start}, and that is missing.", begun.end() if begun else place)
-        return calls, place
-
-    def _arguments(self, text: str, place: int, known: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return the arguments at a place, and the place after the end of the call."""
-        _, parameter, value_end, call_end = self._patterns
+        start, parameter, end, value_end = self._patterns
+        head = start.match(text, place)
+        if not head or not head["name"]:
+            raise Unreadable(f"a call begins with {self.start}, and that is missing.", head.end() if head else place)
+        place, known = head.end(), tools.get(head["name"], {})
         arguments: dict[str, Any] = {}
         while opened := parameter.match(text, place):
-            name, start = opened["name"], opened.end()
-            closed = value_end.search(text, start)
-            value = text[start : closed.start() if closed else start]
-            value = value.removeprefix("\n").removesuffix("\n") if "\nVALUE" in self.parameter else value
+            name, begin = opened["name"], opened.end()
+            closed = value_end.search(text, begin)
+            value = text[begin : closed.start() if closed else begin]
+            place = closed.end() if closed else max(text.find(self.end, begin), begin)
             if not closed or re.search(any_of(self._opened), value):
-                place = closed.end() if closed else max(text.find(self.end, start), start)
                 raise Unreadable(f"the value of {name} does not end with {self._closed}.", place)
-            place = closed.end()
             if name in arguments:
                 raise Unreadable(f"the call has the argument {name} twice.", place)
-            is_text = opened.groupdict().get("kind") == "true"
-            schema = {"type": "string"} if is_text else known.get(name)
-            try:
-                arguments[name] = typed(name, value, schema, self.otherwise)
-            except Unreadable as problem:
-                raise Unreadable(str(problem), place) from problem
-        if not (ended := call_end.match(text, place)):
+            value = value.removeprefix("\n").removesuffix("\n") if "\nVALUE" in self.parameter else value
+            schema = {"type": "string"} if opened.groupdict().get("kind") == "true" else known.get(name)
+            arguments[name] = typed(name, value, schema, self.otherwise, place)
+        if not (ended := end.match(text, place)):
             raise Unreadable(f"the call is not complete: {self.end} is missing.", place)
-        return arguments, ended.end()
+        return [Call(head["name"], arguments)], ended.end()
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         lines = [self.start.replace("NAME", name)]

@@ -4,13 +4,13 @@ A policy in training writes anything, so nothing here raises except `Unreadable`
 policy. Each reader moves forward only, so its time grows linearly with the length of the text.
 """
 
-import ast
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 MOST_CALLS = 64
 """Limit for one turn."""
@@ -70,13 +70,10 @@ _END = re.compile(r"\s*(?:<[|｜][^<>\s]{1,60}[|｜]>|<\w{1,30}\|>|</s>|<(?:\w{1
 
 def without_end(text: str, closings: Sequence[str] = ()) -> str:
     """Remove the tokens that end a turn, except ``closings``, the marks that end a call."""
-    end = len(text)
     for _ in range(8):
-        match = _END.search(text, max(0, end - 80), end)
-        if not match or match.group().strip() in closings:
-            break
-        end = match.start()
-    return text[:end]
+        match = _END.search(text, max(0, len(text) - 80))
+        text = text[: match.start()] if match and match.group().strip() not in closings else text
+    return text
 
 
 def _finite(number: str) -> float:
@@ -171,24 +168,25 @@ def tools_of(schemas: Schemas) -> Tools:
     return tools
 
 
-def typed(name: str, value: str, schema: Any, otherwise: str) -> Any:
-    """Return the value of the argument ``name``. Raises Unreadable if it does not have the schema's type.
+def typed(name: str, value: str, schema: Any, otherwise: str, place: int) -> Any:
+    """Return the value of the argument ``name``. Raises Unreadable with ``place`` if it is not of the schema's type.
 
     A string is the text as it was written. otherwise: the type if the schema has none; "any" is JSON if it can be, else
-    a string. Lists, objects and constants may be written as in Python.
+    a string.
     """
     types = _types(schema) & _TYPES or {otherwise}
-    if types == {"string"}:
-        return value
-    try:
-        found = _literal(value.strip(), python=not types & {"string", "any"})
-        if "any" in types or types & _types_of(found):
-            return int(found) if isinstance(found, float) and types & {"integer", "number"} == {"integer"} else found
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        pass  # neither JSON nor Python
+    with suppress(Unreadable):
+        bare = value.strip()
+        found, end = read_json(bare if types & {"string", "any"} else _PYTHON.get(bare, bare), 0)
+        kind = _ALIASES.get(type(found).__name__, "null")
+        if kind == "number" and "number" not in types and found.is_integer():
+            found, kind = int(found), "integer"
+        fits = kind in types - {"string"} or "any" in types or (kind == "integer" and "number" in types)
+        if fits and end >= len(bare) - (bare in _PYTHON):
+            return found
     if types & {"string", "any"}:
         return value
-    raise Unreadable(f"the argument {name} must be {' or '.join(sorted(types))}, and {value!r:.100} is not.")
+    raise Unreadable(f"the argument {name} must be {' or '.join(sorted(types))}, and {value!r:.100} is not.", place)
 
 
 def _types(schema: Any) -> set[str]:
@@ -199,26 +197,3 @@ def _types(schema: Any) -> set[str]:
     for key in ("anyOf", "oneOf", "allOf"):
         types |= set().union(*map(_types, schema[key])) if isinstance(schema.get(key), list) else set()
     return types | {"null"} if schema.get("nullable") is True else types
-
-
-def _types_of(value: Any) -> set[str]:
-    """Return the types in a schema, except string, that a JSON value has."""
-    if isinstance(value, float):
-        return {"number", "integer"} if value.is_integer() else {"number"}
-    types = {bool: {"boolean"}, int: {"integer", "number"}, list: {"array"}, dict: {"object"}, type(None): {"null"}}
-    return types.get(type(value), set())
-
-
-def _literal(text: str, python: bool) -> Any:
-    """Return the JSON value that a text is. Raises ValueError, SyntaxError and others if it is not JSON."""
-    text = _PYTHON.get(text, text) if python else text
-    try:
-        value, end = read_json(text, 0)
-    except Unreadable:
-        if not python or text[:1] not in ("[", "{") or "'" not in text or len(text) > 10_000:
-            raise
-        value, end = ast.literal_eval(text), len(text)
-        end = end if json.loads(json.dumps(value, allow_nan=False)) == value else 0
-    if end < len(text):
-        raise Unreadable("this is not a JSON value.")
-    return value

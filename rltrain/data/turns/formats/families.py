@@ -8,10 +8,7 @@ _TAGS = "<tool_call>\n{}\n</tool_call>"
 
 HERMES = Family("hermes", Json(), _TAGS)
 LLAMA3_JSON = Family(
-    "llama3_json",
-    Json('{"name": "NAME", "parameters": ARGUMENTS}'),
-    optional="<|python_tag|>",
-    stop_tokens=("<|eom_id|>",),
+    "llama3_json", Json('{"name": "NAME", "parameters": ARGUMENTS}'), optional="<|python_tag|>", stop=("<|eom_id|>",)
 )
 # A list of objects; newer models write a name and the arguments.
 MISTRAL = Family(
@@ -22,7 +19,7 @@ MISTRAL = Family(
         inner=("[CALL_ID]", "[ARGS]"),
     ),
     "[TOOL_CALLS]{}",
-    thinking=("[THINK]", "[/THINK]"),
+    thinking="[THINK]{}[/THINK]",
 )
 # V3 and R1 write the arguments in a block of code; V3.1 does not.
 DEEPSEEK_V3 = Family(
@@ -52,12 +49,12 @@ SEED = Family(
     "seed",
     Tags("<function=NAME>", "<parameter=KEY>VALUE</parameter>", "</function>"),
     "<seed:tool_call>\n{}\n</seed:tool_call>",
-    thinking=("<seed:think>", "</seed:think>"),
+    thinking="<seed:think>{}</seed:think>",
 )
 GLM = Family(
     "glm",
     Tags("<tool_call>NAME", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>", "</tool_call>"),
-    stop_tokens=("<|observation|>",),
+    stop=("<|observation|>",),
 )
 MINIMAX = Family(
     "minimax",
@@ -74,11 +71,7 @@ DEEPSEEK_V4 = Family(
     "<｜DSML｜tool_calls>\n{}\n</｜DSML｜tool_calls>",
 )
 GEMMA4 = Family(
-    "gemma4",
-    Gemma(),
-    "<|tool_call>{}<tool_call|>",
-    thinking=("<|channel>thought", "<channel|>"),
-    stop_tokens=("<tool_call|>",),
+    "gemma4", Gemma(), "<|tool_call>{}<tool_call|>", thinking="<|channel>thought{}<channel|>", stop=("<tool_call|>",)
 )
 NO_CALLS = Family("none", Json(bare="")).format
 """For environments and agents without tools."""

@@ -41,10 +41,7 @@ class Gemma:
                 kind == "word" and _LITERAL.fullmatch(value) and text[place : place + 1] != ":"
             )
             written.append((value.lower() if kind == "word" else value) if is_json else dumped(value))
-        try:
-            return [Call(head["name"], read_json("".join(written), 0)[0])], place
-        except Unreadable as problem:
-            raise Unreadable(str(problem), place) from problem
+        return [Call(head["name"], read_json("".join(written), 0)[0])], place
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         return f"call:{name}{_written(arguments)}"

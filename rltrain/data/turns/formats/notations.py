@@ -31,20 +31,17 @@ class Json:
         return {"inner": any_of(self.inner), **({"bare": self.bare} if self.bare else {})}
 
     def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
+        if head := re.match(self.head, text[place : place + 999]):
+            value, place = read_json(text, place + head.end())
+            tail = re.compile(self.tail).match(text, place)
+            call = Call(head["name"], arguments_of(value), head.groupdict().get("id") or "")
+            return [call], tail.end() if tail else place
         calls: list[Call] = []
-        try:
-            if head := re.match(self.head, text[place : place + 999]):
-                value, place = read_json(text, place + head.end())
-                calls = [Call(head["name"], arguments_of(value), head.groupdict().get("id") or "")]
-                tail = re.compile(self.tail).match(text, place)
-                return calls, tail.end() if tail else place
+        after = _NEXT.match(text, place)
+        while after or not calls:
+            value, place = read_json(text, after.end() if after else place)
+            calls += [call_of(each, tools) for each in (value if isinstance(value, list) and value else [value])]
             after = _NEXT.match(text, place)
-            while after or not calls:
-                value, place = read_json(text, after.end() if after else place)
-                calls += [call_of(each, tools) for each in (value if isinstance(value, list) and value else [value])]
-                after = _NEXT.match(text, place)
-        except Unreadable as problem:
-            raise Unreadable(str(problem), max(place, problem.place), calls) from problem
         return calls, place
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
@@ -64,19 +61,15 @@ class Tags:
     otherwise: str = "any"
     """The type of a value that has none in the tool's schema, see `typed`."""
 
+    @cached_property
+    def _marks(self) -> tuple[list[str], str]:
+        """Marks before a value, the first of which begins a parameter, and the mark after it."""
+        opened, closed = self.parameter.split("VALUE")
+        return [opened.partition("KEY")[0], *re.findall(r"</?\w+>", opened)], closed.strip()
+
     def marks(self) -> dict[str, str]:
         starts = any_of([self.start.partition("NAME")[0]])
-        return {"start": f"(?={starts})", "inner": any_of([*self._opened, self._closed, self.end])}
-
-    @property
-    def _opened(self) -> list[str]:
-        """Marks before a value; the first is where a parameter begins."""
-        return [self.parameter.partition("KEY")[0], *re.findall(r"</?\w+>", self.parameter.partition("VALUE")[0])]
-
-    @property
-    def _closed(self) -> str:
-        """The mark after a value."""
-        return self.parameter.partition("VALUE")[2].strip()
+        return {"start": f"(?={starts})", "inner": any_of([*self._marks[0], self._marks[1], self.end])}
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
@@ -85,7 +78,7 @@ class Tags:
         kind = r'(?:\s{1,9}string\s{0,9}=\s{0,9}"(?P<kind>true|false)")?'
         parameter = any_of([self.parameter.partition("VALUE")[0].rstrip()]).replace("KEY", name)
         # A value may hold the mark of its end: the one that ends it is followed by what may follow a parameter.
-        value_end = rf"{any_of([self._closed])}(?=\s{{0,99}}(?:{any_of([self._opened[0], self.end])}))"
+        value_end = rf"{any_of([self._marks[1]])}(?=\s{{0,99}}(?:{any_of([self._marks[0][0], self.end])}))"
         start, rest = (any_of([part]) for part in self.start.split("NAME"))
         patterns = f"{start}(?:{name}{rest})?", parameter.replace(r'\s{0,99}string="KIND"', kind)
         return [re.compile(each) for each in (*(rf"\s*{each}" for each in (*patterns, any_of([self.end]))), value_end)]
@@ -102,8 +95,8 @@ class Tags:
             closed = value_end.search(text, begin)
             value = text[begin : closed.start() if closed else begin]
             place = closed.end() if closed else max(text.find(self.end, begin), begin)
-            if not closed or re.search(any_of(self._opened), value):
-                raise Unreadable(f"the value of {name} does not end with {self._closed}.", place)
+            if not closed or re.search(any_of(self._marks[0]), value):
+                raise Unreadable(f"the value of {name} does not end with {self._marks[1]}.", place)
             if name in arguments:
                 raise Unreadable(f"the call has the argument {name} twice.", place)
             value = value.removeprefix("\n").removesuffix("\n") if "\nVALUE" in self.parameter else value
@@ -116,7 +109,7 @@ class Tags:
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         lines = [self.start.replace("NAME", name)]
         for key, value in arguments.items():
-            parts = {"KEY": key, "VALUE": value if isinstance(value, str) else dumped(value)}
-            parts["KIND"] = str(isinstance(value, str)).lower()
-            lines.append(re.sub("KEY|VALUE|KIND", lambda match: parts[match.group()], self.parameter))
+            opened, closed = self.parameter.split("VALUE")
+            opened = opened.replace("KEY", key).replace("KIND", str(isinstance(value, str)).lower())
+            lines.append(f"{opened}{value if isinstance(value, str) else dumped(value)}{closed}")
         return "\n".join([*lines, self.end])

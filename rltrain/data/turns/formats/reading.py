@@ -58,10 +58,10 @@ class CallFormat:
 class Unreadable(ValueError):
     """A call that cannot be read. The message tells the model why."""
 
-    def __init__(self, why: str, place: int = 0, calls: Sequence[Call] = ()) -> None:
+    def __init__(self, why: str, place: int = 0) -> None:
         super().__init__(why)
-        self.place, self.calls = place, list(calls)
-        """The text up to this place belongs to the call; the calls of the same block before it."""
+        self.place = place
+        """The text up to this place belongs to the call."""
 
 
 # <|im_end|>, <｜end▁of▁sentence｜>, <turn|>, </s>, <seed:eos>, [e~[ and similar.
@@ -118,15 +118,13 @@ def read_json(text: str, place: int) -> tuple[Any, int]:
 def call_of(value: Any, tools: Tools | None = None) -> Call:
     """Return the call that a JSON object describes. Raises Unreadable.
 
-    The arguments are under ``arguments`` or ``parameters``, or next to the name. The object may be inside "function".
+    The arguments are under ``arguments`` or ``parameters``, or next to the name.
     """
-    value = {"name": value["function"]} | value if isinstance(value, dict) and "function" in value else value
-    value = value | value["function"] if isinstance(value, dict) and isinstance(value.get("function"), dict) else value
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         raise Unreadable("a call is a JSON object with the keys name and arguments.")
     keys = [key for key in ("arguments", "parameters") if key in value]
     known, identity = (tools or {}).get(name, {}), value.get("id")
-    named = ("name", "function", *(key for key in ("id", "type") if key not in known or keys), *keys)
+    named = ("name", *(key for key in ("id", "type") if key not in known or keys), *keys)
     beside = {key: value[key] for key in value if key not in named}
     if len(keys) > 1 or (keys and beside) or (known and beside.keys() - known.keys()):
         raise Unreadable(f"all arguments of {name} belong in one object: not in {', '.join([*keys, *beside])}.")
@@ -156,16 +154,14 @@ _TYPES = {"string", "null", *_ALIASES.values()}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def tools_of(schemas: Schemas) -> Tools:
     """Return the schemas of the parameters, by tool and name."""
-    tools = {}
-    for schema in schemas:
-        function = schema.get("function", schema)
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            parameters = function.get("parameters")
-            found = parameters.get("properties") if isinstance(parameters, dict) else None
-            tools[function["name"]] = found if isinstance(found, dict) else {}
-    return tools
+    functions = [_object(schema.get("function", schema)) for schema in schemas]
+    return {str(each.get("name")): _object(_object(each.get("parameters")).get("properties")) for each in functions}
 
 
 def typed(name: str, value: str, schema: Any, otherwise: str, place: int) -> Any:
@@ -190,10 +186,9 @@ def typed(name: str, value: str, schema: Any, otherwise: str, place: int) -> Any
 
 
 def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, dict):
-        return set()
-    kind = schema.get("type")
-    types = {_ALIASES.get(each, each) for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
+    said = _object(schema).get("type")
+    types = {_ALIASES.get(each, each) for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
     for key in ("anyOf", "oneOf", "allOf"):
-        types |= set().union(*map(_types, schema[key])) if isinstance(schema.get(key), list) else set()
-    return types | {"null"} if schema.get("nullable") is True else types
+        choices = _object(schema).get(key)
+        types |= set().union(*map(_types, choices)) if isinstance(choices, list) else set()
+    return types | {"null"} if _object(schema).get("nullable") is True else types

@@ -56,34 +56,33 @@ class Family:
     """The marks around a call, which stands at {}."""
     optional: str = ""
     """A further mark before calls."""
-    thinking: tuple[str, str] = ("<think>", "</think>")
-    stop_tokens: tuple[str, ...] = ()
+    thinking: str = "<think>{}</think>"
+    stop: tuple[str, ...] = ()
+    """Tokens that end a turn, in addition to the model's eos."""
 
     @property
     def format(self) -> CallFormat:
         """The format with this family's parser."""
-        return CallFormat(self.name, self.parse, self.write, self.stop_tokens)
+        return CallFormat(self.name, self.parse, self.write, self.stop)
 
     def parse(self, text: str, schemas: Schemas) -> Parsed:
         """Return the content of a turn."""
-        return _Turn(self, reading.without_end(text, self._around()[1]), reading.tools_of(schemas)).parsed()
+        closing = _MARK.findall(self.written.split("{}")[1])
+        return _Turn(self, reading.without_end(text, closing), reading.tools_of(schemas)).parsed()
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         """Return a call as the family writes it."""
         return self.written.replace("{}", self.notation.write(name, arguments))
 
-    def _around(self) -> list[list[str]]:
-        """Return the marks before and after a call."""
-        return [_MARK.findall(side) for side in self.written.split("{}")]
-
     @cached_property
     def marks(self) -> re.Pattern[str]:
         """A regular expression for any mark, in a group named for its kind."""
-        before, after = self._around()
-        opening, closing = any_of(filter(None, [*before, self.optional])), any_of(after)
-        kinds = {"think": any_of(self.thinking[:1]), "thought": any_of(self.thinking[1:])}
-        kinds |= {"opening": opening, "closing": closing, **self.notation.marks()}
-        begun = "|".join(filter(None, (opening, kinds.get("start")))) or "(?!)"
+        before, after = (any_of(_MARK.findall(side)) for side in f"{self.optional}{self.written}".split("{}"))
+        kinds = {
+            kind: any_of([mark]) for kind, mark in zip(("think", "thought"), self.thinking.split("{}"), strict=True)
+        }
+        kinds |= {"opening": before, "closing": after, **self.notation.marks()}
+        begun = "|".join(filter(None, (before, kinds.get("start")))) or "(?!)"
         # Code in Markdown is text, unless a call begins in it.
         kinds["code"] = rf"```(?:(?!```|{begun})[\s\S])*```|`(?:(?!{begun})[^`\n])*`"
         for kind in ("opening", "closing"):
@@ -102,7 +101,7 @@ class Family:
         if mark and mark.lastgroup == "closing":
             return calls, mark.end()
         if rest and not rest[0].isalpha() and (not mark or mark.lastgroup == "code"):
-            raise Unreadable(f"the call goes on after its end, with {rest[:20]!r}.", after, calls[:-1])
+            raise Unreadable(f"the call goes on after its end, with {rest[:20]!r}.", after)
         return calls, place
 
 
@@ -131,7 +130,9 @@ class _Turn:
         if self._before:
             has_calls = len(self._calls) > self._before[1]
             self._end_reasoning(len(self._text))
-            why = f"the reasoning does not end with {self._family.thinking[1]}: the calls in it are not run."
+            why = (
+                f"the reasoning does not end with {self._family.thinking.split('{}')[1]}: the calls in it are not run."
+            )
             self._problems += [why] if has_calls else []
         text = "".join(self._said).strip()
         if "bare" in self._family.notation.marks() and self._looks_like_call(text):
@@ -171,7 +172,7 @@ class _Turn:
             after = max(match.end(), match.start() + 1)
             # A draft in reasoning may be cut by its end.
             self._place = after if self._before else max(after, problem.place)
-            calls, why = problem.calls, str(problem)
+            calls, why = [], str(problem)
         room = max(0, MOST_CALLS - len(self._calls) - len(self._problems))
         self._calls += calls[:room]
         self._ends_with_call = bool(calls)
@@ -204,8 +205,8 @@ class _Turn:
         self._problems.append(why)
         self._ends_with_call = False
         if len(self._calls) + len(self._problems) > MOST_CALLS:
-            found = self._text.find(self._family.thinking[1], place)
-            place = found if found >= 0 else len(self._text)
+            # The end of reasoning; -1 becomes the end of the text.
+            place = self._text.find(self._family.thinking.split("{}")[1], place) % (len(self._text) + 1)
         skipped = ("inner", "think", "bare", "code")
         while (mark := self._family.marks.search(self._text, place)) and mark.lastgroup in skipped:
             place = mark.end()

@@ -94,7 +94,7 @@ class Tags:
             name, begin = opened["name"], opened.end()
             closed = value_end.search(text, begin)
             value = text[begin : closed.start() if closed else begin]
-            place = closed.end() if closed else max(text.find(self.end, begin), begin)
+            place = closed.end() if closed else text.find(self.end, begin) % (len(text) + 1)
             if not closed or re.search(any_of(self._marks[0]), value):
                 raise Unreadable(f"the value of {name} does not end with {self._marks[1]}.", place)
             if name in arguments:

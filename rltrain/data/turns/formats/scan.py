@@ -6,7 +6,6 @@ in order, and each call that can be read is stepped over as a whole.
 
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from rltrain.data.turns.formats import reading
 from rltrain.data.turns.formats.reading import MOST_CALLS, Call, CallFormat, Parsed, Schemas, Tools, Unreadable
 
 _MARK = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
+_CODE = re.compile(r"```[\s\S]*?```|`[^`\n]*`")
 _NAME = re.compile(r"""name["']?\s{0,99}:?\s{0,99}["']([^"'\s]{1,200})["']""")
 _ARGUMENTS = re.compile(r"""(?:arguments|parameters)["']?\s{0,99}:?\s{0,99}[{"']""")
 
@@ -141,7 +141,7 @@ class _Turn:
 
     def _looks_like_call(self, text: str) -> bool:
         """Return whether JSON outside Markdown code names a tool, or has arguments."""
-        text = text if text.startswith("```") else "".join(text.split("```")[::2])
+        text = text if text.startswith("```") else _CODE.sub("", text)
         names_tool = self._family.written == "{}" or any(name in text for name in self._tools)
         return any(name in self._tools for name in _NAME.findall(text)) or bool(names_tool and _ARGUMENTS.search(text))
 
@@ -183,10 +183,13 @@ class _Turn:
         """Read JSON without marks around it: a call of a known tool, or text."""
         text, start, self._tries = self._text, match.start(), self._tries + 1
         calls: list[Call] = []
-        with suppress(Unreadable):
+        try:
             if self._tries <= 1000:
                 _, self._place = reading.read_json(text, start)
                 calls, _ = self._family.block(text, start, self._tools)
+        except Unreadable as problem:
+            if problem.place == len(text) and self._looks_like_call(text[start:]):  # cut
+                return self._refuse(str(problem), problem.place)
         has_arguments = _ARGUMENTS.search(text, start, self._place)
         known = [call for call in calls if call.name in self._tools]
         if any(has_arguments or call.arguments.keys() <= self._tools[call.name].keys() for call in known):

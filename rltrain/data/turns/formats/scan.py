@@ -184,7 +184,7 @@ class _Turn:
         text, start, self._tries = self._text, match.start(), self._tries + 1
         calls: list[Call] = []
         try:
-            if self._tries <= 1000:
+            if self._tries <= 4 * MOST_CALLS:
                 _, self._place = reading.read_json(text, start)
                 calls, _ = self._family.block(text, start, self._tools)
         except Unreadable as problem:

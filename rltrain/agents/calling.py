@@ -1,9 +1,12 @@
 """Calls of a user's code, whatever it does, and what its tools return."""
 
+import contextlib
 import inspect
 import json
 import math
 import numbers
+import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +39,56 @@ async def called(function: Callable[..., Any], /, *arguments: Any, **named: Any)
 
 def _told(error: BaseException) -> RuntimeError:
     return RuntimeError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+_JSON = (str, float, int, bool, list, dict, types.NoneType)
+
+
+def fitting(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call as the function's type hints say.
+
+    Raises TypeError that names an argument that is missing, unknown or of another type.
+    """
+    try:
+        signature = inspect.signature(function)
+        hints = typing.get_type_hints(function)
+    except Exception:  # noqa: BLE001 - hints may be any expressions of the user's
+        return arguments
+    signature.bind(**arguments)
+    fitted = dict(arguments)
+    for name in arguments.keys() & hints.keys() & signature.parameters.keys():
+        value, hint = arguments[name], hints[name]
+        try:
+            fitted[name] = None if value is signature.parameters[name].default is None else _fit(value, hint)
+        except ValueError:
+            must = inspect.formatannotation(hint)
+            is_now = f"{type(value).__name__}: {value!r:.80}"
+            raise TypeError(f"the argument {name} must be {must}, and is {is_now}") from None
+    return fitted
+
+
+def _fit(value: Any, hint: Any, reads: bool = True) -> Any:
+    """Return a JSON value as a type hint says. Raises ValueError if it has another type.
+
+    reads: a string for another type is read as JSON. Hints of types that JSON does not have accept every value.
+    """
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        for choice, reads_text in [(choice, text) for text in (False, reads) for choice in inner]:
+            with contextlib.suppress(ValueError):
+                return _fit(value, choice, reads_text)
+    if kind in _JSON and kind is not str and isinstance(value, str) and reads:
+        value = json.loads(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_kind = type(value) is kind or (kind is float and type(value) is int)
+    is_literal = kind is typing.Literal and any(value == each and type(value) is type(each) for each in inner)
+    is_checked = kind in (*_JSON, typing.Union, types.UnionType, typing.Literal)
+    if is_checked and (not (is_kind or is_literal) or (kind is float and not math.isfinite(value))):
+        raise ValueError(value)
+    if kind is list and inner:
+        return [_fit(each, inner[0], reads) for each in value]
+    return {key: _fit(value[key], inner[1], reads) for key in value} if kind is dict and inner else value
 
 
 def result(returned: Any) -> dict[str, Any]:

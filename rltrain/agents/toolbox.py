@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rltrain.agents import stand_ins
-from rltrain.agents.calling import called, result
+from rltrain.agents.calling import called, fitting, result
 from rltrain.agents.configured import TOOL_CONFIG, Opened, configured_tools
 from rltrain.agents.environments import ENVIRONMENT, class_of, methods_of
 from rltrain.agents.functions import FUNCTIONS, tools_of
@@ -166,7 +166,7 @@ class Session:
             if name in box.functions
             else getattr(self.environment, box.methods[name].own_name)
         )
-        return result(await called(function, **arguments))
+        return result(await called(function, **fitting(function, arguments)))
 
     @property
     def extra_fields(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.rows import PromptRow, keys_of, read_rows
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
 from rltrain.data.turns.detect import format_of
-from rltrain.data.turns.formats.none import NO_CALLS
+from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.seam import Seam
 
 _END = "---"

@@ -4,12 +4,13 @@ import asyncio
 import base64
 import threading
 from io import BytesIO
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rltrain.agents.calling import called, result
+from rltrain.agents.calling import called, fitting, result
 from rltrain.agents.stand_ins import ToolResponse
 from tests.pictures import RED
 
@@ -29,6 +30,50 @@ def test_a_function_that_blocks_runs_beside_the_event_loop_and_an_async_one_on_i
 
 def test_an_argument_may_have_any_name():
     assert run(lambda function, self: function + self, function=1, self=2) == 3
+
+
+def takes(hint):
+    def function(x: hint, y: int = 0): ...
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("hint", "given", "taken"),
+    [
+        (float, "5", 5), (float, 5, 5), (int, "5", 5), (int, 5.0, 5), (bool, "true", True), (list, "[1]", [1]),
+        (list[int], ["1", 2], [1, 2]), (dict[str, float], {"a": "1.5"}, {"a": 1.5}), (str, "5", "5"),
+        (int | None, None, None), (int | None, "5", 5), (str | None, "null", "null"), (int | str, "5", "5"),
+        (Literal["a", 3], 3, 3), (Any, "5", "5"), (tuple, [1], [1]), ("an unknown name", "5", "5"),
+    ],
+)  # fmt: skip
+def test_arguments_are_read_as_the_type_hints_say(hint, given, taken):
+    x = fitting(takes(hint), {"x": given})["x"]
+    assert (x, type(x)) == (taken, type(taken))
+
+
+@pytest.mark.parametrize(
+    ("hint", "given", "words"),
+    [
+        (float, "five", "the argument x must be float, and is str: 'five'"), (float, "1e999", "must be float"),
+        (float, "NaN", "must be float"), (float, True, "is bool: True"), (int, 5.5, "must be int, and is float: 5.5"),
+        (int, True, "must be int"), (int, "007", "must be int"), (str, ["a"], "must be str, and is list: ['a']"),
+        (str, 5, "must be str, and is int: 5"), (str, None, "is NoneType: None"), (bool, "yes", "must be bool"),
+        (bool, 1, "must be bool"), (list, {"a": 1}, "must be list"), (list[int], ["a"], "must be list[int]"),
+        (dict, "[1]", "must be dict"), (int | None, "a", "must be int | None"), (Literal["a"], "b", "Literal['a']"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_type_is_named_with_both_types(hint, given, words):
+    with pytest.raises(TypeError, match=r"the argument x must be .*, and is ") as refusal:
+        fitting(takes(hint), {"x": given})
+    assert words in str(refusal.value)
+
+
+def test_unknown_and_missing_arguments_are_named():
+    for given, words in (({}, "'x'"), ({"x": 1, "z": 2}, "'z'")):
+        with pytest.raises(TypeError, match=words):
+            fitting(takes(int), given)
+    assert fitting(lambda **named: 0, {"z": 2}) == {"z": 2}
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_what_goes_wrong_is_raised_and_the_instance_is_closed(places, caplog):
     box = Toolbox(places(ADD, None, SHOP))
     for call, error, words in (
         (("sell", {}), LookupError, "there is no tool 'sell'; there are add, balance, buy"),
-        (("add", {"c": 1}), TypeError, "unexpected keyword argument 'c'"),
+        (("add", {"a": 1, "c": 1}), TypeError, "unexpected keyword argument 'c'"),
         (("buy", {"item": "ox", "price": 99}), ValueError, "too dear"),
     ):
         with pytest.raises(error, match=words):

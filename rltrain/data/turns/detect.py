@@ -8,7 +8,7 @@ from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import is_plugin
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.turns.calls import FORMATS, Call, CallFormat
-from rltrain.data.turns.formats.none import NO_CALLS
+from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.formats.own import own_format
 from rltrain.data.turns.seam import ASK, shared
 
@@ -36,6 +36,7 @@ def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> Ca
     names = [schema.get("function", schema).get("name") for schema in schemas]
     known = Call(str(next(iter(names), None) or "look_up"), {"text": "some words"})
     texts = (known.arguments, '{"text": "some words"}')
+    probe = [*schemas, {"name": known.name, "parameters": {"properties": {"text": {"type": "string"}}}}]
     # In some formats the name stands in the id alone.
     for arguments, identity in product(texts, ("call00000", f"functions.{known.name}:0")):
         function = {"name": known.name, "arguments": arguments}
@@ -48,11 +49,14 @@ def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> Ca
             before = encoder.written([ASK], tools=schemas)
             bare = encoder.written([ASK], answered=True, tools=schemas)
             text = encoder.written([ASK, turn], answered=True, tools=schemas)
+            answer = encoder.written([ASK, {"role": "assistant", "content": "Yes."}], answered=True, tools=schemas)
         except DataError:
             continue
         for start in (shared(before, text), shared(bare, text)):
             for call_format in FORMATS.values():
-                parsed = call_format.parse(text[start:], schemas)
-                if parsed.calls == [known] and not parsed.problems:
+                parsed = call_format.parse(text[start:], probe)
+                # The rest is what the template writes in any turn, such as its role. Else it is marks of other formats.
+                rest = call_format.parse(answer[start:], probe).text.replace("Yes.", "").strip()
+                if parsed.calls == [known] and not parsed.problems and parsed.text == rest:
                     return call_format
     return None

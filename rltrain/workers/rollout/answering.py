@@ -32,7 +32,7 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import PromptImages
 from rltrain.data.rows import PromptRow
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
-from rltrain.data.turns.formats.none import NO_CALLS
+from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.formats.reading import Schemas
 from rltrain.data.turns.seam import Seam
 from rltrain.workers.rollout.contract import Key

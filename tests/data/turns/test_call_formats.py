@@ -1,5 +1,7 @@
 """Calls in a turn: what every format reads, and what none of them falls over."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -88,7 +90,18 @@ def test_reasoning_is_read_apart_and_a_call_in_it_is_none(name):
 def test_a_turn_without_a_call_is_its_text(name):
     end = marks(name)[2].replace("<|call|>", "<|return|>")
     head = "<|channel|>final<|message|>" if name == "gpt-oss" else ""
-    for text in ("42", "", "a < b and {c}", 'no "name" here', '{"answer": 42}', '{"name": "Bob", "age": 3}', "é🙂"):
+    texts = [
+        "42",
+        "",
+        "a < b and {c}",
+        'no "name" here',
+        '{"answer": 42}',
+        '{"name": "Bob", "age": 3}',
+        "é🙂",
+        "[1, 2]",
+    ]
+    texts += ["set to=5", "look_up is a tool.", '```json\n{"name": 1}\n```', '`{"name": "look_up"}`', "$\\boxed{42}$"]
+    for text in texts:
         assert read(name, f"{head}{text}{end}") == Parsed([], [], text, "")
 
 
@@ -116,7 +129,7 @@ def test_a_call_that_is_cut_is_one_problem(name):
         ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>garbage<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
         ("kimi", "<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{<|tool_call_end|>"),
         ("gemma4", "<|tool_call>call:look_up{text:<|\"|>abc}<tool_call|>"),
-        ("gemma4", "<|tool_call>call:look_up{a:" + "[" * 100 + "]" * 100 + "}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:look_up{a:" + "[" * 100_000 + "}<tool_call|>"),
         ("seed", "<seed:tool_call>\n<function=look_up>\n<parameter=text>abc\n</function>\n</seed:tool_call>"),
         ("minimax", "<minimax:tool_call>\nlook_up(text=3)\n</minimax:tool_call>"),
         ("minimax", '<minimax:tool_call><invoke name="look_up"><parameter name="text">a</invoke></minimax:tool_call>'),
@@ -155,7 +168,7 @@ def test_several_calls_keep_their_order_and_the_text_around_them(name):
         ("llama3_json", 'Checking.<|python_tag|>{"name": "look_up", "parameters": {"count": 3}}; '
          '{"name": "look_up", "parameters": {}}<|eom_id|>', [Call("look_up", {"count": 3}), Call("look_up", {})]),
         ("seed", "<seed:think>a</seed:think>Checking.\n\n<seed:tool_call>\n<function=look_up>\n"
-         "<parameter=rows>[1, 'a', None]</parameter>\n<parameter=sure>True</parameter>\n"
+         "<parameter=rows>[1, \"a\", null]</parameter>\n<parameter=sure>True</parameter>\n"
          "<parameter=text>\n two\nlines </parameter>\n</function>\n"
          "</seed:tool_call><seed:eos>",
          [Call("look_up", {"rows": [1, "a", None], "sure": True, "text": "\n two\nlines "})]),
@@ -167,14 +180,120 @@ def test_several_calls_keep_their_order_and_the_text_around_them(name):
          'name="count" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
          "<｜end▁of▁sentence｜>",
          [Call("look_up", {"count": 3})]),
-        ("gemma4", '<|tool_call>call:look_up{rows:[1,<|"|>a<|"|>,true],more:{<|"|>k<|"|>:null},x:1.5}',
+        ("gemma4", 'Checking.<|tool_call>call:look_up{rows:[1,<|"|>a<|"|>,true],more:{<|"|>k<|"|>:null},x:1.5}',
          [Call("look_up", {"rows": [1, "a", True], "more": {"k": None}, "x": 1.5})]),
+        ("gemma4", 'Checking. call:look_up{"text": "a, b",count:3}', [Call("look_up", {"text": "a, b", "count": 3})]),
+        ("gpt-oss", 'Checking.<|end|><|start|>assistant<|channel|>commentary to=look_up <|constrain|>json'
+         '<|message|>{"count": 3}<|call|>', [Call("look_up", {"count": 3})]),
+        ("gpt-oss", 'Checking.<|end|><|start|>assistant to=look_up<|channel|>commentary<|message|>"{\\"count\\": 3}"',
+         [Call("look_up", {"count": 3})]),
+        ("kimi", 'Checking.<|tool_call_begin|>look_up:12<|tool_call_argument_begin|>{"count": 3}',
+         [Call("look_up", {"count": 3})]),
+        ("qwen3_coder", "Checking.<function=look_up><parameter=text>a </function> b</parameter></function>",
+         [Call("look_up", {"text": "a </function> b"})]),
+        ("minimax", 'Checking.<invoke name="look_up"><parameter name="text">a <b> c</parameter></invoke>',
+         [Call("look_up", {"text": "a <b> c"})]),
     ],
 )  # fmt: skip
 def test_other_forms_of_a_family_are_read(name, text, calls):
     parsed = read(name, text)
-    assert (parsed.calls, parsed.problems) == (calls, [])
-    assert parsed.text == ("" if name == "gemma4" or ("```json" in text and "Checking" not in text) else "Checking.")
+    assert (parsed.calls, parsed.problems, parsed.text) == (calls, [], "Checking.")
+
+
+BOTH = [Call("look_up", {"text": "a"}), Call("look_up", {"count": 3})]
+JSON = ['{"name": "look_up", "arguments": {"text": "a"}}', '{"name": "look_up", "arguments": {"count": 3}}']
+
+
+@pytest.mark.parametrize(("name", "opening", "closing"), [
+    ("hermes", "<tool_call>", "</tool_call>"), ("mistral", "[TOOL_CALLS]", ""), ("llama3_json", "<|python_tag|>", ""),
+    ("llama3_json", "", ""), ("hermes", "", "</tool_call>"), ("hermes", "<tool_call>", ""), ("hermes", "", ""),
+    ("mistral", "", ""),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written", "calls"),
+    [
+        *(([mark.join(JSON), BOTH]) for mark in ("\n", "; ", ", ", "\n\n")),
+        (f"[{', '.join(JSON)}]", BOTH),
+        ('{"name": "look_up", "parameters": {"text": "a"}}', BOTH[:1]),
+        ('{"name": "look_up", "text": "a"}', BOTH[:1]),
+        ('{"parameters": "{\\"text\\": \\"a\\"}", "id": "call_1", "type": "function", "name": "look_up"}', BOTH[:1]),
+        (f"{JSON[0]}\nI wait.", BOTH[:1]),
+        ('{"name": "look_up", "arguments": null}', [Call("look_up", {})]),
+        *((text, None) for text in (
+            '{"name": "look_up", "arguments": {"text": "a"}, "count": 3}', '{"name": "look_up", "args": {"text": "a"}}',
+            '{"name": "look_up", "arguments": {"text": "a"}}, "count": 3}', '{"name": "look_up", "arguments": ["a"]}',
+            '{"name": "look_up", "arguments": {"text": "a", "text": "b"}}', '{"name": "look_up", "arguments": "a"}',
+            '{"name": "look_up", "arguments": {"share": 1e999}}', '{"name": "look_up", "arguments": {"text": "a',
+            '{"name": "look_up", "arguments": {"text": "a"}', "{'name': 'look_up', 'arguments': {'text': 'a'}}",
+            '{"name": "look_up", "arguments": {}, "parameters": {"text": "a"}}', f"```json\n{JSON[0]}\n```",
+        )),
+    ],
+)  # fmt: skip
+def test_json_is_the_call_that_was_written_or_a_problem(name, opening, closing, written, calls):
+    parsed = read(name, opening + written + closing)
+    if calls is not None:
+        told = "I wait" in written and closing != ""  # words inside the marks
+        assert (parsed.calls, bool(parsed.problems)) == ([] if told else calls, told)
+    else:
+        assert (parsed.calls, bool(parsed.problems)) == ([], True)
+
+
+@every_format
+def test_a_call_without_one_of_its_marks_is_read_or_a_problem(name):
+    """The rule: the call that was written or words for the policy, never another call and never nothing."""
+    calls = [CALL, Call("look_up", {"rows": [1, "b"], "text": "007"})]
+    written = "\n".join(FORMATS[name].write(call.name, call.arguments) for call in calls)
+    pieces = re.findall(r"<[^<>]*>|\[[A-Z_]+\]|```|[{}\[\]\",:]|\w+|\s+|.", written)
+    for place, piece in enumerate(pieces):
+        # A parameter whose name is gone is the text of the one before it.
+        if not re.fullmatch(r"\w+|\s+|[. ]|<.*parameter[ =].*>", piece):
+            parsed = read(name, "".join(pieces[:place] + pieces[place + 1 :]))
+            others = [call for call in parsed.calls if call not in calls]
+            assert (parsed.calls == calls and not parsed.problems) or parsed.problems or others, piece
+            assert all(call.name != "look_up" for call in others), "the session says that there is no such tool"
+
+
+@every_format
+def test_marks_of_reasoning_in_an_argument_are_text(name):
+    opening, closing, _ = marks(name)
+    for mark in (opening, closing):
+        if name == "gpt-oss":  # its marks are tokens that no text has
+            continue
+        call = Call("look_up", {"text": f"a {mark} b"})
+        written = FORMATS[name].write(call.name, call.arguments)
+        assert read(name, written) == Parsed([call], [], "", "")
+        assert read(name, f"{opening}maybe{closing}{written}") == Parsed([call], [], "", "maybe")
+        assert read(name, f"{opening}{written}{closing}Fine.").calls == []
+        assert len(read(name, written[: written.index(mark) + len(mark) + 2]).problems) == 1, "it is cut"
+
+
+@every_format
+def test_a_draft_in_reasoning_is_never_a_call(name):
+    opening, closing, _ = marks(name)
+    draft, written = (FORMATS[name].write("look_up", {"text": text}) for text in ("no", "yes"))
+    if name != "gpt-oss":
+        for begun in (opening, ""):
+            assert read(name, f"{begun}{draft}{closing}Fine.") == Parsed([], [], "Fine.", draft)
+            parsed = read(name, f"{begun}maybe {draft} or{closing}{written}")
+            assert (parsed.calls, parsed.problems) == ([Call("look_up", {"text": "yes"})], [])
+        cut = read(name, f"{opening}maybe {draft[:-8]}{closing}{written}")
+        assert (cut.calls, cut.problems) == ([Call("look_up", {"text": "yes"})], [])
+        assert "the calls in it are not run" in read(name, f"{opening}maybe {draft}").problems[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed", "minimax", "deepseek_v4", "glm"])
+def test_tags_that_are_left_out_doubled_or_within_a_value_are_a_problem(name):
+    written = FORMATS[name].write("look_up", {"text": "a", "more": {"b": 1}})
+    end = "</arg_value>" if name == "glm" else re.search(r"</[^<>]*parameter>", written).group()
+    first, _, second = written.partition(end)
+    parameter = second[: second.index(end) + len(end)].strip()
+    for text in (
+        first + second,  # the end of a value is left out
+        written.replace(parameter, f"{parameter}\n{parameter}"),
+        written.replace(parameter, "").replace(">a<", f">{parameter}<") if name in ("seed", "minimax") else first,
+    ):
+        parsed = read(name, text)
+        assert (parsed.calls, len(parsed.problems)) == ([], 1), text
 
 
 UNTYPED = ["qwen3_coder", "glm", "seed", "minimax"]
@@ -184,22 +303,34 @@ UNTYPED = ["qwen3_coder", "glm", "seed", "minimax"]
 @pytest.mark.parametrize(
     ("schema", "value", "read_as"),
     [
-        ({"type": "string"}, "3", "3"),
-        ({"type": "string"}, "null", None),
+        *(({"type": "string"}, text, text) for text in ("5", "007", "1e3", "true", "null", "[1]", " a ")),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"type": "string", "nullable": True}, "5", "5"),
         ({"type": "integer"}, " 3 ", 3),
-        ({"type": "number"}, "-2.5e1", -25),
-        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": "number"}, "-2.5e1", -25.0),
         ({"type": "boolean"}, "True", True),
-        ({"type": "array"}, "[1, 'a', None]", [1, "a", None]),
-        ({"type": "array"}, "__import__('os').getcwd()", "__import__('os').getcwd()"),
+        ({"type": "array"}, '[1, "a", null]', [1, "a", None]),
         ({"type": "object"}, '{"a": {"b": 1}}', {"a": {"b": 1}}),
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "three", "three"),
+        *(({"type": "integer"}, text, None) for text in ("3.5", "007", "three", "null", "true", "1_000", "")),
+        *(({"type": "number"}, text, None) for text in ("1e999", "NaN", '"3"', "[3]")),
+        *(({"type": "boolean"}, text, None) for text in ("yes", "1", "null")),
+        *(({"type": "array"}, text, None) for text in ("a, b", "{}", "['a']", '"[1]"')),
+        *(({"type": "object"}, text, None) for text in ("[1]", "{1: 2}", '{"a": 1, "a": 2}', '{"a": 1} b')),
     ],
 )
 def test_untyped_values_take_the_schema_s_type(name, schema, value, read_as):
+    """None, unless the schema takes it: the value is a problem that names the argument and its type."""
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
-    text = FORMATS[name].write("f", {"x": value})
-    assert FORMATS[name].parse(text, schemas).calls == [Call("f", {"x": read_as})]
+    parsed = FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas)
+    if read_as is None and "null" not in schema["type"] and "nullable" not in schema:
+        assert parsed.calls == []
+        assert parsed.problems[0].startswith(f"the argument x must be {schema['type']}, and ")
+    else:
+        ((call,), problems) = parsed.calls, parsed.problems
+        assert (call, problems, type(call.arguments["x"])) == (Call("f", {"x": read_as}), [], type(read_as))
 
 
 @pytest.mark.parametrize("name", UNTYPED)
@@ -208,7 +339,7 @@ def test_a_value_is_never_run(name, value, tmp_path):
     """As the first version of verl's parser for Qwen 3 did."""
     value = value.format(tmp_path / "marker")
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}]
-    assert FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas).calls == [Call("f", {"x": value})]
+    assert FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas).calls == []
     assert not (tmp_path / "marker").exists()
 
 

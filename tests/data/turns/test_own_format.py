@@ -99,7 +99,7 @@ def test_what_it_raises_or_returns_is_a_call_that_cannot_be_read(own, caplog):
         ("def parse(text, schemas): return None", "returned NoneType, not a list"),
         ("def parse(text): return []", "takes 1 positional argument but 2 were given"),
         (
-            "def parse(text, schemas): return [{'name': 'f', 'arguments': '{}'}]",
+            "def parse(text, schemas): return [{'name': 'f', 'arguments': '3'}]",
             "arguments of a call are a JSON object",
         ),
         ("def parse(text, schemas): return [{'name': 'f', 'arguments': {}}]", "finds calls in the turn ''"),

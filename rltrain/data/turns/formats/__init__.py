@@ -1,1 +1,1 @@
-"""How model families write calls of tools: one file a format, on the ground of `reading.py`."""
+"""How model families write calls of tools: `families` declares the marks and notations, and `scan` parses them."""

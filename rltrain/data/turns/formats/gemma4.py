@@ -1,107 +1,55 @@
-"""Gemma 4: objects of a notation of its own, in which a token is the quotation mark."""
+"""The notation of Gemma 4: JSON in which keys have no quotation marks and a token is the quotation mark."""
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from rltrain.data.turns.formats.reading import (
-    Call,
-    CallFormat,
-    Parsed,
-    Schemas,
-    Unreadable,
-    expect,
-    named,
-    scan,
+from rltrain.data.turns.formats.reading import Call, Tools, Unreadable, dumped, read_json
+
+_QUOTE = '<|"|>'
+_HEAD = re.compile(r'\s*call:\s{0,9}(?P<name>[^\s<>{}\[\]"]{1,200})\s{0,9}(?=\{)')
+_TOKEN = re.compile(
+    r'\s*(?:<\|"\|>(?P<text>.*?)<\|"\|>|(?P<json>"(?:[^"\\]|\\.)*"|[{}\[\]:,])|(?P<word>[^{}\[\]:,<"]{1,300}))',
+    re.DOTALL,
 )
-
-_OPENING, _CLOSING, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_THINKING = ("<|channel>", "<channel|>")
-_DEEPEST = 64
-_BARE = re.compile(r"[^,}\]<]{0,200}")
-_NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?(?:[eE][+-]?\d{1,3})?")
+_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d{0,300})(?:\.\d{1,300})?(?:[eE][+-]?\d{1,3})?", re.IGNORECASE)
 
 
-def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
-    if depth > _DEEPEST:
-        raise Unreadable("the arguments are nested too deeply.")
-    if text.startswith(_QUOTE, place):
-        return _quoted(text, place)
-    if text.startswith("{", place):
-        return _object(text, place + 1, depth)
-    if text.startswith("[", place):
-        values = []
-        place += 1
-        while not text.startswith("]", place):
-            value, place = _value(text, place, depth + 1)
-            values.append(value)
-            place = _next(text, place, "]")
-        return values, place + 1
-    match = _BARE.match(text, place)
-    word = match.group().strip() if match else ""
-    if not match or not word:
-        raise Unreadable(f"a value is missing: text stands between two {_QUOTE}.")
-    if word.lower() in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[word.lower()], match.end()
-    if _NUMBER.fullmatch(word):
-        number = float(word)
-        whole = word.lstrip("-").isdecimal()
-        return (int(word) if whole else number if abs(number) < float("inf") else word), match.end()
-    return word, match.end()
+@dataclass(frozen=True)
+class Gemma:
+    """The notation, between marks."""
 
+    def marks(self) -> dict[str, str]:
+        return {"start": r"(?=\bcall:[\w.-]{1,200}\{)", "inner": re.escape(_QUOTE)}
 
-def _object(text: str, place: int, depth: int) -> tuple[dict[str, Any], int]:
-    values: dict[str, Any] = {}
-    while not text.startswith("}", place):
-        if text.startswith(_QUOTE, place):
-            key, place = _quoted(text, place)
-            place = expect(text, place, ":")
-        else:
-            key, place = named(text, place, ":")
-        values[key], place = _value(text, place, depth + 1)
-        place = _next(text, place, "}")
-    return values, place + 1
+    def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
+        head = _HEAD.match(text, place)
+        if not head:
+            raise Unreadable("a call is written call:NAME{KEY:VALUE}.", place)
+        place, depth = head.end(), 0
+        written: list[str] = []
+        while depth or not written:
+            if not (token := _TOKEN.match(text, place)):
+                is_open = text[place : place + 99].lstrip().startswith((_QUOTE, '"'))
+                raise Unreadable(
+                    "the call is not complete: } or a quotation mark is missing.", len(text) if is_open else place
+                )
+            place, kind = token.end(), token.lastgroup or ""
+            value = token[kind].strip() if kind == "word" else token[kind]
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(value, 0) if kind == "json" else 0
+            is_json = kind == "json" or (
+                kind == "word" and _LITERAL.fullmatch(value) and text[place : place + 1] != ":"
+            )
+            written.append((value.lower() if kind == "word" else value) if is_json else dumped(value))
+        return [Call(head["name"], read_json("".join(written), 0)[0])], place
 
-
-def _next(text: str, place: int, closing: str) -> int:
-    """The place of the next part of an object or a list, or of its end."""
-    if text.startswith(closing, place):
-        return place
-    return expect(text, place, ",")
-
-
-def _quoted(text: str, place: int) -> tuple[str, int]:
-    end = text.find(_QUOTE, place + len(_QUOTE))
-    if end < 0:
-        raise Unreadable(f"a text is opened by {_QUOTE} and not closed.")
-    return text[place + len(_QUOTE) : end], end + len(_QUOTE)
-
-
-def _read(text: str, start: int) -> tuple[list[Call], int]:
-    name, place = named(text, expect(text, start, "call:"), "{")
-    arguments, place = _object(text, place, 0)
-    # The token that ends the call ends the turn as well, and may have been left out with it.
-    return [Call(name, arguments)], expect(text, place, _CLOSING) if text[place:].strip() else place
-
-
-def _parse(text: str, schemas: Schemas) -> Parsed:
-    parsed = scan(text, _OPENING, _CLOSING, _read, _THINKING)
-    return Parsed(parsed.calls, parsed.problems, parsed.text, parsed.reasoning.removeprefix("thought").strip())
+    def write(self, name: str, arguments: dict[str, Any]) -> str:
+        return f"call:{name}{_written(arguments)}"
 
 
 def _written(value: Any) -> str:
     if isinstance(value, str):
         return f"{_QUOTE}{value}{_QUOTE}"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_written(value[key])}" for key in sorted(value)) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_written, value)) + "]"
-    return str(value)
-
-
-def _write(name: str, arguments: dict[str, Any]) -> str:
-    return f"{_OPENING}call:{name}{_written(arguments)}{_CLOSING}"
-
-
-GEMMA4 = CallFormat("gemma4", _parse, _write, stop_tokens=(_CLOSING,))
+    return "[" + ",".join(map(_written, value)) + "]" if isinstance(value, list) else dumped(value)

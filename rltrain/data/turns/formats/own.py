@@ -7,19 +7,12 @@ refused.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import load_plugin, user_traceback
-from rltrain.data.turns.formats.reading import (
-    MOST_CALLS,
-    Call,
-    CallFormat,
-    Parsed,
-    Schemas,
-    call_of,
-    without_end,
-)
+from rltrain.data.turns.formats.reading import MOST_CALLS, Call, CallFormat, Parsed, Schemas, call_of, without_end
 
 log = logging.getLogger(__name__)
 
@@ -39,37 +32,30 @@ def own_format(key: str, name: str, schemas: Schemas) -> CallFormat:
         try:
             calls = _calls(function, text, schemas)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            raise ConfigError(
-                f"{key}={name} cannot read the turn {text!r}:\n{user_traceback(error)}\n{_CONTRACT}"
-            ) from None
+            why = user_traceback(error)
+            raise ConfigError(f"{key}={name} cannot read the turn {text!r}:\n{why}\n{_CONTRACT}") from None
         if calls:
             raise ConfigError(f"{key}={name} finds calls in the turn {text!r}. {_CONTRACT}")
     stop_tokens = getattr(function, "stop_tokens", ())
     if not isinstance(stop_tokens, tuple | list) or not all(isinstance(token, str) for token in stop_tokens):
         raise ConfigError(f"{key}={name}: its attribute stop_tokens is {stop_tokens!r}, not a list of tokens' texts.")
-    return CallFormat(name, _Parse(key, name, function), None, tuple(stop_tokens))
+    return CallFormat(name, partial(_parse, f"{key}={name}", function, set()), None, tuple(stop_tokens))
 
 
-class _Parse:
-    """`CallFormat.parse` by the function."""
-
-    def __init__(self, key: str, name: str, function: Callable[..., Any]) -> None:
-        self._named, self._function = f"{key}={name}", function
-        self._has_told = False
-
-    def __call__(self, text: str, schemas: Schemas) -> Parsed:
-        text = without_end(text)
-        try:
-            calls = _calls(self._function, text, schemas)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-            said = isinstance(error, ValueError) and str(error)
-            if not said and not self._has_told:
-                self._has_told = True
-                words = "%s failed for a turn, which counts as a call that cannot be read:\n%s"
-                log.warning(words, self._named, user_traceback(error))
-            return Parsed([], [said or "the call cannot be read."], text, "")
-        excess = [f"a turn may hold at most {MOST_CALLS} calls."] if len(calls) > MOST_CALLS else []
-        return Parsed(calls[:MOST_CALLS], excess, text, "")
+def _parse(setting: str, function: Callable[..., Any], logged: set[str], text: str, schemas: Schemas) -> Parsed:
+    """`CallFormat.parse` with the function. logged: keeps that its failure was logged, once."""
+    text = without_end(text)
+    try:
+        calls = _calls(function, text, schemas)
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        why = str(error) if isinstance(error, ValueError) else ""
+        if not why and not logged:
+            logged.add(setting)
+            words = "%s failed for a turn, which counts as a call that cannot be read:\n%s"
+            log.warning(words, setting, user_traceback(error))
+        return Parsed([], [why or "the call cannot be read."], text, "")
+    excess = [f"a turn may hold at most {MOST_CALLS} calls."] if len(calls) > MOST_CALLS else []
+    return Parsed(calls[:MOST_CALLS], excess, text, "")
 
 
 def _calls(function: Callable[..., Any], text: str, schemas: Schemas) -> list[Call]:

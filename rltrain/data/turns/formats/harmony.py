@@ -1,0 +1,44 @@
+"""The harmony format of gpt-oss: messages with a channel, a recipient if they are calls, and separate reasoning.
+
+The recipient stands before the channel (as the chat template writes it) or after it (as the models do).
+"""
+
+import re
+from typing import Any
+
+from rltrain.data.turns.formats import reading
+from rltrain.data.turns.formats.reading import MOST_CALLS, Call, CallFormat, Parsed, Schemas, Unreadable
+
+_MESSAGE = re.compile(r"(.*?)(?:(<\|(?:end|call|return|start)\|>)|\Z)", re.DOTALL)
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+_RECIPIENT = re.compile(r"\bto=(functions\.)?([^\s<]{1,200})")
+
+
+def _parse(text: str, schemas: Schemas) -> Parsed:
+    parsed = Parsed([], [], "", "")
+    said: dict[bool, list[str]] = {False: [], True: []}
+    for message, mark in _MESSAGE.findall(text):
+        header, found, body = message.partition("<|message|>")
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header, 0, 1000)
+        is_reasoning = bool(channel and channel[1] == "analysis")
+        is_call = bool(recipient and (found or channel or recipient[1]) and not is_reasoning)
+        if not is_call:
+            said[is_reasoning].append(body if found or channel else header)
+        if (is_call or mark == "<|call|>") and len(parsed.calls) + len(parsed.problems) < MOST_CALLS:
+            try:
+                if not recipient or not is_call or not found:
+                    raise Unreadable("a call is in the commentary channel, has to=functions.NAME, and a <|message|>.")
+                value, end = reading.read_json(body, 0) if body.strip() or mark != "<|call|>" else ({}, len(body))
+                if body[end:].strip():
+                    raise Unreadable("the call goes on after its JSON object.")
+                parsed.calls.append(Call(recipient[2], reading.arguments_of(value)))
+            except Unreadable as problem:
+                parsed.problems.append(str(problem))
+    return Parsed(parsed.calls, parsed.problems, "\n".join(said[False]).strip(), "\n".join(said[True]).strip())
+
+
+def _write(name: str, arguments: dict[str, Any]) -> str:
+    return f" to=functions.{name}<|channel|>commentary json<|message|>{reading.dumped(arguments)}<|call|>"
+
+
+GPT_OSS = CallFormat("gpt-oss", _parse, _write, stop_tokens=("<|call|>",))

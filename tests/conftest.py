@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import subprocess
-import sys
 from collections import Counter, defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -82,8 +81,6 @@ def announced_costs(request):
 
 
 def pytest_unconfigure():
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
     gc.unfreeze()  # packages complain of what is left when Python ends
 
 
@@ -181,18 +178,22 @@ def network(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def local_ray():
-    """The plain Ray of this process, with four CPUs and forked workers (`tests.faults.nursery`). It lives on until the
-    process ends, or until tests that need another one shut it down."""
+    """A plain Ray of this process, with four CPUs and forked workers (`tests.faults.nursery`).
+
+    It ends with the module: whole runs in the same process start another one, or join a cluster.
+    """
     import ray
 
     from rltrain.controller.cluster import start_ray
     from tests.faults import nursery
 
+    before = dict(os.environ)
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.update(nursery.variables())
     config = small_config()
     config.ray_kwargs.ray_init["num_cpus"] = 4
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        for name, value in nursery.variables().items():
-            patch.setenv(name, value)
-        start_ray(config)
-    return ray
+    start_ray(config)
+    yield ray
+    ray.shutdown()
+    os.environ.clear()  # Ray and a start of it leave variables behind
+    os.environ.update(before)

@@ -20,7 +20,7 @@ NAMES = {
     **dict.fromkeys(["Slot", "ScoringSlot", "JudgedScorer", "Hosts", "run_command", "descendants"], "process"),
     **dict.fromkeys(["rltrain.tools.port.__main__.main", "rltrain.tools.port.shell.record"], "process"),
     **dict.fromkeys(["rltrain.data_preprocess.lint.main", "rltrain.data_preprocess.lint.lint"], "process"),
-    **dict.fromkeys(["ray", "start_ray", "RewardPool", "WorkerGroup"], "ray"),
+    **dict.fromkeys(["ray", "start_ray", "Cluster", "RewardPool", "WorkerGroup"], "ray"),
     "Network": "network",
     **dict.fromkeys(["local_trainer", "HybridWorker"], "step"),
     "engine_of": "engine",

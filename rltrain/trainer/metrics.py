@@ -169,7 +169,7 @@ def update_metrics(
     # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
     one, having = results[0], tokens > 0
     made = (counted > 0) & (one.skipped == 0)
-    if len(one.overflowed):
+    if one.loss_scale is not None:
         made &= one.overflowed == 0
     if made.any():
         for name, total in _over_ranks([result.shares for result in results]).items():

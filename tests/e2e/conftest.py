@@ -4,7 +4,6 @@ workers are forked (`tests.faults.nursery`), for the same reason."""
 import os
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
 from tests.faults import nursery
@@ -24,7 +23,6 @@ def cluster():
 @pytest.fixture(scope="module")
 def joined(cluster):
     """Runs of this module join that Ray, as they would on a cluster."""
-    ray.shutdown()  # the plain one of other tests
     os.environ["RAY_ADDRESS"] = cluster
     yield
     del os.environ["RAY_ADDRESS"]

@@ -54,7 +54,7 @@ def test_a_critic_that_is_never_finite_stops_the_run(make, resumed):
             trainer = make(**{ESTIMATOR: "gae"}, trainer__on_nonfinite="skip")
             with torch.no_grad():
                 trainer.worker.critic.model.score.weight.to_local().fill_(float("nan"))
-            trainer.actor.update = lambda *arguments, **named: [UpdateNumbers(np.zeros(1), np.zeros(1))]
+            trainer.actor.update = lambda *arguments, **named: [UpdateNumbers(np.zeros(2), np.zeros(2))]
             trainer.restore(dataclasses.replace(progress, metrics=json.loads(json.dumps(progress.metrics))))
         if step == 3:
             with pytest.raises(NonFiniteError, match="critic: 3 steps in a row"):

@@ -247,7 +247,8 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     difference = inputs.scores - baseline
     # As in `Groups.centred`: a weighted mean of equal scores may be off by a rounding error, also where responses of
     # other scores weigh nothing.
-    return torch.where(difference.abs() <= groups.rounding(inputs.scores), 0.0, difference)
+    none = groups.flat(inputs.scores) | (difference.abs() <= groups.rounding(inputs.scores))
+    return torch.where(none, 0.0, difference)
 
 
 @built_in

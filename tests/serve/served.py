@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.faults.plug import wait_until
+from tests.clock import eventually
 
 # The start of vLLM on a busy machine.
 START_S = 600
@@ -28,7 +28,7 @@ def serving(path: Path, api_key: str = ""):
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, start_new_session=True, **quiet) as program:
         try:
-            wait_until(lambda: program.poll() is not None or is_healthy(root), START_S, every_s=1)
+            eventually(lambda: program.poll() is not None or is_healthy(root), "the server", START_S)
             assert is_healthy(root), "the server did not start"
             yield f"{root}/v1"
             program.send_signal(signal.SIGINT)

@@ -131,7 +131,7 @@ def main() -> None:
     rows: list[str] = []
     for engine in options.engines.split(","):
         for row in chosen:
-            # Each in a process of its own, as vLLM has one engine a process.
+            # Each in a separate process, because vLLM has one engine per process.
             words = [options.of, "--row", engine, str(ROWS[options.of].index(row))]
             done = subprocess.run([sys.executable, "-m", "bench.engine_gap", *words], capture_output=True, text=True)
             lines = [line for line in done.stdout.splitlines() if line.startswith(f"| {engine} | ")]

@@ -102,7 +102,7 @@ def measure(folder: Path, way: str, work: str, vocabulary: int, tokens: int) -> 
 
 
 def in_a_child(*arguments: object) -> float:
-    """`measure` in a process of its own, forked from this one."""
+    """Run `measure` in a fork of this process."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(measure, arguments)
 

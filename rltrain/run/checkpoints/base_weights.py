@@ -17,7 +17,10 @@ _POLICY = "actor_rollout_ref.model.path"
 
 
 def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
-    """Return path and digest of the models that a checkpoint of this run needs besides its own weights, by key."""
+    """Return path and digest of the models that a checkpoint of this run needs besides its own weights, by key.
+
+    An evaluation needs only the weights under adapters.
+    """
     keys = {f"{role.section}.model.path" for name, role in ROLES.items() if name != "actor" and role.is_needed(cfg)}
     if not cfg.critic.model.uses_lora:
         keys.discard("critic.model.path")  # a checkpoint has all weights of it
@@ -25,6 +28,8 @@ def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
         keys.add(_POLICY)
     if cfg.actor_rollout_ref.ref.update_every_steps and not cfg.actor_rollout_ref.model.uses_lora:
         keys -= {_POLICY, "actor_rollout_ref.ref.model.path"}  # a reference that moves is in the checkpoint
+    if cfg.trainer.val_only:
+        keys = {_POLICY} if cfg.actor_rollout_ref.model.uses_lora else set()
     paths = {key: get(cfg, key) for key in sorted(keys)}
     return {
         key: {"path": path, "digest": digest}
@@ -33,15 +38,14 @@ def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
     }
 
 
-def other_weights(record: dict[str, Any], cfg: Config | None = None) -> str:
-    """Return which model of a checkpoint's record has other weights by now, as a sentence; "" where none has.
+def other_weights(record: dict[str, Any], cfg: Config) -> str:
+    """Return a sentence on a model of a checkpoint's record whose weights have changed under the same path, or "".
 
-    cfg: of the run that resumes, which may name other models on purpose.
+    cfg: the settings of the run that resumes. It may name other models on purpose.
     """
-    now = None if cfg is None else base_weights(cfg)
+    now = base_weights(cfg)
     for key, model in record.get(RECORD, {}).items():
-        same_path = now is None or now.get(key, {}).get("path") == model["path"]
-        if same_path and (digest_of_weights(model["path"]) or model["digest"]) != model["digest"]:
+        if key in now and now[key]["path"] == model["path"] and now[key]["digest"] != model["digest"]:
             return (
                 f"{model['path']} ({key}) has other weights than when the checkpoint was saved, which needs the old "
                 "ones. Put them back, or name a folder that has them."

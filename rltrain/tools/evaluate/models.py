@@ -19,7 +19,6 @@ from rltrain.config.load import MASK, to_dict
 from rltrain.config.schema import Config
 from rltrain.models.files.digest import digest_of_model
 from rltrain.models.files.source import model_problem
-from rltrain.run.checkpoints.base_weights import other_weights
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import MANIFEST, checkpoint_digest, find_damage, read_record
 
@@ -132,8 +131,6 @@ def _checkpoint(folder: Path) -> Model:
     if problem := find_damage(folder):
         raise CheckpointError(f"model={folder} cannot be evaluated: {problem}.")
     record = read_record(folder)
-    if problem := other_weights(record):
-        raise CheckpointError(f"model={folder} cannot be evaluated: {problem}")
     frozen = record.get("frozen")
     settings = (
         {key: value for key, value in frozen.items() if key.startswith(_MODEL)} if isinstance(frozen, dict) else {}

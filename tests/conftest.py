@@ -39,7 +39,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Set the markers of cost, and make the cases long that ``few(n)`` leaves out of the n, evenly spread."""
+    """Set the markers of cost, make long the cases that ``few(n)`` leaves out, and put expensive files first."""
     tests, smoke = defaultdict(list), Counter()
     for item in items:
         if marker := item.get_closest_marker("smoke"):
@@ -57,6 +57,9 @@ def pytest_collection_modifyitems(items):
         for place, item in enumerate(cases):
             if place not in made:
                 item.add_marker(pytest.mark.long)
+    # What waits for processes begins first: at the end the other cores would have nothing to do.
+    expensive = {item.path for item in items if MARKERS.intersection(mark.name for mark in item.iter_markers())}
+    items.sort(key=lambda item: item.path not in expensive)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import multiprocessing
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ ROOT = Path(__file__).parent.parent
 MODULES = [f"rltrain.{name.replace(' ', '.')}" for name in commands.COMMANDS]
 
 
-def run_module(name, arguments, results):
+def run_module(name, arguments, environment, results):
     """Put the exit code and the errors of ``python -m name ARGUMENTS`` into ``results``."""
+    os.environ.clear()  # the fork server has the environment of the test that started it
+    os.environ.update(environment)
     sys.argv = [name, *arguments]
     sys.modules.pop(commands.home(name) or name, None)  # runpy warns about a module that is already imported
     errors = io.StringIO()
@@ -38,7 +41,7 @@ def forked(name, *arguments):
     preload()
     context = multiprocessing.get_context("forkserver")
     results = context.SimpleQueue()
-    process = context.Process(target=run_module, args=(name, arguments, results))
+    process = context.Process(target=run_module, args=(name, arguments, dict(os.environ), results))
     process.start()
     result = results.get()
     process.join()

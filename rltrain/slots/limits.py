@@ -99,7 +99,10 @@ def descendants(pid: int) -> list[int]:
     """Process ids below ``pid``; none where there is no /proc."""
     pids, unseen = [], [pid]
     while unseen:
-        for listing in Path(f"/proc/{unseen.pop()}/task").glob("*/children"):
+        listings: list[Path] = []
+        with suppress(OSError):  # the process has ended
+            listings = list(Path(f"/proc/{unseen.pop()}/task").glob("*/children"))
+        for listing in listings:
             with suppress(OSError):
                 children = [int(child) for child in listing.read_text("utf-8").split()]
                 pids += children

@@ -8,7 +8,7 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.load import load_config
-from rltrain.config.schema.keys import all_keys, free_form_parent, get, sections
+from rltrain.config.schema.keys import all_keys, free_form_parent, sections
 from rltrain.config.verl.keys import aliases, classes, refused_null, verdict
 from rltrain.config.verl.table import rows
 from tests.config.commands import A, problems, words
@@ -33,14 +33,16 @@ def test_the_keys_of_published_scripts_are_accepted_or_answered_with_what_to_use
 
 
 def test_null_is_the_default_of_every_key():
-    for key in [key for key in all_keys() if key not in OWN_NULL and not refused_null(key)]:
-        default, declared = get(load_config([]).config, key), all_keys()[key].default
-        endings = [f"{declared}, the default"] if declared and not str(declared).startswith("${") else []
-        for word, how in ((f"{key}=null", "is"), (f"{key}=", "is empty, so it is"), (f"~{key}", "")):
-            loaded = load_config([word])
-            assert get(loaded.config, key) == default
-            assert list(loaded.warnings) == [f"{word} {how} {ending}" for ending in endings if how]
-            assert key not in loaded.explicit
+    keys = [key for key in all_keys() if key not in OWN_NULL and not refused_null(key)]
+    declared = {key: all_keys()[key].default for key in keys}
+    told = [key for key in keys if declared[key] and not str(declared[key]).startswith("${")]
+    for word, how in (("{}=null", "is"), ("{}=", "is empty, so it is"), ("~{}", "")):
+        loaded = load_config([word.format(key) for key in keys])
+        assert loaded.config == load_config([]).config
+        assert sorted(loaded.warnings) == sorted(
+            f"{word.format(key)} {how} {declared[key]}, the default" for key in told if how
+        )
+        assert not set(keys) & set(loaded.explicit)
 
 
 def test_an_estimator_that_is_null_is_refused_unless_another_word_names_one(tmp_path):

@@ -10,6 +10,8 @@ from rltrain.base.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config, to_yaml
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import frozen_values
+from rltrain.tools.evaluate.__main__ import main
+from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.models import models_of
 from rltrain.tools.evaluate.request import identity, read_request
 from rltrain.trainer.validation import sampling_of
@@ -218,3 +220,16 @@ def test_what_changes_answers_changes_the_identity_and_what_does_not_does_not(ti
     assert {key for key, value in asked(data=arithmetic_files[0]).items() if first[key] != value} == {"data"}
     copy = shutil.copy(arithmetic_files[1], tmp_path)
     assert asked(data=copy) == first
+
+
+def test_a_folder_of_another_evaluation_is_refused_before_the_first_model(
+    tiny_model, arithmetic_files, tmp_path, capsys
+):
+    Kept(tmp_path / "b", {"model": "another"}).begin()
+    for name in ("a", "b"):
+        shutil.copytree(tiny_model, tmp_path / "models" / name)
+    lengths = ["data.max_prompt_length=16", "data.max_response_length=8", "trainer.device=cpu"]
+    words = [f"model={tmp_path}/models/a,{tmp_path}/models/b", f"data={arithmetic_files[1]}", f"out={tmp_path}"]
+    assert main([*words, *lengths]) == 2
+    assert f"{tmp_path / 'b'} holds an evaluation of something else" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()

@@ -52,6 +52,21 @@ def test_ray_start_needs_no_active_environment_and_says_what_it_lacks(tmp_path):
     assert "no python here has Ray. Activate the environment" in done.stderr
 
 
+def test_the_environment_of_another_checkout_is_left_alone(tmp_path):
+    other = tmp_path / "other"
+    for file in ("rltrain/__init__.py", ".venv/rltrain-stamp", ".venv/bin/python"):
+        (other / file).parent.mkdir(parents=True, exist_ok=True)
+        (other / file).touch(0o755)
+    calls = tmp_path / "calls"
+    code = f'#!/bin/bash\necho "$@" >>{calls}; PYTHONPATH={other} exec {sys.executable} "$@"\n'
+    (other / ".venv/bin/python").write_text(code)
+    (tmp_path / "linked").symlink_to(other / ".venv")
+    done = run("bash", "-c", f"set -eu; source scripts/setup_env.sh; VENV={tmp_path}/linked; setup_env lora")
+    assert done.returncode == 1
+    assert f"{tmp_path}/linked is the environment of {other}, and stays as it is" in done.stderr
+    assert "install" not in calls.read_text()
+
+
 def test_constraints_pin_what_setup_asks_for():
     wanted = {re.split(r"[<>=;\[ ]", line)[0] for line in requires("rltrain") or []}
     pinned = {

@@ -114,6 +114,7 @@ def running_engine(settings: EngineSettings, *, accelerated: bool = False) -> It
         if accelerated:
             _as_on_accelerators(patch)
         engine = make_engine(settings)
+        torch.set_num_threads(1)  # vLLM takes all cores, on which other tests run
         if accelerated:
             engine.loader.reload = False
             assert engine.llm.llm_engine.engine_core.engine_core.batch_queue is not None, "it runs a step ahead"

@@ -37,8 +37,8 @@ PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([2, 5, 6, 3], [2, 7, 3], [2
 # as on a CPU: test_moe_engines.py and test_replicas.py.
 ENGINES = [
     "hf",
-    pytest.param("vllm", marks=pytest.mark.long),
     "vllm as on accelerators",
+    pytest.param("vllm", marks=pytest.mark.long),
     pytest.param("vllm drafts", marks=pytest.mark.long),
     "sglang double",
     *(["sglang"] if importlib.util.find_spec("sglang") else []),
@@ -127,7 +127,7 @@ def answers(generation) -> list[list[int]]:
     return [row.tolist() for row in generation.tokens.rows()]
 
 
-@pytest.mark.smoke("vLLM and the embedded engine generate what transformers generates", cases=9)
+@pytest.mark.smoke("vLLM and the embedded engine generate what transformers generates", cases=2)
 @pytest.mark.few(2)
 def test_greedy_answers_are_those_of_transformers(ready, plain):
     generated = generate(ready, Sampling(12, greedy=True), PROMPTS, 1)

@@ -345,14 +345,14 @@ def test_a_value_is_never_run(name, value, tmp_path):
 
 @every_format
 def test_no_text_makes_a_parser_raise(name):
-    """Nor wait: of texts of 1 MB a reader of quadratic time takes hours, and the suite has a limit for each test."""
+    """Nor wait: of such long texts a reader of quadratic time takes longer than the limit of a test."""
     chance = np.random.default_rng(7)
     written = FORMATS[name].write("look_up", {"text": "a", "rows": [[1]], "more": {"b": "c"}})
     pieces = [*marks(name), written, *(written[i : i + 6] for i in range(0, len(written), 6))]
     pieces += ["{", "[", "<", '"', "\\", "\n", "\0", "\ud800", '{"a":', "<tool_call>", "<parameter=a>", "9", "<|", ";"]
     for piece in pieces:
-        read(name, piece * (1_000_000 // len(piece)))
-        read(name, written[:-5] + piece * (500_000 // len(piece)))
+        read(name, piece * (250_000 // len(piece)))
+        read(name, written[:-5] + piece * (125_000 // len(piece)))
     assert len(read(name, written * 100).calls) <= MOST_CALLS or name in ("llama3_json", "mistral")
-    for _ in range(1000):
+    for _ in range(300):
         read(name, "".join(chance.choice(pieces, chance.integers(1, 20))))

@@ -3,7 +3,7 @@
     python -m bench.resolution [--steps 150] [--sizes 84x84,168x168] [--models last,mean]
 
 The run is that of examples/vlm_cpu.sh with a checkpoint every ten steps. `rltrain.resolution` searches for its last
-checkpoint, and for the mean of its last three (`average=`), on images of the size of training and on the same
+checkpoint, and for the mean of its last three, on images of the size of training and on the same
 ones drawn twice as wide and high. Complete models and runs in the folder `--work` are not made again.
 """
 
@@ -63,14 +63,16 @@ def enlarged(small: pa.Table) -> pa.Table:
 
 
 def train(out: Path, steps: int) -> dict[str, str]:
-    """The words of a search for the last checkpoint, and for the mean of the last ones."""
+    """Return the model of a search: the last checkpoint, and the mean of the last ones."""
     run = out / "run"
     if not (run / f"global_step_{steps}").is_dir():
         files = [f"data.train_files={out}/data/train.parquet", f"actor_rollout_ref.model.path={out}/model"]
         own = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
         call("-m", "rltrain.main_ppo", *TRAINED, *files, *own)
     last = [str(run / f"global_step_{step}") for step in range(steps - EVERY * (AVERAGED - 1), steps + 1, EVERY)]
-    return {"last": f"model={last[-1]}", "mean": f"average={','.join(last)}"}
+    if not (out / "mean").is_dir():
+        call("-m", "rltrain.average", out / "mean", *last)
+    return {"last": f"model={last[-1]}", "mean": f"model={out}/mean"}
 
 
 def search(out: Path, name: str, model: str, size: str) -> Iterator[str]:
@@ -86,9 +88,8 @@ def search(out: Path, name: str, model: str, size: str) -> Iterator[str]:
         on_test = interval(tested["average"]["avg@1"]) if tested else ""
         gain = interval(difference) if difference and "chosen" in tests else ""
         marks = ", ".join([*tests, *(["stopped"] if part["stopped"] else [])])
-        seconds = 1000 * part["seconds_per_prompt"]
         yield (
-            f"| {name} | {size} | {part['name']} | {part['image_tokens']:.0f} | {seconds:.1f} | {part['prompts']} | "
+            f"| {name} | {size} | {part['name']} | {part['image_tokens']:.0f} | {part['prompts']} | "
             f"{interval(part)} | {on_test} | {gain} | {marks} |"
         )
 
@@ -115,14 +116,14 @@ def main() -> None:
         for name in options.models.split(",")
         for row in search(out, name, models[name], size)
     ]
-    titles = ["model", "images", "bounds", "image tokens", "ms/prompt", "prompts", "dev", "test", "gain", ""]
+    titles = ["model", "images", "bounds", "image tokens", "prompts", "dev", "test", "gain", ""]
     write(
         options,
         f"A Qwen2.5-VL of 0.3 million weights that learnt for {options.steps} steps the area of rectangles of 84 x 84 "
         "pixels (examples/vlm_cpu.sh). `last`: its last checkpoint; `mean`: that of its last three. Searched on "
         f"{options.num_dev} rectangles, tested on {options.num_test} others, one greedy answer each, in percent; [ ]: "
         "95 % of bootstrap draws over rectangles. `gain`: chosen minus default on test, same rectangles. `168x168`: "
-        "the same rectangles, drawn twice as wide and high. With other jobs on the cores the times are upper bounds.",
+        "the same rectangles, drawn twice as wide and high.",
         table(titles, rows),
     )
 

@@ -1,8 +1,8 @@
-"""The words of a search, the bounds that are tried, and what is refused."""
+"""The arguments of a search, the bounds that are tried, and the errors."""
 
 import importlib.util
-import json
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -10,10 +10,12 @@ if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
 from rltrain.base.errors import ConfigError, DataError
+from rltrain.base.stop import Stop
 from rltrain.data_preprocess import rectangles
+from rltrain.tools.resolution import search
 from rltrain.tools.resolution.__main__ import main
 from rltrain.tools.resolution.request import Bounds, read_search
-from rltrain.tools.resolution.settings import MIN_PROMPTS, find_settings
+from rltrain.tools.resolution.settings import MIN_PROMPTS, Setting, Settings, find_settings
 from tests.tiny_vision import save_tiny_vision_model
 
 DEFAULT = Bounds(None, None)
@@ -55,8 +57,10 @@ def test_without_bounds_fewer_and_more_pixels_than_by_default_are_tried(model, f
 def test_bounds_under_which_prompts_are_too_long_are_left_out_and_refused_where_they_are_named(model, files):
     found = settings_of(model, files, longest=20)
     assert [setting.tokens for setting in found.tried] == [9, 1, 4]
-    assert "would be longer than data.max_prompt_length=20. Raise it" in found.notes[0]
-    with pytest.raises(ConfigError, match=r"data\.min_pixels=28224 data\.max_pixels=null: prompts of dev="):
+    assert "data.max_prompt_length=20" in found.notes[0]
+    with pytest.raises(
+        ConfigError, match=r"data\.min_pixels=28224 data\.max_pixels=null: .*data\.max_prompt_length=20"
+    ):
         settings_of(model, files, "min_pixels=none,28224", longest=20)
 
 
@@ -75,8 +79,6 @@ def test_named_bounds_are_combined_and_those_that_change_no_image_are_left_out(m
     [
         (["data=a.parquet"], "data=a.parquet: dev=FILES is searched on"),
         (["max_pixels=10,many"], "max_pixels=10,many: 'many' is not a whole number"),
-        (["average=a,b", "out=c"], "average=a,b and model= contradict each other"),
-        (["average=a,b"], "average=a,b needs out=FOLDER"),
     ],
 )
 def test_words_that_mean_nothing_are_told(more, message, model, files, capfd):
@@ -119,22 +121,30 @@ def test_a_dry_run_shows_what_images_cost_and_answers_nothing(model, files, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_search_for_a_mean_makes_it_once_and_takes_no_other_for_it(model, files, tmp_path, capfd):
-    other = save_tiny_vision_model(tmp_path / "other", "qwen2_5_vl", tied=False)
-    given = words(model, files, f"out={tmp_path / 'out'}")[1:]
+def test_a_setting_that_is_worse_on_the_first_quarter_is_stopped(model, files, tmp_path, monkeypatch):
+    """Of 80 prompts, 20 are answered first. Scores by setting: 1764 pixels are worse, 3528 better than the default."""
+    scores = {"min_none_max_none": 0.5, "min_none_max_1764": 0.0, "min_none_max_3528": 1.0}
+    evaluated = []
 
-    def for_mean(*models):
-        return read_search([f"average={','.join(map(str, models))}", *given], [], []).for_mean()
+    def evaluate(request, model, stop):
+        folder = request.folder(model)
+        evaluated.append(f"{folder.parent.name}/{folder.name}")
+        words = [word for word in request.words if word.startswith("data.val_max_samples=")]
+        count = int(words[0].partition("=")[2]) if words else 80
+        columns = {"row": range(count), "sample": [0] * count, "data_source": ["a"] * count}
+        columns |= {"reward": [scores[folder.name]] * count, "reward_failed": [0] * count}
+        folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), folder / "answers.parquet")
+        return {"answers": "answers.parquet"}
 
-    assert main([f"average={model},{other}", *given, "--dry-run"]) == 0
-    assert not (tmp_path / "out").exists()
-    request = for_mean(model, other)
-    mean = tmp_path / "out" / "mean"
-    assert (request.model.folder, request.root) == (mean, tmp_path / "out")
-    assert [part["share"] for part in json.loads((mean / "average.json").read_text())["models"]] == [0.5, 0.5]
-    written = (mean / "average.json").stat().st_mtime_ns
-    assert for_mean(model, other) == request
-    assert (mean / "average.json").stat().st_mtime_ns == written
-    assert read_search(words(model, files), [], []).averaged == []
-    with pytest.raises(ConfigError, match=r"out/mean is not the mean of .*Give another out=FOLDER"):
-        for_mean(other, model)
+    monkeypatch.setattr(search, "evaluate_model", evaluate)
+    bounds = [DEFAULT, Bounds(None, 1764), Bounds(None, 3528)]
+    tried = [Setting(each, tokens, each == DEFAULT) for each, tokens in zip(bounds, (9, 1, 4), strict=True)]
+    request = read_search(words(model, files, f"out={tmp_path}"), [], [])
+    result = search.search(request, Settings(tried, [], 80), Stop())
+    assert [(part["value"], part["prompts"], part["stopped"]) for part in result["settings"]] == [
+        (0.5, 80, False), (0.0, 20, True), (1.0, 80, False),
+    ]  # fmt: skip
+    assert result["chosen"]["name"] == "min_none_max_3528"
+    assert result["difference"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+    assert "dev/min_none_max_1764" not in evaluated

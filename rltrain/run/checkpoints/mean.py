@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rltrain import __version__
 from rltrain.base.errors import CheckpointError, ConfigError
-from rltrain.base.storage import read_json
-from rltrain.models.files.folder import AVERAGE, new_folder
+from rltrain.models.files.folder import AVERAGE
 from rltrain.models.files.hashed import Digests
 from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean
 from rltrain.models.weights.average import DTYPES, Average, Part, read_part
@@ -65,25 +64,6 @@ class Averager:
             paths = [Path(model.path) / WEIGHTS] if self.are_adapters else self._parts[number].entries.paths
             self._digests[number] = {path.name: digest_of(path) for path in paths}
         return self._digests[number]
-
-
-def mean_at(folder: Path, names: Sequence[str]) -> Path:
-    """The folder with the mean of models, written where it is not there. Raises RltrainError as `Averager` does.
-
-    Raises ConfigError where the folder is the mean of something else, or the models are adapters.
-    """
-    averager, shares = Averager(names, None), dict.fromkeys(range(len(names)), 1 / len(names))
-    if averager.are_adapters:
-        raise ConfigError(f"{names[0]} is an adapter. Name the exported model of its run (global_step_N).")
-    if folder.exists():
-        then = read_json(folder / AVERAGE) or {}
-        if then.get("models") != averager.described(shares):
-            raise ConfigError(f"{folder} is not the mean of {', '.join(names)}. Give another out=FOLDER.")
-        return folder
-    averager.say_notes()
-    with new_folder(folder) as new:
-        averager.write(new, shares)
-    return folder
 
 
 def absolute(path: str) -> str:

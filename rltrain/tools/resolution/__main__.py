@@ -2,7 +2,6 @@
 model with images answer best?
 
   model=PATH          as for rltrain evaluate: a Hugging Face folder or hub name, a run, or RUN/global_step_N
-  average=A,B         in place of model=: searches for the mean of these, which is written into the folder mean of out=
   dev=FILES           what is searched on; several as A,B
   test=FILES          other rows, on which the chosen and the default bounds are scored
   min_pixels=A,B      bounds to try, none for no bound: all combinations of both; without either, a quarter, half,
@@ -35,9 +34,8 @@ def main(argv: list[str] | None = None) -> int:
 def _search(arguments: argparse.Namespace, stop: Stop) -> int:
     # Imported here, so that --help need not wait for it.
     from rltrain.run.build import begin_ray
-    from rltrain.tools.resolution.report import show_search, show_settings, write_page
     from rltrain.tools.resolution.request import read_search
-    from rltrain.tools.resolution.search import PAGE, RESULT, search
+    from rltrain.tools.resolution.search import RESULT, search, show_search, show_settings
     from rltrain.tools.resolution.settings import find_settings
 
     stop.says("nothing is answered yet: the same command begins anew")
@@ -47,14 +45,10 @@ def _search(arguments: argparse.Namespace, stop: Stop) -> int:
     show_settings(settings)
     if arguments.dry_run:
         return 0
-    if request.averaged:
-        stop.says("the mean is not written yet: the same command begins anew")
-        request = request.for_mean()
     with ExitStack() as closing:
         with logs.session():
             begin_ray(request.on("dev").settings(request.model).config, stop, closing)
         result = search(request, settings, stop)
-    write_page(request.root / PAGE, result)
     show_search(result)
     sys.stdout.write(f"{request.root / RESULT}\n")
     return 0

@@ -1,13 +1,13 @@
-"""Which bounds are tried, and how many tokens the images take in each.
+"""The bounds to try, and the image tokens of each.
 
-Everything is looked at before anything is answered: the prompts of both splits are tokenised with all bounds, so bounds
-under which a prompt is too long, or which scale no image differently, are found within seconds.
+The prompts of both splits are tokenised with all bounds before anything is generated. So bounds under which a prompt is
+too long, or that scale every image like others, are found within seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,45 +21,36 @@ from rltrain.run.splits import load_data
 from rltrain.tools.evaluate.request import Request
 from rltrain.tools.resolution.request import Bounds, SearchRequest
 
-# With fewer no interval says anything.
+# Intervals of fewer prompts are too wide to compare settings.
 MIN_PROMPTS = 20
-# Of the pixels that an image has by default.
-_SMALLER, _LARGER = (1 / 4, 1 / 2), (2, 4)
 SPLITS = ("dev", "test")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Bounds that are tried."""
+    """Bounds to try. tokens: of images, mean per prompt of the development split."""
 
     bounds: Bounds
     tokens: float
-    """Of images, mean per prompt of the development split."""
     is_default: bool = False
 
     @property
-    def name(self) -> str:
-        """Of its folder."""
-        return self.bounds.name
-
-    @property
     def label(self) -> str:
-        """In tables."""
-        return f"{self.name} (default)" if self.is_default else self.name
+        """Return the name for tables."""
+        return f"{self.bounds.name} (default)" if self.is_default else self.bounds.name
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The default, then all others, the cheapest first."""
+    """The default, then all others from cheap to expensive. num_prompts: of the development split."""
 
     tried: list[Setting]
     notes: list[str]
     num_prompts: int
-    """Of the development split."""
 
 
 def find_settings(request: SearchRequest) -> Settings:
-    """The settings to try. Raises ConfigError and DataError for a model, data or bounds that allow no search."""
+    """Return the settings to try. Raises ConfigError and DataError for a model, data or bounds that allow no search."""
     loaded = request.on("dev").settings(request.model)
     look_over(loaded)
     _refuse_blind(request, loaded)
@@ -68,58 +59,38 @@ def find_settings(request: SearchRequest) -> Settings:
     stores = {split: _prompts(request.on(split)) for split in SPLITS}
     for split, store in stores.items():
         _refuse_few(split, request.on(split).data, store)
-    notes, tried = list[str](), [Setting(default, _mean_tokens(stores["dev"]), is_default=True)]
-    known = {_tokens(stores["dev"]): default}
+    tokens = stores["dev"].image_tokens
+    notes, tried = list[str](), [Setting(default, float(tokens.mean()), is_default=True)]
+    known = {tokens.tobytes(): default}
     is_named = bool(request.least or request.most)
     for bounds in _named(request, default) if is_named else _around(stores["dev"]):
-        if bounds == default:
-            continue
-        found = {split: _prompts_that_fit(request.on(split, bounds)) for split in SPLITS}
-        if problem := _problem(request, found, stores):
+        try:
+            tokens, _ = (_prompts(request.on(split, bounds)).image_tokens for split in SPLITS)
+        except DataError as error:
             if is_named:
-                raise ConfigError(f"{' '.join(bounds.words)}: {problem}")
-            notes.append(f"{bounds.name} is left out: {problem}")
+                raise ConfigError(f"{' '.join(bounds.words)}: {error}") from error
+            notes.append(f"{bounds.name} is left out: {error}")
             continue
-        prompts = found["dev"]
-        assert prompts
-        if same := known.get(_tokens(prompts)):
+        if (same := known.setdefault(tokens.tobytes(), bounds)) != bounds:
             notes.append(f"{bounds.name} is left out: every image gets the size that it has with {same.name}")
-            continue
-        known[_tokens(prompts)] = bounds
-        tried.append(Setting(bounds, _mean_tokens(prompts)))
+        elif bounds != default:
+            tried.append(Setting(bounds, float(tokens.mean())))
     if len(tried) < 2:
-        raise ConfigError(
-            "\n".join(["there is nothing to search: no other bounds are left beside the default.", *notes])
-        )
-    tried[1:] = sorted(tried[1:], key=lambda setting: setting.tokens)
-    return Settings(tried, notes, len(stores["dev"]))
+        raise ConfigError("\n".join(["there is nothing to search: only the default bounds are left.", *notes]))
+    return Settings(sorted(tried, key=lambda each: (not each.is_default, each.tokens)), notes, len(stores["dev"]))
 
 
 def _refuse_blind(request: SearchRequest, loaded: LoadedConfig) -> None:
     encoder = chat_encoder(loaded.config)
-    if not encoder.has_tower:
-        raise ConfigError(f"model={request.model.named} sees no images, so there is no resolution to search.")
-    try:
-        encoder.can_see()
-    except DataError as error:
-        raise ConfigError(f"model={request.model.named}: {error}") from error
-    if not encoder.heeds_bounds:
-        raise ConfigError(
-            f"model={request.model.named}: its processor scales every image to tiles of one size, whatever the bounds "
-            "of pixels, so there is no resolution to search."
-        )
+    problem = "" if encoder.has_tower else "sees no images"
+    if encoder.has_tower and not encoder.heeds_bounds:
+        problem = "its processor scales every image to tiles of one size, whatever the bounds of pixels"
+    if problem:
+        raise ConfigError(f"model={request.model.named}: {problem}, so there is no resolution to search.")
 
 
 def _prompts(request: Request) -> PromptStore:
     return load_data(request.settings(request.models[0]).config).prompts["val"]
-
-
-def _prompts_that_fit(request: Request) -> PromptStore | None:
-    """Prompts that are not too long, where a run may end at the first that is; None where all are."""
-    try:
-        return _prompts(replace(request, words=[*request.words, "data.filter_overlong_prompts=True"]))
-    except DataError:
-        return None
 
 
 def _refuse_few(split: str, data: list[str], store: PromptStore) -> None:
@@ -131,18 +102,6 @@ def _refuse_few(split: str, data: list[str], store: PromptStore) -> None:
             f"{split}={files}: {count(len(store), 'prompt')} cannot tell one resolution from another. Give "
             f"{MIN_PROMPTS} at least; some hundreds are better."
         )
-
-
-def _problem(request: SearchRequest, found: dict[str, PromptStore | None], default: dict[str, PromptStore]) -> str:
-    """Why the prompts are not those of the default bounds; empty where they are."""
-    for split, store in found.items():
-        if store is None or not np.array_equal(store.row_index, default[split].row_index):
-            longest = request.on(split).settings(request.model).config.data.max_prompt_length
-            return (
-                f"prompts of {split}= would be longer than data.max_prompt_length={longest}. Raise it, or take smaller "
-                "images."
-            )
-    return ""
 
 
 def _named(request: SearchRequest, default: Bounds) -> Iterator[Bounds]:
@@ -158,13 +117,5 @@ def _around(store: PromptStore) -> Iterator[Bounds]:
     assert store.encoder
     has = store.num_images > 0
     pixels = float(np.median(store.image_tokens[has] / store.num_images[has])) * store.encoder.pixels_per_token
-    yield from (Bounds(None, round(pixels * share)) for share in _SMALLER)
-    yield from (Bounds(round(pixels * share), None) for share in _LARGER)
-
-
-def _tokens(store: PromptStore) -> bytes:
-    return store.image_tokens.tobytes()
-
-
-def _mean_tokens(store: PromptStore) -> float:
-    return float(store.image_tokens.mean())
+    yield from (Bounds(None, round(pixels * share)) for share in (1 / 4, 1 / 2))
+    yield from (Bounds(round(pixels * factor), None) for factor in (2, 4))

@@ -1,13 +1,12 @@
 """Every benchmark runs to its end with `--smoke`, prints its table and writes nothing to bench/ and docs/."""
 
 import re
-import shlex
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.forked import Done, run_module
 
 ROOT = Path(__file__).parents[2]
 # `command [optional arguments]` in the first column.
@@ -35,9 +34,9 @@ def runs(request):
         yield {command: pool.submit(run, command) for command in asked}
 
 
-def run(command: str) -> subprocess.CompletedProcess:
-    words = shlex.split(command.replace("python", sys.executable, 1))
-    return subprocess.run(["env", *words, "--smoke"], cwd=ROOT, capture_output=True, text=True)
+def run(command: str) -> Done:
+    variables, _, words = command.rpartition("python -m ")
+    return run_module(*words.split(), "--smoke", **dict(word.split("=") for word in variables.split()))
 
 
 @pytest.mark.timeout(3600)  # the first case waits for those before it

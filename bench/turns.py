@@ -1,4 +1,4 @@
-"""Several turns with tools, family by family, against transformers: the table in docs/agents.md.
+"""Several turns with tools, family by family, against transformers: the table bench/results/turns_cpu.md.
 
 Every row is a small copy of a model with random weights, some of whose tokens are whole calls in the family's format
 (tests/tiny_families.py). It generates with the embedded engine and calls a tool that adds; then each answer is computed
@@ -24,7 +24,7 @@ from tests.tiny import small_run, write_arithmetic
 from tests.tiny_families import CALLING, ROOM, measured, save_calling_family
 from tests.tiny_tools import tool_run
 
-PAGE = ROOT / "docs/agents.md"
+PAGE = ROOT / "bench/results/turns_cpu.md"
 TITLES = ("family", "`multi_turn.format`", "turns", "contexts, equal token by token", "largest distance of a log-prob")
 _TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end -->)", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""The table of families in docs/agents.md is what `python -m bench.turns` writes."""
+"""The table of families is what `python -m bench.turns` writes."""
 
 import re
 

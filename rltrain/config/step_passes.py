@@ -184,10 +184,10 @@ class StepPasses:
 
 def _aggregation(config: Config, loss: LossTraits) -> str:
     """Return how token losses become one. Versions of verl differ for gspo: before 0.9 the key is not read."""
-    mode = config.actor_rollout_ref.actor.loss_agg_mode
-    if loss is loss_traits("gspo") and (version := config.trainer.verl_version):
-        mode = (mode or TOKEN_MEAN) if version == "0.9" else None
-    return mode or loss.aggregation
+    mode, version = config.actor_rollout_ref.actor.loss_agg_mode, config.trainer.verl_version
+    if not version or loss is not loss_traits("gspo"):
+        return mode or loss.aggregation
+    return (mode or TOKEN_MEAN) if version == "0.9" else loss.aggregation
 
 
 def make_step_passes(config: Config, images: bool = False, images_in_training: bool | None = None) -> StepPasses:

@@ -233,7 +233,7 @@ class Reader:
                     keys_by_reason.setdefault((ruling.why, False), []).append(written)
             elif not (key in sections() and is_off(value)):
                 # Nothing is lost with an unknown key that is turned off; one that is near a key of ours is mistyped.
-                if is_off(value) and (releases_with(key) or not similar_keys(key)):
+                if is_off(value) and (releases_with(written, key) or not similar_keys(key)):
                     keys_by_reason.setdefault(("not known here, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
@@ -379,7 +379,7 @@ def _unknown(written: str, key: str) -> str:
     """Return the error for a key that neither the schema nor a row answers."""
     if key in sections():
         return f"'{written}' is a section, not a value. Its keys: --help {key}."
-    if releases := releases_with(key):
+    if releases := releases_with(written, key):
         return f"{written}: verl {releases.replace(' ', ' and ')} has this key, and rltrain does not. Leave it out."
     elsewhere = own_name(key)
     near = [elsewhere] if elsewhere else similar_keys(key)

@@ -61,7 +61,7 @@ def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
         (f"actor.policy_loss.loss_mode=sapo {BYPASS}", "keeps it, as verl's workers do", BYPASS),
         (f"{BYPASS} {C}loss_type=reinforce", "workers do not receive it", f"{C}loss_type=reinforce"),
         (f"{BYPASS} {RS}", "nothing is rejected", RS),
-        (f"{FLAT} algorithm.adv_estimator=gdpo", "divides", FLAT),
+        (f"{FLAT} algorithm.adv_estimator=grpo_vectorized", "divides", FLAT),
         (f"actor.optim.lr_warmup_steps=0 {RATIO}", "do not warm up", f"actor.optim.lr_warmup_steps=-1 {RATIO}"),
         (f"critic.optim.lr_warmup_steps=0 critic.optim.lr_warmup_steps_ratio=0.1 {GAE}", "do not warm up", GAE),
         ("actor.optim.clip_grad=0.5", "read actor.grad_clip alone", "actor.grad_clip=0.5"),

@@ -93,11 +93,12 @@ def keys_of_verl() -> dict[str, Row]:
     return {row.key: row for row in table() if row.verl}
 
 
-def releases_with(key: str) -> str:
-    """Return the releases of verl that have a key, or a free-form key around it; "" for none."""
-    if row := keys_of_verl().get(key):
-        return row.verl
-    while key := key.rpartition(".")[0]:
-        if (row := keys_of_verl().get(key)) and "{}" in row.default:
+def releases_with(*spellings: str) -> str:
+    """Return the releases of verl that have a key by a spelling, or a free-form key around it; "" for none."""
+    for key in spellings:
+        if row := keys_of_verl().get(key):
             return row.verl
+        while key := key.rpartition(".")[0]:
+            if (row := keys_of_verl().get(key)) and "{}" in row.default:
+                return row.verl
     return ""

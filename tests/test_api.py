@@ -35,12 +35,12 @@ def test_the_package_shows_its_entry_and_imports_nothing_heavy():
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_run_from_python_that_a_signal_stops_says_so(monkeypatch, tmp_path, number, exit_code):
     def run(loaded, notes, stop, callbacks):
-        assert notes == ["data.gen_batch_size: no effect: algorithm.filter_groups.enable=False"]
+        assert notes == ["data.val_max_samples: no effect: data.val_files is not set"]
         signal.raise_signal(number)
 
     monkeypatch.setattr(api, "run", run)
     before = signal.getsignal(number)
-    settings = [*BASE, f"trainer.default_local_dir={tmp_path}", "data.gen_batch_size=8"]
+    settings = [*BASE, f"trainer.default_local_dir={tmp_path}", "data.val_max_samples=8"]
     assert rltrain.train(rltrain.load_config(settings)) == rltrain.RunResult(tmp_path, exit_code)
     assert signal.getsignal(number) == before
 

@@ -384,8 +384,8 @@ def _run(config: Config) -> Iterator[str]:
         yield "trainer.val_only=True has nothing to do: data.val_files is not set."
     if "critic" in roles_of(config) and steps is not None and trainer.critic_warmup > steps:
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} is over trainer.total_training_steps={steps}, so the actor "
-            "would never learn."
+            f"trainer.critic_warmup={trainer.critic_warmup:g} is over trainer.total_training_steps={steps}, so the "
+            "actor would never learn."
         )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N."

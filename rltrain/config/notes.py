@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from rltrain.config.budgets import unused_sizes
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
-from rltrain.config.schema.conditions import is_met, unmet
+from rltrain.config.schema.conditions import as_text, is_met, unmet
 from rltrain.config.schema.declarations import (
     ESTIMATORS,
     LOSS_KEY,
@@ -26,6 +26,7 @@ from rltrain.config.schema.declarations import (
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import all_keys, free_form_parent, get
 from rltrain.config.step_passes import needs_all_old_log_probs
+from rltrain.config.verl.table import rows
 
 _A = "actor_rollout_ref."
 _OFF_AT_ZERO = ("_coef", "critic_warmup")
@@ -79,7 +80,7 @@ def compares_nothing(config: Config) -> bool:
 
 def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
     """One line for each key the user set by which a run learns otherwise than verl's would."""
-    actor, correction = loaded.config.actor_rollout_ref.actor, loaded.config.algorithm.rollout_correction
+    actor = loaded.config.actor_rollout_ref.actor
     if compares_nothing(loaded.config):
         estimator = f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator}"
         yield (
@@ -100,16 +101,10 @@ def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
             yield (
                 f"{_A}rollout.{name}={value:g}: answers are drawn from another law than the one that is trained, as "
                 "with top_p: log-probs, ratio and KL are those of all tokens without it"
+                + ("; verl 0.7 to 0.9 always generate with 1" if name == "repetition_penalty" else "")
             )
-    loss, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    own = loss_traits(loss).aggregation
-    if mode and own not in (mode, TOKEN_MEAN):
-        yield (
-            f"{_A}actor.loss_agg_mode={mode}: followed as it is set, although loss_mode={loss} is defined with {own}, "
-            "which verl takes whatever this key says. Leave it out for that."
-        )
-    if correction.bypass_mode and correction.loss_type == "ppo_clip" and loss != "vanilla":
-        yield f"{LOSS_KEY}={loss}: its ratio is taken against the engine; with bypass_mode verl replaces it by vanilla"
+    yield from _of_loss(loaded)
+    yield from _of_rows(loaded)
     clips = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
     written = {name for name in clips if f"{_A}actor.{name}" in loaded.explicit}
     if written == {"clip_ratio"} and actor.clip_ratio != _VERL_CLIP:
@@ -117,6 +112,40 @@ def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
             f"{_A}actor.clip_ratio={actor.clip_ratio}: it is both bounds of the clip; verl keeps them at {_VERL_CLIP} "
             "unless clip_ratio_low and clip_ratio_high are set"
         )
+
+
+def _of_loss(loaded: LoadedConfig) -> Iterator[str]:
+    """Means and modes of the policy loss."""
+    actor, correction = loaded.config.actor_rollout_ref.actor, loaded.config.algorithm.rollout_correction
+    loss, mode, version = actor.policy_loss.loss_mode, actor.loss_agg_mode, loaded.config.trainer.verl_version
+    own = loss_traits(loss).aggregation
+    if mode and own not in (mode, TOKEN_MEAN):
+        before = {"gspo": ", which verl before 0.9", "sapo": ", which verl", "geo_mean": ", which verl"}.get(loss, "")
+        if loss == "gspo" and version in ("0.5", "0.7"):
+            yield f"{_A}actor.loss_agg_mode={mode}: not read, as in verl {version}: loss_mode=gspo takes {own}"
+        elif loss != "gspo" or not version:
+            yield (
+                f"{_A}actor.loss_agg_mode={mode}: followed as it is set, although loss_mode={loss} is defined with "
+                f"{own}{before and before + ' takes whatever this key says'}. Leave it out for that."
+            )
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and loss != "vanilla":
+        yield (
+            f"{LOSS_KEY}={loss}: its ratio is taken against the engine. bypass_mode keeps it, as verl's workers do; "
+            "verl's page says that vanilla replaces it"
+        )
+
+
+def _of_rows(loaded: LoadedConfig) -> Iterator[str]:
+    """Keys by which versions of verl learn otherwise than each other and than rltrain, as the table has them."""
+    written = {*loaded.explicit, *loaded.written.values()}
+    for row in rows("differs"):
+        value = get(loaded.config, row.key)
+        conditions = row.to.split(" and ") if row.to else []
+        held = all(
+            text[1:] not in written if text[0] == "!" else is_met(loaded.config, "", text) for text in conditions
+        )
+        if row.key in loaded.explicit and row.condition.holds(value) and held:
+            yield f"{row.key}={as_text(value)}: {row.note}"
 
 
 def _conditions(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

@@ -5,11 +5,11 @@ Known keys go into a tree of types as they come. The others are kept and judged 
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,9 +25,10 @@ from rltrain.config.schema.conditions import as_text, is_off
 from rltrain.config.schema.keys import Key, all_keys, free_form_parent, is_known, sections, similar_keys
 from rltrain.config.verl.hydra import OPENINGS, parsed
 from rltrain.config.verl.keys import aliases, classes, leaves_of, refused_null, rename, verdict
-from rltrain.config.verl.others import own_name
-from rltrain.config.verl.spellings import OVERRIDES, is_old, sizes_not_written, translate_old_keys
-from rltrain.config.verl.table import keys_of_verl, rows, sentence
+from rltrain.config.verl.others import own_name, recipes_named
+from rltrain.config.verl.references import repoint, target
+from rltrain.config.verl.spellings import OVERRIDES, is_old, read_by_version, sizes_not_written, translate_old_keys
+from rltrain.config.verl.table import releases_with, rows, sentence
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
 _SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
@@ -35,7 +36,7 @@ _SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _NUMBERS_AS_TEXT = (".rollout_is_threshold", ".rollout_rs_threshold")
 
 
-@cache
+@functools.cache
 def _defaults() -> bytes:
     """The tree of the defaults, pickled: OmegaConf takes tens of times as long to read the dataclasses, and several
     times as long to copy a tree."""
@@ -85,8 +86,8 @@ class Reader:
             if self.written.pop(key, ""):
                 self.renamed[other_spelling] = f"{other_spelling}: no effect: {key} is set too"
             self._assign(key, written, value)
-        elif value is None and self.written.get(key) != written:
-            pass  # a name that is not used, as in the files of versions that know both
+        elif (value is None and self.written.get(key) != written) or target(value) == key:
+            pass  # a name that is not used, as in the files of versions that know both, or that repeats our name
         elif key in self.direct and OVERRIDES not in written:
             self.renamed[written] = f"{written}: no effect: {key} is set too"
         else:
@@ -94,7 +95,9 @@ class Reader:
 
     def set_as(self, key: str, written: str, value: Any) -> None:
         """Take over one key of ours that was written by another name."""
-        self.renamed[written] = f"{written} is called {key} here"
+        row = next((row for row in rows("renamed") if row.key == written and row.note), None)
+        more = f"; {row.note}" if row and row.condition.holds(value) else ""
+        self.renamed[written] = f"{written} is called {key} here{more}"
         self.written[key] = written
         self._assign(key, written, value)
 
@@ -129,6 +132,7 @@ class Reader:
 
     def modernise(self) -> None:
         """Take over what earlier versions of verl said with other keys, and switches that stand for several keys."""
+        self._repoint()
         old = {key: value for key, (_, value) in self.foreign.items() if is_old(key, value)}
         for key in old:
             del self.foreign[key]
@@ -152,10 +156,27 @@ class Reader:
             del self.foreign[key]
         for key in [key for key in self.foreign if is_known(f"{key}_per_gpu")]:
             self._share(key, *self.foreign.pop(key))
+        for key, written, value, note in read_by_version(self.explicit, self.foreign, self._value):
+            self._assign(key, written, value)
+            self.written |= {key: written} if written != key else {}
+            self.notes.append(note)
         for key, size, note in sizes_not_written(self.explicit, self._value):
             self._assign(key, key, size)
             self.explicit.discard(key)
             self.notes.append(note)
+
+    def _repoint(self) -> None:
+        """Let interpolations name keys of the schema, and read those of sizes and switches that `modernise` takes."""
+        tree: Any = OmegaConf.to_container(self.tree, resolve=False)
+        for key in self.explicit:
+            value = functools.reduce(lambda part, name: dict(part or {}).get(name), key.split("."), tree)
+            if (new := repoint(value, self.foreign)) != value:
+                self._assign(key, self.written.get(key, key), new)
+        for key, (written, value) in self.foreign.items():
+            if (source := target(new := repoint(value, self.foreign))) and is_known(source):
+                new = self._value(source)
+            if new != value and (is_old(key, new) or is_known(f"{key}_per_gpu") or key.endswith(".offload_policy")):
+                self.foreign[key] = (written, new)
 
     def _share(self, key: str, written: str, total: Any) -> None:
         """Take over a size that counts samples over all ranks."""
@@ -199,6 +220,7 @@ class Reader:
     def judge(self, config: Config | None) -> None:
         """Adds what is to be said of foreign keys to the notes and to the problems."""
         keys_by_reason: dict[tuple[str, bool], list[str]] = {}
+        self.problems += recipes_named({key: self._value(key) for key in self.explicit})
         self.problems += [
             f"{written}=null: {why}." for key, written in self.nulls.items() if (why := refused_null(key))
         ]
@@ -211,7 +233,7 @@ class Reader:
                     keys_by_reason.setdefault((ruling.why, False), []).append(written)
             elif not (key in sections() and is_off(value)):
                 # Nothing is lost with an unknown key that is turned off; one that is near a key of ours is mistyped.
-                if is_off(value) and (_releases_with(key) or not similar_keys(key)):
+                if is_off(value) and (releases_with(written, key) or not similar_keys(key)):
                     keys_by_reason.setdefault(("not known here, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
@@ -313,8 +335,10 @@ def _plain(key: Key, value: Any) -> Any:
         return -1  # never
     if key.type_name == "int | str" and isinstance(value, str) and value.isdecimal():
         return int(value)  # in quotes in a file
+    if isinstance(value, float) and str(value) in key.choices:
+        return str(value)
     # A list of one is often typed without brackets.
-    if key.type_name.startswith("list") and isinstance(value, str) and value:
+    if key.type_name.startswith("list") and isinstance(value, str) and value and not target(value):
         return [value]
     return None if value == "" else value
 
@@ -355,7 +379,7 @@ def _unknown(written: str, key: str) -> str:
     """Return the error for a key that neither the schema nor a row answers."""
     if key in sections():
         return f"'{written}' is a section, not a value. Its keys: --help {key}."
-    if releases := _releases_with(key):
+    if releases := releases_with(written, key):
         return f"{written}: verl {releases.replace(' ', ' and ')} has this key, and rltrain does not. Leave it out."
     elsewhere = own_name(key)
     near = [elsewhere] if elsewhere else similar_keys(key)
@@ -364,14 +388,6 @@ def _unknown(written: str, key: str) -> str:
     # A user with a script of verl needs to know whether the key is verl's or that of a fork.
     read = "" if elsewhere else f": none of verl {', '.join(sentence('releases').split())} has this key"
     return f"unknown key '{written}'{read}. {hint}"
-
-
-def _releases_with(key: str) -> str:
-    """Return the releases of verl that have a key, or a free-form key around it; "" for none."""
-    if row := keys_of_verl().get(key):
-        return row.verl
-    around = (keys_of_verl().get(key[:end]) for end in _ends(key))
-    return next((row.verl for row in around if row and "{}" in row.default), "")
 
 
 def _ends(key: str) -> list[int]:

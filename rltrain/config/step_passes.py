@@ -7,6 +7,7 @@ beside the `Plan`, shown by ``--dry-run`` and handed to both sides. Left out: co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,9 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import (
     REINFORCE_LOSS,
     TEACHER_LOSS,
+    TOKEN_MEAN,
     EstimatorTraits,
+    LossTraits,
     estimator_traits,
     loss_traits,
 )
@@ -179,6 +182,14 @@ class StepPasses:
         return own[name] if name in own else PASSES[name].role in self.roles
 
 
+def _aggregation(config: Config, loss: LossTraits) -> str:
+    """Return how token losses become one. Versions of verl differ for gspo: before 0.9 the key is not read."""
+    mode, version = config.actor_rollout_ref.actor.loss_agg_mode, config.trainer.verl_version
+    if not version or loss is not loss_traits("gspo"):
+        return mode or loss.aggregation
+    return (mode or TOKEN_MEAN) if version == "0.9" else loss.aggregation
+
+
 def make_step_passes(config: Config, images: bool = False, images_in_training: bool | None = None) -> StepPasses:
     """Decide the passes of ``config``. images: whether prompts have any, which their files say alone.
 
@@ -228,7 +239,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         importance_weights=bool(correction.rollout_is) and (reinforce or not correction.bypass_mode),
         rejects=bool(correction.rollout_rs),
         policy_loss=policy_loss,
-        aggregation=actor.loss_agg_mode or loss.aggregation,
+        aggregation=_aggregation(config, loss),
         selects=loss.selects,
         weighs_groups=loss.weighs_groups,
         reads_engine=actor.off_policy_mask_threshold is not None,
@@ -240,7 +251,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         and not (actor.use_kl_loss or learns_entropy or estimator.whitens or distillation.enabled or masks_certain)
         and not (actor.router_aux_loss_coef or actor.router_bias_update_rate),
         # Without a critic nothing would learn in the steps of a warm-up.
-        first_actor_step=config.trainer.critic_warmup if estimator.values else 0,
+        first_actor_step=math.ceil(config.trainer.critic_warmup) if estimator.values else 0,
         router_replay=actor.router_replay.mode,
         balances_experts=bool(actor.router_aux_loss_coef),
         reference_moves="ref" in roles_of(config) and bool(config.actor_rollout_ref.ref.update_every_steps),

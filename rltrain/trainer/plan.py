@@ -150,8 +150,8 @@ def make_plan(
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
         schedule_steps=schedule,
-        lr_warmup_steps=_warmup_steps(actor.optim, schedule),
-        critic_lr_warmup_steps=_warmup_steps(critic.optim, schedule),
+        lr_warmup_steps=_warmup_steps(config, actor.optim, schedule),
+        critic_lr_warmup_steps=_warmup_steps(config, critic.optim, schedule),
         images=images,
     )
 
@@ -178,8 +178,10 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
     return None if num_prompts is None else max(1, num_prompts // (-(-prompts // drawn) * drawn))
 
 
-def _warmup_steps(optim: OptimConfig, total: int) -> int:
-    # 0 or less means that the ratio decides, as in verl.
+def _warmup_steps(config: Config, optim: OptimConfig, total: int) -> int:
+    if optim.lr_warmup_steps == 0 and config.trainer.verl_version in ("0.5", "0.7"):
+        return 0
+    # 0 or less means that the ratio decides, as in verl 0.9.
     return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else round(optim.lr_warmup_steps_ratio * total)
 
 

@@ -11,11 +11,14 @@ from rltrain.base.errors import ConfigError
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.load import load_config
 from rltrain.config.notes import other_meanings
+from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
 from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import compose, named
+from tests.config.commands import A
 
 # "57 key=value": in the trees that verl 0.5 and 0.7 (and 9: 0.9) save, by default.
+LIB, LENGTH = f"{A}model.external_lib", f"{A}rollout.max_model_len"
 SAVED = (Path(__file__).parent / "verl_saved.txt").read_text().splitlines()
 
 
@@ -55,7 +58,7 @@ CHOSEN = {
 def test_a_saved_tree_of_verl_means_what_it_meant(version, tmp_path):
     """It loads without a note, though it sets every key."""
     actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-    chosen = CHOSEN | {f"{actor}policy_loss.loss_mode": "gspo", f"{actor}clip_ratio": 0.1}
+    chosen = CHOSEN | {f"{actor}policy_loss.loss_mode": "sapo", f"{actor}clip_ratio": 0.1}
     chosen |= {f"{actor}ppo_micro_batch_size_per_gpu": 4, f"{rollout}log_prob_micro_batch_size_per_gpu": 4}
     chosen |= {f"{rollout}val_kwargs.temperature": 0.6}
     del chosen[f"{actor}use_dynamic_bsz"]
@@ -140,6 +143,34 @@ def test_defaults_lists_are_composed_in_hydras_order(tmp_path):
     }
     loaded = load_config([], [str(tmp_path / "run.yaml")])
     assert loaded.config.actor_rollout_ref.rollout.n == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Our name and another one for it, as in verl's reward_model.yaml.
+        ("reward_model.model.external_lib: ${actor_rollout_ref.model.external_lib}", f"{LIB}=[]"),
+        (f"{LIB}: json\ncritic.model.external_lib: ${{oc.select:{LIB},null}}", f"{LIB}=['json']"),
+        (f"critic.grad_clip: 0.5\n{A}actor.grad_clip: ${{critic.grad_clip}}", f"{A}actor.optim.clip_grad=0.5"),
+        # Keys that the schema lacks: what was written, or verl's default.
+        (f"{LENGTH}: ${{{A}rollout.prompt_length}}\n{A}rollout.prompt_length: 700", f"{LENGTH}=700"),
+        (f"{LENGTH}: ${{{A}rollout.prompt_length}}", f"{LENGTH}=512"),
+        ("trainer.experiment_name: x-${critic.grad_clip}-${data.dataloader_num_workers}",
+         "trainer.experiment_name=x-1.0-8"),
+        ("trainer.callbacks: ${trainer.logger}", "trainer.callbacks=['console', 'tensorboard']"),
+        # A size that is divided among the ranks.
+        (f"{A}actor.ppo_micro_batch_size: ${{{A}actor.ppo_mini_batch_size}}\ntrainer.n_gpus_per_node: 8",
+         f"{A}actor.ppo_micro_batch_size_per_gpu=32"),
+    ],
+)  # fmt: skip
+def test_an_interpolation_resolves_as_in_hydra(text, expected, tmp_path):
+    tree = OmegaConf.create()
+    for line in text.splitlines():
+        key, _, value = line.partition(": ")
+        OmegaConf.update(tree, key, yaml.safe_load(value))
+    (tmp_path / "run.yaml").write_text(OmegaConf.to_yaml(tree))
+    key, _, value = expected.partition("=")
+    assert str(get(load_config([], [str(tmp_path / "run.yaml")]).config, key)) == value
 
 
 def test_packages_say_where_a_file_goes(tmp_path):

@@ -148,7 +148,7 @@ def calling(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calling")
     (folder / "gsm8k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
     (folder / "geo3k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
-    (folder / "search_multiturn_grpo.yaml").write_text(CONFIG.format(turns=4, more=", format: hermes"))
+    (folder / "search_multiturn_grpo.yaml").write_text(CONFIG.format(turns=4, more=", format: qwen"))
     code, tools = folder / "dataset.py", folder / "tools.yaml"
     code.write_text(TOOLS)
     tools.write_text(TOOL_CONFIG.format(code=code))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rltrain.base.errors import ConfigError, RewardError
+from rltrain.config.load import load_config
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import make_step_passes
 from rltrain.controller.samples import Samples
@@ -17,6 +18,10 @@ from tests.config.commands import A, load, meanings, notes, problems
 
 JUDGE = "reward_model.enable=True reward_model.model.path=judge"
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+C = "algorithm.rollout_correction."
+RS = f"{C}rollout_rs=token_k1 {C}rollout_rs_threshold=0.5_2"
+FLAT, GAE = "algorithm.norm_adv_by_std_in_grpo=False", "algorithm.adv_estimator=gae"
+RATIO = "actor.optim.lr_warmup_steps_ratio=0.1"
 GROUPS = "algorithm.filter_groups.enable=True"
 
 
@@ -34,7 +39,8 @@ def test_a_loss_takes_its_own_mean_unless_one_is_set(loss, own):
     for command, expected in (mode, own), (f"{mode} actor.loss_agg_mode=token-sum", "token-sum"):
         assert make_step_passes(load(command).config).aggregation == expected
         assert f"grpo advantages, {loss} loss, {expected}" in plan_of(command)
-    assert meanings(mode) == meanings(f"{mode} actor.loss_agg_mode={own}") == []
+    assert meanings(f"{mode} actor.loss_agg_mode={own}") == []
+    assert ["verl 0.9 takes token-mean" in line for line in meanings(mode)] == [True] * (loss == "gspo")
 
 
 def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
@@ -52,7 +58,22 @@ def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
             "followed",
             "actor.loss_agg_mode=token-mean",
         ),
-        (f"actor.policy_loss.loss_mode=gspo {BYPASS}", "verl replaces it by vanilla", BYPASS),
+        (f"actor.policy_loss.loss_mode=sapo {BYPASS}", "keeps it, as verl's workers do", BYPASS),
+        (f"{BYPASS} {C}loss_type=reinforce", "workers do not receive it", f"{C}loss_type=reinforce"),
+        (f"{BYPASS} {RS}", "nothing is rejected", RS),
+        (f"{FLAT} algorithm.adv_estimator=grpo_vectorized", "divides", FLAT),
+        (f"actor.optim.lr_warmup_steps=0 {RATIO}", "do not warm up", f"actor.optim.lr_warmup_steps=-1 {RATIO}"),
+        (f"critic.optim.lr_warmup_steps=0 critic.optim.lr_warmup_steps_ratio=0.1 {GAE}", "do not warm up", GAE),
+        ("actor.optim.clip_grad=0.5", "read actor.grad_clip alone", "actor.grad_clip=0.5"),
+        (f"critic.optim.clip_grad=0.5 {GAE}", "read critic.grad_clip alone", "critic.optim.clip_grad=0.5"),
+        ("actor.shuffle=True", "samples within a rank", "actor.shuffle=False"),
+        (f"critic.shuffle=True {GAE}", "samples within a rank", "critic.shuffle=True"),
+        (GROUPS, "seq_reward here", f"{GROUPS} algorithm.filter_groups.metric=acc"),
+        ("data.reward_fn_key=kind", "there it is data_source", "data.reward_fn_key=data_source"),
+        ("data.truncation=right", "cuts on the left", "data.truncation=right data.filter_overlong_prompts=True"),
+        ("rollout.top_k=20", "does not send it", "rollout.top_k=1000000"),
+        ("rollout.val_kwargs.top_k=20", "does not send it", "rollout.val_kwargs.top_k=-1"),
+        ("rollout.repetition_penalty=1.1", "always generate with 1", "rollout.repetition_penalty=1.0"),
         ("actor.clip_ratio=0.1", "both bounds", "actor.clip_ratio=0.1 actor.clip_ratio_high=0.3"),
         *(
             (f"algorithm.adv_estimator={estimator} rollout.n=1", "ONE ANSWER TO A PROMPT", "rollout.n=2")
@@ -125,6 +146,49 @@ def test_rewards_after_kl_cannot_filter_groups():
 def test_no_warmup_steps_leave_it_to_the_ratio(steps, warmup):
     keys = f"actor.optim.lr_warmup_steps={steps} actor.optim.lr_warmup_steps_ratio=0.1"
     assert make_plan(load(keys, "trainer.total_training_steps=100").config).lr_warmup_steps == warmup
+
+
+@pytest.mark.parametrize(
+    ("version", "mean", "with_sum", "warmup", "prompts", "metric"),
+    [
+        (None, "seq-mean-token-mean", "token-sum", 10, 48, "acc"),
+        ("0.5", "seq-mean-token-mean", "seq-mean-token-mean", 0, 48, "acc"),
+        ("0.7", "seq-mean-token-mean", "seq-mean-token-mean", 0, 48, "acc"),
+        ("0.9", "token-mean", "token-sum", 10, 16, "seq_reward"),
+    ],
+)
+def test_versions_of_verl_differ(version, mean, with_sum, warmup, prompts, metric, tmp_path):
+    gspo = "actor.policy_loss.loss_mode=gspo"
+    sizes = "data.train_batch_size=16 data.gen_batch_size=48 actor.ppo_mini_batch_size=16"
+    steps = f"actor.optim.lr_warmup_steps=0 {RATIO} trainer.total_training_steps=100"
+    chosen = f"trainer.verl_version={version or 'null'}"
+    plan = make_plan(load(chosen, gspo, sizes, steps).config)
+    assert (plan.passes.aggregation, plan.lr_warmup_steps) == (mean, warmup)
+    assert (plan.prompts_per_step, plan.prompts_per_round) == (prompts, prompts)
+    assert make_step_passes(load(chosen, gspo, "actor.loss_agg_mode=token-sum").config).aggregation == with_sum
+    filtered = load(chosen, GROUPS, sizes).config
+    assert (filtered.data.train_batch_size, filtered.algorithm.filter_groups.metric) == (16, metric)
+    # Each difference is named.
+    told = "\n".join(notes(chosen, sizes, f"{RS} rollout.calculate_log_probs={version == '0.9'}"))
+    assert ("number of prompts in a step" in told) == (prompts == 48)
+    assert ("data.gen_batch_size: no effect" in told) == (prompts == 16)
+    assert ("before, it has none" in told) == (version != "0.9")
+    assert bool(meanings(chosen, gspo)) == (version is None)
+    assert bool(meanings(chosen, steps)) == (version is None)
+    # In a file 0.9 is a number, and an error names the key that was written.
+    (tmp_path / "run.yaml").write_text(f"trainer: {{verl_version: {version or 'null'}}}")
+    assert load_config([], [str(tmp_path / "run.yaml")]).config.trainer.verl_version == version
+    if prompts == 48:
+        assert problems(sizes.replace("=16 data.gen", "=20 data.gen"), "actor.ppo_mini_batch_size=20")[0].startswith(
+            "data.gen_batch_size=48 is not a multiple"
+        )
+
+
+@pytest.mark.parametrize(("warmup", "first"), [("0.05", 1), ("2.5", 3), ("3", 3), ("-1", -1)])
+def test_a_critic_warms_up_for_any_number_of_steps(warmup, first):
+    keys = f"trainer.critic_warmup={warmup}"
+    assert make_step_passes(load(GAE, keys).config).first_actor_step == first
+    assert "in verl it waits" in notes(keys)[0]
 
 
 def test_the_first_step_of_a_warmup_already_learns():

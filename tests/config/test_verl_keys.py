@@ -8,9 +8,9 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.load import load_config
-from rltrain.config.schema.keys import all_keys, free_form_parent, sections
-from rltrain.config.verl.keys import aliases, classes, refused_null, verdict
-from rltrain.config.verl.table import rows
+from rltrain.config.schema.keys import all_keys, free_form_parent, is_known, sections
+from rltrain.config.verl.keys import aliases, classes, refused_null, rename, verdict
+from rltrain.config.verl.table import keys_of_verl, rows, sentence
 from tests.config.commands import A, problems, words
 
 # Null has a meaning of its own here, which the help text tells.
@@ -71,7 +71,7 @@ def concrete(pattern: str) -> str:
 
 
 def test_rows_lead_to_keys_that_exist():
-    targets = [*aliases().values(), *classes().values(), *(row.key for row in rows("value", "elsewhere"))]
+    targets = [*aliases().values(), *classes().values(), *(row.key for row in rows("value", "elsewhere", "differs"))]
     for key in targets:
         assert key.rstrip(".") in {*all_keys(), *sections()} or free_form_parent(key), key
     for old in (*aliases(), *(row.key for row in rows("translated", "path", "name", "no effect"))):
@@ -88,6 +88,15 @@ def test_sentences_of_rows_name_keys_that_exist():
         for name in named.findall(re.sub(r"\w+\.jsonl?\b", "", why)):
             key = name.removeprefix("--help ")
             assert any(f".{key_name}".endswith(f".{key}") for key_name in key_names), (key, why)
+
+
+def test_no_key_of_verl_is_called_unknown():
+    for key, row in keys_of_verl().items():
+        ruling = verdict(rename(key), "x")
+        assert is_known(rename(key)) or not ruling or ruling.why != sentence("unknown"), (key, row.verl)
+    unknown = [key for key in keys_of_verl() if not verdict(rename(key), "x") and not is_known(rename(key))]
+    lines = problems(*(f"{key}=word" for key in unknown if not is_known(f"{rename(key)}_per_gpu")))
+    assert not [line for line in lines if line.startswith("unknown key")]
 
 
 def test_every_row_of_the_tables_is_reached():

@@ -60,6 +60,12 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("critic.fsdp.fsdp_size=3 algorithm.adv_estimator=gae", "critic.fsdp.fsdp_size=3 does not divide"),
         ("actor.grad_clip=0", f"{A}actor.grad_clip=0.0: it must be over 0. Try 1."),
         ("rollout.multi_turn={enable:True,max_parallel_calls:0}", f"{A}rollout.multi_turn.max_parallel_calls=0: "),
+        ("actor.use_rollout_log_probs=True", "bypass_mode=True"),
+        ("rollout.skip.enable=True", "every step generates its own answers"),
+        ("actor.optim.name=muon", "AdamW"),
+        ("trainer.project_name=sppo-sglang", "verl's recipe SPPO"),
+        ("trainer.experiment_name=verl_FlowRL_7b", "verl's recipe FlowRL"),
+        ("custom_reward_function.path=recipe/flowrl/reward.py", "verl's recipe FlowRL"),
         ("reward.reward_manager.name=limited", "use naive: at most reward.num_workers answers"),
     ],
 )
@@ -120,7 +126,7 @@ def test_a_key_of_verl_without_an_answer_names_the_releases_that_have_it():
     key = "critic.checkpoint.save_lora_only"
     assert problems(f"{key}=True") == [f"{key}: {answer}"]
     assert notes(f"{key}=False") == [f"{key}: no effect: not known here, and turned off"]
-    free_form = "critic.checkpoint.mbridge_config.any_name"
+    free_form = f"{A}actor.policy_loss.rollout_correction.any_name"
     assert problems(f"{free_form}=1") == [f"{free_form}: {answer.replace('0.9.0', '0.8.0')}"]
 
 
@@ -271,6 +277,12 @@ def test_where_a_file_and_a_command_have_two_names_of_a_key_the_command_counts(t
         ("rollout.name=sglang_async", "rollout.name=sglang here: every engine"),
         ("rollout.multi_turn.max_assistant_turns=5", "multi_turn.max_assistant_turns: no effect"),
         ("model.lora.merge=False", "model.lora.merge: no effect"),
+        ("actor.grad_clip=0.5", "clips at 1.0"),
+        ("actor.fsdp_config.dtype=float16", "mixed_precision.param_dtype is its switch"),
+        (f"{C}rollout_is=token", f"none unless {A}rollout.calculate_log_probs=True"),
+        ("rollout.multi_turn.format=qwen", "multi_turn.format=hermes here"),
+        ("rollout.server.timeout=60", "not over a server"),
+        ("+trainer.tensorboard_dir=x", "verl does not read it either"),
         (f"{RS}geometric", "is what rejects here"),
         ("trainer.v1.trainer_mode=colocate_async", f"is {A}rollout.tail=carry_over here"),
         (
@@ -297,7 +309,11 @@ def test_verl_s_words_are_noted(command, note):
         f"{MTP}num_speculative_tokens=1", "reward_model.rollout.gpu_memory_utilization=0.9", "model.lora.merge=True",
         "reward_model.enable_resource_pool=True", "reward.reward_model.rollout.name=vllm", "model.tokenizer_path=m",
         "actor.router_replay.record_file=x", "rollout.nnodes=0", "rollout.dtype=float16",
-        "critic.model.fsdp_config.model_dtype=float16",
+        "critic.model.fsdp_config.model_dtype=float16", "data.use_shm=True", "global_profiler.relocate_results=True",
+        "actor.profiler.finish_hook_cmd=x", "rollout.sglang_rollout_mode=server", "model.lora.fully_sharded_loras=True",
+        "trainer.worker_nsight_options.capture-range=x", "actor.checkpoint.mbridge_config.x=1",
+        "trainer.v1.separate_async.hybrid_rollout.enable_switch=True", "data.continuous_token.enable=True",
+        "trainer.project_name=flowrlike",
     ],
 )  # fmt: skip
 def test_what_changes_nothing_is_accepted(command):
@@ -310,7 +326,8 @@ def test_what_changes_nothing_is_accepted(command):
         "actor.megatron.pipeline_model_parallel_size=1", "model.use_remove_padding=1", "data.mm_processor_kwargs=null",
         "actor.optim.override_optimizer_config.amsgrad=False", "rollout.multi_turn.enable=False",
         "rollout.agent.default_agent_loop=single_turn_agent", "trainer.overlap=False", "rollout.data_parallel_size=1",
-        "model.lora_rank=8 model.lora.merge=False", "data.train_batch_size=512",
+        "model.lora_rank=8 model.lora.merge=False", "data.train_batch_size=512", "actor.optim.clip_grad=1",
+        "rollout.skip={enable:False,dump_dir:d,max_dump_step:1,action:cache}", "data.gen_batch_size=1024",
         "data.tool_config_path=a rollout.multi_turn.tool_config_path=a",
         "rollout.multi_turn.function_tool_path=t.py rollout.multi_turn.max_user_turns=5 "
         "rollout.multi_turn.max_assistant_turns=5",

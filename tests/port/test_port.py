@@ -144,7 +144,11 @@ RS = "algorithm.rollout_correction.rollout_rs"
     [
         # A loss of verl's that does not read a key.
         ("actor.policy_loss.loss_mode=gspo actor.loss_agg_mode=token-mean", "loss", "actor.policy_loss.loss_mode=gspo"),
-        ("actor.policy_loss.loss_mode=gspo algorithm.rollout_correction.bypass_mode=True", "loss", ""),
+        (
+            "actor.policy_loss.loss_mode=gspo algorithm.rollout_correction.bypass_mode=True",
+            "loss",
+            "actor.policy_loss.loss_mode=gspo",
+        ),
         # Defaults of verl's that a script relies on.
         ("actor.clip_ratio=0.1", "clip", "actor.clip_ratio=0.1 actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.2"),
         ("actor.clip_ratio=0.1 actor.policy_loss.loss_mode=gpg", "clip_ratio_", ""),

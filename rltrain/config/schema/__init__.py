@@ -65,8 +65,15 @@ class DataConfig:
     """Parquet file or list of files to validate on; null: no validation."""
     train_batch_size: int = key(1024, least=1, only_with=TRAINS)
     """Prompts per step. The incomplete tail of an epoch is left out."""
-    gen_batch_size: int | None = key(None, least=1, only_with="algorithm.filter_groups.enable")
-    """Prompts per round of generation with algorithm.filter_groups; null: train_batch_size."""
+    gen_batch_size: int | None = key(
+        None,
+        least=1,
+        only_with={
+            "algorithm.filter_groups.enable or trainer.verl_version!=0.9": "it is the size of a fetch in verl 0.9"
+        },
+    )
+    """Prompts per round of generation with algorithm.filter_groups; without, prompts per step, in place of
+    train_batch_size (verl 0.5 to 0.8); null: train_batch_size."""
     max_prompt_length: int = key(512, least=1)
     """Longest prompt in tokens, chat template included."""
     max_response_length: int = key(512, least=1)

@@ -45,8 +45,18 @@ class TrainerConfig:
     total_training_steps: int | None = key(None, least=1, only_with=TRAINS)
     """Steps; null: as many as total_epochs has. The run ends with the earlier of the two; a learning rate's schedule
     has this length where it is set."""
-    critic_warmup: int = key(0, only_with=WITH_CRITIC | TRAINS)
+    critic_warmup: float = key(
+        0,
+        only_with={
+            condition: f"{why}, so the actor learns from step 1 (in verl it waits)"
+            for condition, why in WITH_CRITIC.items()
+        }
+        | TRAINS,
+    )
     """The actor learns from this step on; before it only the critic does."""
+    verl_version: Literal["0.5", "0.7", "0.9"] | None = None
+    """Version of verl that the settings were written for, where versions differ: data.gen_batch_size and
+    algorithm.filter_groups.metric, the mean of loss_mode=gspo, lr_warmup_steps=0; null: as docs/from-verl.md says."""
     val_before_train: bool = key(
         True, only_with={"val_before_train or val_only=False": "trainer.val_only=True validates"}
     )

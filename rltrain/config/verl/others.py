@@ -6,9 +6,17 @@ A name that means something else here, or that has no counterpart, has no row: a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from rltrain.config.verl.table import rows
+
+# Keys that name a run, or the place of its code, and the text in front of a recipe's name in them.
+_NAMES = {
+    "trainer.project_name": "(?<![a-z])", "trainer.experiment_name": "(?<![a-z])",
+    "custom_reward_function.path": "recipe[./]", "data.custom_cls": "recipe[./]",
+}  # fmt: skip
 
 
 def own_name(key: str) -> str | None:
@@ -37,3 +45,16 @@ def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
         if len(plain.intersection(signs)) >= min(2, len(signs)):
             return row.key, row.to
     return None
+
+
+def recipes_named(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an error for each name of a run, or path of its code, that names a recipe whose launches have no key of
+    theirs: by the keys alone they would be plain PPO or GRPO."""
+    for key, before in _NAMES.items():
+        for row in rows("named"):
+            if re.search(rf"(?i){before}{row.key}(?![a-z])", str(settings.get(key, ""))):
+                yield (
+                    f"{key}={settings[key]}: this names verl's recipe {row.to}, a trainer with another loss, which is "
+                    f"not in this version. For plain PPO or GRPO give another name with {key}."
+                )
+                return

@@ -26,6 +26,7 @@ _RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_
 _IS = "algorithm.rollout_is"
 _MODE = ("trainer.v1.trainer_mode", "colocate_async")
 _TAIL = _R + "tail"
+_FILTER, _DRAWN = "algorithm.filter_groups.", "data.gen_batch_size"
 _BATCH, _MINI = "data.train_batch_size", _A + "actor.ppo_mini_batch_size"
 _BUDGET = _R + "max_num_batched_tokens"
 
@@ -127,6 +128,28 @@ def _two_bounds(key: str, limits: str, lower: float) -> tuple[float, float]:
     if not 0 < low < high:
         raise ConfigError(f"{key}={limits}: the bounds are {low:g} and {high:g}; give two such as 0.5_2.0.")
     return low, high
+
+
+def read_by_version(
+    explicit: Collection[str], foreign: Mapping[str, tuple[str, Any]], value: Callable[[str], Any]
+) -> Iterator[tuple[str, str, Any, str]]:
+    """Yield settings that versions of verl read differently: (key, as written, its value, the note).
+
+    explicit: the keys that were written. foreign: key -> (as written, value) of those that the schema lacks. value:
+    returns that of a key.
+    """
+    version, filters, batch, drawn = map(value, ("trainer.verl_version", _FILTER + "enable", _BATCH, _DRAWN))
+    if not filters and version != "0.9" and _are_whole(batch, drawn) and drawn not in (0, batch):
+        note = f"{_DRAWN}={drawn} is the number of prompts in a step, as in verl 0.5 to 0.8 without {_FILTER}enable"
+        yield _BATCH, _DRAWN, drawn, f"{note}; verl 0.9 trains on {_BATCH}={batch} (trainer.verl_version=0.9)"
+    if filters and version == "0.9" and _FILTER + "metric" not in explicit:
+        note = f"{_FILTER}metric is not set: seq_reward, as in verl 0.9"
+        yield _FILTER + "metric", _FILTER + "metric", "seq_reward", note
+    asked = next((name for name in ("rollout_is", "rollout_rs") if _C + name in explicit and value(_C + name)), "")
+    returns = foreign.get(_R + "calculate_log_probs", ("", False))[1] in (True, 1)
+    if asked and version != "0.9" and not (returns or value(_C + "bypass_mode") or value(_TAIL) != "off"):
+        note = f"{_C}{asked} has an effect, as in verl 0.9; before, it has none unless {_R}calculate_log_probs=True"
+        yield _C + asked, _C + asked, value(_C + asked), note
 
 
 def sizes_not_written(explicit: Collection[str], value: Callable[[str], Any]) -> Iterator[tuple[str, int, str]]:

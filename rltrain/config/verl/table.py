@@ -19,6 +19,9 @@ file        the configuration file of a recipe
 elsewhere   ``to``: names that other trainers have for a key of the schema
 trainer     ``note``: top-level names of another trainer's files, of which two (or the only one) must be there; ``to``:
             the page about its keys
+differs     a note on a key of the schema that means something else in some version of verl. ``to``: further conditions,
+            joined by " and "; ``!key``: that key was not written
+named       a recipe (``to``) whose launches have this word in the name of the run, and no key of theirs
 sentence    a text that notes name as @name
 list        @releases: those that were read; @owners: sections of verl
 
@@ -88,3 +91,14 @@ def sentence(name: str) -> str:
 def keys_of_verl() -> dict[str, Row]:
     """Return the rows of the keys that some release of verl has."""
     return {row.key: row for row in table() if row.verl}
+
+
+def releases_with(*spellings: str) -> str:
+    """Return the releases of verl that have a key by a spelling, or a free-form key around it; "" for none."""
+    for key in spellings:
+        if row := keys_of_verl().get(key):
+            return row.verl
+        while key := key.rpartition(".")[0]:
+            if (row := keys_of_verl().get(key)) and "{}" in row.default:
+                return row.verl
+    return ""

@@ -238,15 +238,14 @@ def _min_lr(ported: Ported, written: Mapping[str, str]) -> None:
 
 def _not_read(ported: Ported) -> None:
     """What a policy loss of verl's does not read, and ours does."""
-    settings, correction, mode = ported.settings, "algorithm.rollout_correction.", _A + "actor.loss_agg_mode"
+    settings, mode = ported.settings, _A + "actor.loss_agg_mode"
     loss = settings.get(LOSS_KEY, "vanilla")
-    bypass = parsed_or_text(settings.get(correction + "bypass_mode", "False"))
-    if bypass and settings.get(correction + "loss_type", "ppo_clip") == "ppo_clip" and loss != "vanilla":
-        ported.decisions.append(f"loss_mode={settings.pop(LOSS_KEY)}: under bypass_mode verl puts vanilla in its place")
-        return
     usual = POLICY_LOSSES.get(loss, LossTraits()).aggregation
     if usual != TOKEN_MEAN and settings.get(mode, usual) != usual:
-        ported.decisions.append(f"loss_agg_mode={settings.pop(mode)}: verl's {loss} takes {usual} whatever it says")
+        later = " (from 0.9 on it counts: set it again for that)" if loss == "gspo" else ""
+        ported.decisions.append(
+            f"loss_agg_mode={settings.pop(mode)}: verl's {loss} takes {usual} whatever it says{later}"
+        )
 
 
 def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its files exist, and a run uses its additions, applied to a copy of the package."""
+"""Files that docs/architecture.md names exist, and a run uses the additions of docs/extending.md."""
 
 import json
 import os
@@ -13,13 +13,13 @@ import pytest
 from tests.tiny import small_run, write_arithmetic
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "docs" / "architecture.md").read_text()
+TEXT, ADDITIONS = ((ROOT / "docs" / name).read_text() for name in ("architecture.md", "extending.md"))
 # "# FILE, a new file", "# FILE, at the end" or "# FILE, after: LINE", then the lines to write or to insert.
 ADDITION = re.compile(r"```python\n# (\S+), (?:(a new file)|(at the end)|after: ([^\n]+))\n(.*?)```", re.DOTALL)
 
 
 def test_every_file_that_is_named_exists():
-    named = set(re.findall(r"`([\w./]+\.(?:py|md|svg)|[\w/]+/)`", TEXT))
+    named = set(re.findall(r"`([\w./]+\.(?:py|md|svg)|[\w/]+/)`", TEXT + ADDITIONS))
     assert len(named) > 20
     assert {name for name in named if not ((ROOT / "rltrain" / name).exists() or (ROOT / name).exists())} == set()
 
@@ -29,7 +29,7 @@ def extended(tmp_path_factory):
     """A copy of the package with every addition of the page."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(ROOT / "rltrain", folder / "rltrain", ignore=shutil.ignore_patterns("__pycache__"))
-    additions = ADDITION.findall(TEXT)
+    additions = ADDITION.findall(ADDITIONS)
     assert len(additions) >= 8
     for name, new, at_end, anchor, code in additions:
         file = folder / name

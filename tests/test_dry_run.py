@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 
 import pyarrow as pa
@@ -112,6 +113,17 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
 )
 def test_what_a_run_refuses_ends_with_two(dry, made, command, message):
     assert message.replace("{model}", str(made[0])) in refused(dry, *words(command.replace("{model}", str(made[0]))))
+
+
+@pytest.mark.long
+def test_a_hub_that_cannot_be_reached_is_asked_once(made, tmp_path):
+    words = small_run(*made, tmp_path / "run", actor_rollout_ref__model__path="nobody/has-this", trainer__device="npu")
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody listens there
+    command = [sys.executable, "-m", "rltrain.main_ppo", *words, "--dry-run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "http://127.0.0.1:9 cannot be reached" in done.stdout
+    assert "Retrying" not in done.stdout + done.stderr
 
 
 def test_a_model_whose_numbers_cannot_be_checked_needs_a_key(dry, tmp_path):

@@ -338,7 +338,7 @@ def test_a_call_may_take_some_times_the_longest_of_its_kind():
     ],
 )
 def test_ranks_that_wait_in_different_collectives_are_a_fault_of_rltrain(innermost, said):
-    line = '  File "/x/torch/distributed/c10d.py", line 31 in {}\n  File "/x/torch/distributed/log.py", line 8 in wrapper'
+    line = '  File "/x/torch/distributed/c10d.py", line 31 in {}\n  File "/x/torch/distributed/l.py", line 8 in wrapper'
     message = different_collectives({rank: f"Thread 0x1 (most recent call first):\n{line.format(name)}"
                                      for rank, name in enumerate(innermost)})  # fmt: skip
     assert bool(message) == bool(said)

@@ -57,6 +57,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     """It starts all the same, but someone may want to know."""
     tokenizer_works: bool = False
+    models_found: bool = True
+    """Every role's folder or name on the hub exists."""
     num_parameters: int = 0
     num_trained: int = 0
     images: ImageSizes | None = None
@@ -72,6 +74,7 @@ def look_at_models(cfg: Config, found: Findings) -> None:
         # A critic without a path of its own starts from the policy, and the policy's key stands first.
         if problem and wrong.setdefault(spec.path, problem) is problem:
             found.problems.append(problem)
+    found.models_found = not wrong
     for role, (kind, spec) in models.items():
         try:
             if spec.path not in wrong:

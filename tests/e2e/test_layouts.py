@@ -49,7 +49,8 @@ PINNED = {
     "a selection, uneven": MOE | EP | ONE | {A + "policy_loss.loss_mode": "kl_cov", A + "ppo_epochs": 2},
     "a reference that moves": DENSE | ONE | FOUR
     | {A + "use_kl_loss": True, REF + "update_every_steps": 1, A + "fsdp_config.fsdp_size": 2},
-    "carried over, one conversation at a time": DENSE | FOUR | {R + "tail": "carry_over", R + "max_num_seqs": 1},
+    "carried over, one conversation at a time": DENSE | FOUR
+    | {R + "tail": "carry_over", R + "oversample_ratio": 2, R + "max_num_seqs": 1, CORRECTION + "rollout_is": "token"},
     "validation of one row on four ranks": DENSE | FOUR | {"data.val_max_samples": 1, "trainer.test_freq": 1},
 }  # fmt: skip
 # A key, its share of runs, and its values.
@@ -69,7 +70,7 @@ DRAWN = [
     (A + "shuffle", 0.2, [True]), (A + "recompute_old_log_prob", 0.2, ["always"]),
     (A + "off_policy_mask_threshold", 0.15, [0.0001]), (ALG + "mask_truncated", 0.3, [True]),
     (CORRECTION + "bypass_mode", 0.25, [True]), (CORRECTION + "rollout_is", 0.25, ["token", "sequence"]),
-    (R + "tail", 0.15, ["carry_over"]), (R + "max_num_seqs", 0.3, [1, 2, 8]), ("trainer.save_freq", 0.15, [1]),
+    (R + "max_num_seqs", 0.3, [1, 2, 8]), ("trainer.save_freq", 0.15, [1]),
     ("data.max_response_length", 0.4, [1, 2, 24]), (REF + "update_every_steps", 0.1, [1]),
 ]  # fmt: skip
 OF_EXPERTS = [
@@ -100,7 +101,7 @@ def inputs(tmp_path_factory):
 
 def run(keys: dict[str, object], inputs, folder) -> int:
     models, files = inputs
-    keys = {RANKS: 2, "trainer.hang_timeout_s": 120} | keys
+    keys = {RANKS: 2, "trainer.hang_timeout_s": 600} | keys
     model = models[keys.pop("model")]
     teacher = D + "teacher.model.path"
     keys |= {teacher: models[keys[teacher]]} if teacher in keys else {}

@@ -76,6 +76,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
     ("command", "message"),
     [
         ("data.train_files=/no/such.parquet", "/no/such.parquet does not exist"),
+        ("data.train_files=openai/gsm8k", "`rltrain data gsm8k --output data/gsm8k` makes them"),
         ("data.max_prompt_length=4", "prompts are longer than data.max_prompt_length=4"),
         ("data.train_batch_size=64", "train_batch_size=64 is more than the 20 prompts"),
         ("trainer.device=npu", "this machine has 0 NPU devices (torch "),

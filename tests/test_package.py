@@ -116,6 +116,10 @@ def test_the_console_command_opens_every_program(capsys):
         assert callable(importlib.import_module(module).main)
     assert cli.main(["reprot"]) == 2
     assert "Did you mean rltrain report?" in capsys.readouterr().err
+    assert cli.main(["export"]) == cli.main(["grpo"]) == 2
+    meant = capsys.readouterr().err
+    assert "Did you mean rltrain checkpoint export?" in meant
+    assert "Did you mean rltrain train algorithm.adv_estimator=grpo?" in meant
     assert cli.main(["trainer.device=cpu"]) == 2
     assert "Did you mean rltrain train trainer.device=cpu" in capsys.readouterr().err
     assert cli.main(["data", "common"]) == 2

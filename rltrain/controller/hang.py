@@ -92,7 +92,7 @@ def different_collectives(stacks: Mapping[int, str]) -> str:
         return ""
     waits = ", ".join(f"rank {list(names.values()).index(name)} in {name}" for name in dict.fromkeys(names.values()))
     return (
-        f"The ranks wait in different collectives ({waits}). This is a fault of rltrain, and the same command will hang "
+        f"The ranks wait in different collectives ({waits}). This is a fault of rltrain: the same command will hang "
         "again. Please report it with the stacks."
     )
 

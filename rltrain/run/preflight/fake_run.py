@@ -4,8 +4,8 @@ A formula for activations is wrong as soon as somebody changes the forward. So h
 FSDP2 over a process group that only pretends to be many ranks, runs forward, backward and optimizer step on fake
 tensors, and a ledger adds up the storages that are alive. Memory is linear in equal layers, so a short model, and a
 longer one for each kind of layer, tell that of a long one. torch's FSDPMemTracker finds the same total for one
-micro-batch, but takes no second one, and cannot tell gathered weights from gradients in a backward. Left out: what kernels take for
-themselves, and what an allocator loses between its blocks.
+micro-batch, but takes no second one, and cannot tell gathered weights from gradients in a backward. Left out: memory
+that kernels take for themselves, and memory that an allocator loses between its blocks.
 """
 
 from __future__ import annotations

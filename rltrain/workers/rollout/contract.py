@@ -7,7 +7,7 @@ worker and the trainer know nothing more. Text is left out: nothing is decoded a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -106,7 +106,7 @@ class Turn:
 
 def turns_of(job: Job) -> list[Turn]:
     """The turns that a job asks for, before their first token."""
-    given = job.given if job.given and not job.begins_turn else [()] * len(job.samples)
+    given: Sequence[Any] = job.given if job.given and not job.begins_turn else [()] * len(job.samples)
     return [Turn(job.place, sample, earlier=part) for sample, part in zip(job.samples.tolist(), given, strict=True)]
 
 

@@ -44,7 +44,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    # An editable install then is a line in a .pth file. The finder that setuptools writes without it comes after Python's,
+    # An editable install is then a line in a .pth file. The finder that setuptools else writes comes after Python's,
     # which takes the clone for the package in the folder that holds the clone.
     package_dir={"": "."},
     packages=find_packages(include=["rltrain", "rltrain.*"]),

@@ -44,6 +44,9 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
+    # An editable install is then a line in a .pth file. The finder that setuptools else writes comes after Python's,
+    # which takes the clone for the package in the folder that holds the clone.
+    package_dir={"": "."},
     packages=find_packages(include=["rltrain", "rltrain.*"]),
     package_data={"rltrain": ["py.typed", "base/page.html", "config/verl/keys.tsv"]},
     data_files=shipped(

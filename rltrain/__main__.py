@@ -11,15 +11,19 @@ from rltrain import data_preprocess
 from rltrain.base.commands import COMMANDS, REMOVED
 from rltrain.base.errors import lenient_output
 
+# Words of other programs.
+_MEANT = {name: f"train algorithm.adv_estimator={name}" for name in ("grpo", "gae", "rloo")}
+_MEANT |= {"ppo": "train", "export": "checkpoint export", "init": "train --print-config", "run": "train"}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     lenient_output()
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(_usage())
         return 0
-    if words[0] == "--version":
+    if words[0] in ("--version", "version"):
         words = ["train", "--version"]
     # Two words first, so that `rewards try` is not taken for a command `rewards`.
     two = " ".join(words[:2])
@@ -39,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     elif command in COMMANDS:
         module = COMMANDS[command][0]
     else:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        meant = _MEANT.get(command)
+        near = [meant] if meant else difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.75)
         hint = f" Did you mean rltrain {near[0]}?" if near else ""
         hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
         typed = two if any(name.startswith(f"{command} ") for name in COMMANDS) else command

@@ -153,6 +153,12 @@ def _write(text: str) -> None:
         _flush()
 
 
+def _meant(flag: str) -> str:
+    """Settings have no dashes."""
+    key, _, value = flag.lstrip("-").partition("=")
+    return f" A setting is typed {key}={value or 'VALUE'}." if "." in key or "_" in key or value else ""
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     """The flags; what is left are ``overrides``. What is wrong with flags is in ``problems``, so that it is told
     together with what is wrong with settings."""
@@ -183,8 +189,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         f"{sentence}." for flag, sentence in _REMOVED.items() if getattr(arguments, flag.lstrip("-")) is not None
     ]
     arguments.problems += [
-        f"unknown flag {word}. Flags: --help, --version, --print-config, --dry-run (with --device, --nodes, "
-        "--lengths, --assume), --config FILE; settings are key=value."
+        f"unknown flag {word}.{_meant(word)} Flags: --help, --version, --print-config, --dry-run (with --device, "
+        "--nodes, --lengths, --assume), --config FILE; settings are key=value."
         for word in words
         if word.startswith("-")
     ]

@@ -4,12 +4,13 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, DeepseekV2Config
 
 from rltrain.base.env import installed
 from rltrain.config.load import load_config
@@ -75,6 +76,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
     ("command", "message"),
     [
         ("data.train_files=/no/such.parquet", "/no/such.parquet does not exist"),
+        ("data.train_files=openai/gsm8k", "`rltrain data gsm8k --output data/gsm8k` makes them"),
         ("data.max_prompt_length=4", "prompts are longer than data.max_prompt_length=4"),
         ("data.train_batch_size=64", "train_batch_size=64 is more than the 20 prompts"),
         ("trainer.device=npu", "this machine has 0 NPU devices (torch "),
@@ -112,6 +114,32 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
 )
 def test_what_a_run_refuses_ends_with_two(dry, made, command, message):
     assert message.replace("{model}", str(made[0])) in refused(dry, *words(command.replace("{model}", str(made[0]))))
+
+
+@pytest.mark.long
+def test_a_hub_that_cannot_be_reached_is_asked_once(made, tmp_path):
+    words = small_run(*made, tmp_path / "run", actor_rollout_ref__model__path="nobody/has-this", trainer__device="npu")
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # nobody listens there
+    command = [sys.executable, "-m", "rltrain.main_ppo", *words, "--dry-run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "http://127.0.0.1:9 cannot be reached" in done.stdout
+    assert "Retrying" not in done.stdout + done.stderr
+
+
+def test_a_model_whose_numbers_cannot_be_checked_needs_a_key(dry, tmp_path):
+    sizes = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 8}
+    config = DeepseekV2Config(**sizes, n_routed_experts=4, num_experts_per_tok=None, intermediate_size=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    save_tiny_tokenizer(tmp_path / "model")
+    path = {"actor_rollout_ref__model__path": str(tmp_path / "model")}
+    untried = "whether its numbers are right was not tried, as no small copy of it runs (TypeError: topk"
+    message = refused(dry, **path)
+    assert untried in message
+    assert "or set trainer.allow_unchecked_models=True and compare its log-probs yourself." in message
+    _, text = dry(**path, trainer__allow_unchecked_models=True)
+    assert untried in text[text.index("worth a look") :].split("a run would refuse")[0]
+    assert "trainer.allow_unchecked_models" not in text.split("a run would refuse")[-1]
 
 
 @pytest.mark.fault("A tokenizer that is larger than the model is refused before anything starts, exit 2")

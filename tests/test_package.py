@@ -14,7 +14,9 @@ from rltrain.base.commands import COMMANDS
 from tests.tiny import small_run
 
 ROOT = Path(__file__).parent.parent
-_BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+_BUILD = (
+    "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist'); b.build_editable('editable')"
+)
 
 
 def python(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -57,6 +59,17 @@ def test_the_sdist_holds_what_a_packager_needs(built):
     wanted = "LICENSE CHANGELOG.md Makefile docs/rewards.md scripts/ray_start.sh tests/config/keys.txt rltrain/py.typed"
     assert {*wanted.split()} <= names
     assert not [name for name in names if "__pycache__" in name]
+
+
+def test_an_editable_install_is_found_from_the_parent_folder_of_the_clone(built, tmp_path):
+    (wheel,) = built.with_name("editable").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    # A clone is called rltrain as the package in it is, and Python takes a folder without __init__.py for a package.
+    (tmp_path / "rltrain").symlink_to(built.parent)
+    code = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import rltrain; print(rltrain.__version__)"
+    done = python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_wheel_says_what_it_is(installed):
@@ -103,6 +116,10 @@ def test_the_console_command_opens_every_program(capsys):
         assert callable(importlib.import_module(module).main)
     assert cli.main(["reprot"]) == 2
     assert "Did you mean rltrain report?" in capsys.readouterr().err
+    assert cli.main(["export"]) == cli.main(["grpo"]) == 2
+    meant = capsys.readouterr().err
+    assert "Did you mean rltrain checkpoint export?" in meant
+    assert "Did you mean rltrain train algorithm.adv_estimator=grpo?" in meant
     assert cli.main(["trainer.device=cpu"]) == 2
     assert "Did you mean rltrain train trainer.device=cpu" in capsys.readouterr().err
     assert cli.main(["data", "common"]) == 2

@@ -77,6 +77,8 @@ def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
     ],
 )
 def test_every_end_says_what_is_saved_and_what_the_same_command_does(stop, reached, kept, stopped):
+    stop.reached(4, 6, 4)
+    stop.searching()  # that checkpoint is damaged
     if reached:
         stop.reached(*reached)
     assert stop.kept() == kept

@@ -95,7 +95,7 @@ class TeacherLoss:
 
     cfg: DistillationLossConfig
     log_probs: Tensor | None = None
-    """log q(y) [tokens], where the distance is an estimate."""
+    """log q(y) [tokens], where the distance is an estimate; NaN for a token that the teacher's vocabulary lacks."""
     divergence: Tensor | None = None
     """D [tokens], differentiable in the policy, where it is exact."""
 
@@ -121,8 +121,9 @@ class TeacherLoss:
             kl = {"distillation/kl": self.divergence.detach()} if self.cfg.loss_mode == "reverse_kl" else {}
             return self.divergence, kl
         assert self.log_probs is not None
-        log_p, log_q, least = inputs.log_probs, self.log_probs, self.cfg.log_prob_min_clamp
-        statistics = {"distillation/kl": (log_p - log_q).detach()}
+        log_p, least, unknown = inputs.log_probs, self.cfg.log_prob_min_clamp, self.log_probs.isnan()
+        log_q = torch.where(unknown, log_p.detach(), self.log_probs)
+        statistics = {"distillation/kl": (log_p - log_q).detach(), "distillation/unknown_tokens": unknown.float()}
         if least is not None:
             log_p, log_q = log_p.clamp(min=least), log_q.clamp(min=least)
         return kl_per_token(log_p, log_q, self.cfg.loss_mode), statistics

@@ -10,6 +10,7 @@ RltrainError                  exit code
 ├── WorkerError               1     a worker raised: ours to fix, or the user's own code
 ├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
 ├── AgentError                75    tools, environments or agents fail, not the policy: safe to run again
+│   └── AgentBug              1     an exception of the agent's own code ended every trajectory: it would come again
 ├── JudgeError                75    a judge that does not answer, or whose replies are no scores: safe to run again
 ├── StorageError              75    storage that does not answer now, to a read or a write: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
@@ -126,6 +127,12 @@ class AgentError(RltrainError):
     """Most trajectories of a step could not go on: what runs tools, environments or agents does not work now."""
 
     exit_code = 75
+
+
+class AgentBug(AgentError):
+    """An exception of the agent's own code ended every trajectory of a step."""
+
+    exit_code = 1
 
 
 class JudgeError(RltrainError):

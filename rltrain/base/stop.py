@@ -92,6 +92,10 @@ class Stop:
         """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint (0: there is none)."""
         self._reached = step, total, saved
 
+    def searching(self) -> None:
+        """A checkpoint is being searched: until one is found, nothing is known of what the same command does."""
+        self._reached = None
+
     @property
     def loses(self) -> bool:
         """Whether steps are made that no checkpoint has."""

@@ -126,3 +126,14 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise DataError(f"{file} cannot be read ({error}). Move it away, and run the same command again.") from error
     return value
+
+
+def converter_hint(name: str) -> str:
+    """Return how to make files of a data set that is named as on the hub, such as openai/gsm8k; else ""."""
+    owner, _, leaf = name.partition("/")
+    module = leaf.lower().replace("-", "_")
+    if not owner.strip("./~") or not module.isidentifier():
+        return ""
+    known = (Path(__file__).parents[1] / "data_preprocess" / f"{module}.py").exists()
+    makes = f"rltrain data {module}" if known else f"rltrain data jsonl --input FILES (of hf download {name})"
+    return f" Data is read from files: `{makes} --output data/{module}` makes them."

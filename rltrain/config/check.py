@@ -16,7 +16,7 @@ from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import is_plugin, plugin_file
-from rltrain.base.storage import matching
+from rltrain.base.storage import converter_hint, matching
 from rltrain.config.agents import several_turns
 from rltrain.config.budgets import budget_problems
 from rltrain.config.distillation_rules import distillation_problems
@@ -105,7 +105,7 @@ def missing_files(config: Config) -> list[str]:
     if config.trainer.resume_mode == "resume_path":
         named.append(("trainer.resume_from_path", str(config.trainer.resume_from_path)))
     return [
-        f"{key}: {path} does not exist.{nearest_file(Path(path).expanduser())}"
+        f"{key}: {path} does not exist.{converter_hint(path) or nearest_file(Path(path).expanduser())}"
         for key, path in named
         if not (matching(path) if key in files else Path(path).expanduser().exists())
     ]
@@ -379,7 +379,7 @@ def _run(config: Config) -> Iterator[str]:
         yield f"{_A}model.path is not set. Give a Hugging Face folder or hub name."
     if not trainer.val_only and not as_list(config.data.train_files):
         maker = "python -m rltrain.data_preprocess.jsonl makes them"
-        yield f"data.train_files is not set. Give one or more parquet files ({maker})."
+        yield f"data.train_files is not set. Give one or more data files ({maker})."
     if trainer.val_only and not as_list(config.data.val_files):
         yield "trainer.val_only=True has nothing to do: data.val_files is not set."
     if "critic" in roles_of(config) and steps is not None and trainer.critic_warmup > steps:

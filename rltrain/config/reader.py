@@ -260,8 +260,10 @@ class Reader:
             self._leave_out(key[1:])
             return
         if not equals or not key:
+            is_file = word.endswith((".yaml", ".yml", ".toml", ".json"))
+            meant = f" Did you mean --config {word}? Configuration files are YAML." if is_file else ""
             self.problems.append(
-                f"'{word}' is not of the form key=value. Quote values with spaces; flags are listed by --help."
+                f"'{word}' is not of the form key=value.{meant} Quote values with spaces; flags are listed by --help."
             )
             return
         if added:
@@ -386,7 +388,9 @@ def _unknown(written: str, key: str) -> str:
     around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
     hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."
     # A user with a script of verl needs to know whether the key is verl's or that of a fork.
-    read = "" if elsewhere else f": none of verl {', '.join(sentence('releases').split())} has this key"
+    read = (
+        "" if elsewhere or "." not in key else f": none of verl {', '.join(sentence('releases').split())} has this key"
+    )
     return f"unknown key '{written}'{read}. {hint}"
 
 

@@ -29,7 +29,7 @@ from rltrain.controller import lifeline
 from rltrain.controller.calls import Call, Polls, Stream, bind
 from rltrain.controller.cluster import lost_node
 from rltrain.controller.failures import LOST, errors_of, explain, get
-from rltrain.controller.hang import Deadlines
+from rltrain.controller.hang import Deadlines, different_collectives
 from rltrain.controller.host import HOST
 from rltrain.controller.parcels import Cuts, route_calls
 from rltrain.controller.samples import driver_bytes
@@ -361,5 +361,5 @@ class WorkerGroup:
         )
         return WorkerLost(
             f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
-            f"{self.deadlines.keys}).{stacks_file} All workers were ended. " + AGAIN
+            f"{self.deadlines.keys}).{stacks_file} All workers were ended. " + (different_collectives(stacks) or AGAIN)
         )

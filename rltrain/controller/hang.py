@@ -8,6 +8,7 @@ kind of call has a limit of its own, a multiple of the longest so far. Left out:
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,11 @@ from rltrain.base.background import BackgroundJob
 
 # How long storage may take for the stacks.
 _WRITE_S = 10.0
+# The frames of a stack of faulthandler in which torch waits for other ranks; the first is the innermost.
+_COLLECTIVE = re.compile(
+    r'File "[^"]*torch/distributed/[^"]*", line \d+ in '
+    r"((?:_?all_(?:gather|reduce|to_all)|reduce_scatter|broadcast|barrier|scatter|gather|reduce|send|recv)\w*)"
+)
 
 
 @dataclass
@@ -74,6 +80,21 @@ class Deadlines:
         except OSError as error:
             return f" Their stacks could not be written: {error}."
         return f" Stacks of those that answer: {file}."
+
+
+def different_collectives(stacks: Mapping[int, str]) -> str:
+    """A sentence if all ranks wait in collectives, and not all in the same one; else "".
+
+    Ranks that issue different collectives never meet, however often the command is run.
+    """
+    names = {rank: found[0] for rank, stack in sorted(stacks.items()) if (found := _COLLECTIVE.findall(stack))}
+    if len(names) < len(stacks) or len(set(names.values())) < 2:
+        return ""
+    waits = ", ".join(f"rank {list(names.values()).index(name)} in {name}" for name in dict.fromkeys(names.values()))
+    return (
+        f"The ranks wait in different collectives ({waits}). This is a fault of rltrain: the same command will hang "
+        "again. Please report it with the stacks."
+    )
 
 
 def _write(file: Path, text: str) -> None:

@@ -227,7 +227,9 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
         elif isinstance(column, DictionaryColumn) and request.groups is not None:
             column = column.by_group(request.groups)  # replicas that answered one prompt have a copy each
         batch.update({name: column})
-    batch.update({name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in request.numbers.items()})
+    batch.update(
+        {name: torch.from_numpy(np.require(values, requirements="CW")) for name, values in request.numbers.items()}
+    )
     return batch
 
 

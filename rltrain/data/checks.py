@@ -31,8 +31,18 @@ class Keys:
         return ("ability", "extra_info", "agent_name")
 
 
+def check_names(path: str, names: Sequence[str]) -> None:
+    """Raise DataError if two columns of a file have one name: only one of them would be read."""
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise DataError(
+            f"{path!r} has {names.count(twice[0])} columns named {twice[0]!r}. Rename or drop all but one of them."
+        )
+
+
 def check_columns(path: str, names: Sequence[str], keys: Keys) -> None:
-    """Raise DataError if a file lacks a column."""
+    """Raise DataError if a file lacks a column, or has it twice."""
+    read = {*keys.required(), *keys.optional(), VIDEOS, keys.image}
+    check_names(path, [name for name in names if name in read])
     missing = [name for name in keys.required() if name not in names]
     column_names = short(", ".join(map(repr, names)) or "none", 300)
     if missing:

@@ -14,7 +14,8 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BufferedReader, BytesIO
@@ -182,7 +183,7 @@ def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
     lines = ((number, line) for number, raw in enumerate(content, 1) if (line := _line(raw, number)).strip())
     number, text = next(lines, (0, ""))
     try:
-        first = json.loads(text) if text else None
+        first = json.loads(text, object_pairs_hook=_object) if text else None
     except ValueError:
         first = None
     if not isinstance(first, dict):  # not one record a line
@@ -197,9 +198,22 @@ def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
     yield text, first
     for number, line in chain([second], lines):
         try:
-            yield line, json.loads(line)
+            yield line, json.loads(line, object_pairs_hook=_object)
         except ValueError as error:
             raise _no_json(number, error) from None
+
+
+def _refuse_twice(names: Iterable[str]) -> None:
+    """Of two columns or fields with one name only the last would be read."""
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise _Bad(f"the name {twice[0]!r} stands twice. Rename or drop one of both.")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        _refuse_twice(name for name, _ in pairs)
+    return value
 
 
 def _no_json(number: int, error: ValueError) -> _Bad:
@@ -209,7 +223,7 @@ def _no_json(number: int, error: ValueError) -> _Bad:
 
 def _documents(text: str, first_line_number: int) -> Iterator[Any]:
     """The values that stand in a text one after another, each over as many lines as it likes."""
-    decoder, at = json.JSONDecoder(), 0
+    decoder, at = json.JSONDecoder(object_pairs_hook=_object), 0
     while rest := re.compile(r"\S").search(text, at):
         try:
             value, at = decoder.raw_decode(text, rest.start())
@@ -269,6 +283,7 @@ def _csv(content: BinaryIO) -> Iterator[dict[str, str | None]]:
     rows = csv.reader(chain([header], lines), delimiter=sign, strict=True)
     try:
         names = next(rows, [])
+        _refuse_twice(name for name in names if name)  # some programs write columns without a name
         for row in filter(None, rows):
             if len(row) != len(names):
                 raise _Bad(f"line {rows.line_num} has {len(row)} cells, and the first line has {len(names)}.")

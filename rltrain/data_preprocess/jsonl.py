@@ -28,7 +28,7 @@ def _row(record: Record, at: At) -> Row:
         column_names = short(", ".join(map(repr, record)), 300)
         raise DataError(f"--prompt-column {options.prompt_column!r} is not there, or null; columns: {column_names}.")
     prompt = messages_of(prompt_value, f"--prompt-column {options.prompt_column!r}")
-    if not prompt:
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise Drop("an empty prompt")
     answer = _truth(_field(record, options.answer_column), options.answer_column)
     if answer is None and options.style == "rule":
@@ -61,6 +61,8 @@ def _truth(answer: Any, name: str) -> str | list[str] | None:
         way_out = f"Say which field, such as --answer-column {name}.{fields[0]}." if fields else ""
         raise DataError(f"--answer-column {name!r} holds {{{short(', '.join(map(str, fields)))}}}. {way_out}")
     if answer is None or answer != answer:  # NaN, as pandas writes it
+        return None
+    if isinstance(answer, str) and not answer.strip():
         return None
     # Whole numbers become floats where a program had no value in some rows.
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from rltrain.base.errors import DataError
 from rltrain.base.storage import matching
+from rltrain.data.checks import check_names
 from rltrain.data.files import kind_of, records
 from rltrain.data.tables import unreadable
 
@@ -96,6 +97,7 @@ def _read_all(files: list[Path], mended: Callable[[int], object]) -> Iterator[Re
             continue
         try:
             with pq.ParquetFile(file, page_checksum_verification=True) as source:
+                check_names(str(file), source.schema_arrow.names)
                 for batch in source.iter_batches(batch_size=_READ_ROWS):
                     yield from batch.to_pylist()
         except (OSError, ValueError, pa.ArrowException) as error:

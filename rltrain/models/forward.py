@@ -179,8 +179,15 @@ class ScalarModel(PackedModel):
 def trunk(model: PreTrainedModel) -> nn.Module:
     """The model without its head."""
     base = model.base_model
-    # Llama 4's text model names the part as it is called beside a vision tower, and then has none of that name.
-    return model.get_submodule("model") if base is model and model.get_output_embeddings() is not None else base
+    if base is not model or model.get_output_embeddings() is None:
+        return base
+    # Llama 4's text model names the part as it is called in the model with images, and then has none of that name.
+    if "model" not in dict(model.named_children()):
+        raise ConfigError(
+            f"{type(model).__name__} does not separate its decoder from its head (it has no `model`), so log-probs "
+            "cannot be computed. Use a model of a family that works (docs/models.md), or the family's text model."
+        )
+    return model.get_submodule("model")
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:

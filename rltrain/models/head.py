@@ -81,14 +81,15 @@ class Scaling(NamedTuple):
     def of(cls, config: PretrainedConfig) -> Scaling:
         """The scaling of the model's family, at temperature 1.
 
-        Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``, HyperCLOVA X multiplies by it,
-        Gemma 2 soft-caps.
+        Cohere multiplies by ``logit_scale``, Muse Glimmer by ``output_multiplier``, Granite divides by
+        ``logits_scaling``, HyperCLOVA X multiplies by it, Gemma 2 soft-caps.
         """
         text = config.get_text_config()
         scaling = getattr(text, "logits_scaling", None) or 1.0
         scaling = scaling if family(text.model_type).multiplies_logits else 1 / scaling
-        multiplier = (getattr(text, "logit_scale", None) or 1.0) * scaling
-        return cls(multiplier, getattr(text, "final_logit_softcapping", None) or None)
+        for name in ("logit_scale", "output_multiplier"):
+            scaling *= getattr(text, name, None) or 1.0
+        return cls(scaling, getattr(text, "final_logit_softcapping", None) or None)
 
     def apply(self, x: Tensor) -> Tensor:
         """The head's output [n, vocabulary] -> fp32 logits."""

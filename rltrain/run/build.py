@@ -82,6 +82,7 @@ def build(
         images = plan.passes.images_in_training
 
         def find() -> Start:
+            stop.searching()  # the one that was found before is damaged
             start = find_start(cfg, folder, identity, images=images)
             stop.reached(start.step, plan.total_steps, start.step)
             return start

@@ -63,8 +63,9 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
             sampler_of(cfg, plan, rows["train"], trial=True)
         goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, findings)
         parts += goes_on
-        memory, too_large = look_at_memory(cfg, plan)
-        parts[1:1] = [*about_seconds(cfg, plan, device_bytes(cfg)), *memory]
+        if findings.models_found:  # or transformers would ask for each of them again and again
+            memory, too_large = look_at_memory(cfg, plan)
+            parts[1:1] = [*about_seconds(cfg, plan, device_bytes(cfg)), *memory]
     except RltrainError as error:
         findings.problems.append(str(error))
     parts += try_reward(cfg, rows, findings)

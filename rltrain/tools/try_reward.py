@@ -4,7 +4,8 @@
     python -m rltrain.rewards.try my_reward.py train.parquet --answers answers.txt --kwargs scale=2
     python -m rltrain.rewards.try judge train.parquet --kwargs url=http://host:8000/v1 model=NAME
 
-Without --answers a row is answered by its own ground truth, in the forms that scorers look for, and by something wrong.
+Without --answers a row is answered by its own ground truth, in the forms that scorers look for, by something wrong, and
+by a list of numbers that contains the ground truth. A scorer that rewards such a list teaches a policy to guess.
 Exit code 0: every answer got a number; 2: one did not, or nothing could be tried.
 """
 
@@ -50,11 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     answers = list(_given(options.answers, rows) if options.answers else _made_up(rows, options.rows))
     table = Table("row", "data source", "answer", "ground truth", "score", "further", "seconds")
     failures: dict[tuple, str] = {}
+    earned: dict[tuple[int, str], float] = {}
     for position, answer in answers:
         row = rows[position]
         started = time.perf_counter()
         try:
             score, extras = scorer.score(position, (row.data_source, answer, row.ground_truth, row.extra_info))
+            earned[position, answer] = score
             outcome = [f"{score:g}", " ".join(f"{name}={value}" for name, value in extras.items())]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown with its traceback
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -67,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(*map(Text, [*cells, f"{time.perf_counter() - started:.3f}"]))
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
+    if not options.answers and (warning := _guesses_pay(earned, rows)):
+        console.print(Text(warning), soft_wrap=True)
     for failure in failures.values():
         console.print(Text(f"failed, {failure}"), soft_wrap=True)
     if said := scorer.close():
@@ -110,10 +115,34 @@ def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
 
 def _made_up(rows: Rows, number: int) -> Iterator[tuple[int, str]]:
     for position in sorted({*range(min(number, len(rows))), *rows.data_sources().values()}):
-        truth = rows[position].ground_truth
+        truth = _truth(rows, position)
         for form in FORMS:
-            yield position, form.format(truth[0] if isinstance(truth, list) and truth else truth)
+            yield position, form.format(truth)
         yield position, WRONG
+        yield position, _guesses(truth)
+
+
+def _truth(rows: Rows, position: int) -> str:
+    truth = rows[position].ground_truth
+    return str(truth[0] if isinstance(truth, list) and truth else truth)
+
+
+def _guesses(truth: str) -> str:
+    """The ground truth among other numbers, neither first nor last."""
+    first, *others = (number for number in ("1", "2", "3", "4") if number != truth)
+    return " ".join([first, truth, *others])
+
+
+def _guesses_pay(earned: dict[tuple[int, str], float], rows: Rows) -> str:
+    """A warning if a list of guesses earned more than a wrong response; "" otherwise."""
+    for (position, answer), score in earned.items():
+        if answer == _guesses(_truth(rows, position)) and score > earned.get((position, WRONG), score):
+            return (
+                f"warning: row {position}, response {_short(answer)!r} earned {score:g}: it contains the ground truth "
+                "among other numbers, so a policy can learn to list guesses. Compare the whole response, or the last "
+                "number of it."
+            )
+    return ""
 
 
 class _Function:

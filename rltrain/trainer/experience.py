@@ -114,7 +114,7 @@ class Experience:
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
         with timer("gen"):
             generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started))
-        refuse_failures(generated, self._policy.failure)
+        refuse_failures(generated, self._policy.failure, self._cfg.trainer.default_local_dir)
         samples = generated
         if self.line.stops_early:
             samples, ids, waiting = self.line.collect_complete(started, generated)
@@ -191,7 +191,7 @@ class Experience:
             sampling, drawn = sampling_of(self._cfg, self._rollout, greedy=True), self.batches_drawn
             task = GenerateTask("train", rows, 1, sampling, self._seed, drawn, is_learnt_from=False)
             greedy, _ = self._policy.generate(task)
-            refuse_failures(greedy, self._policy.failure)
+            refuse_failures(greedy, self._policy.failure, self._cfg.trainer.default_local_dir)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
             # Without its baseline an answer cannot be judged.
             failed = failed_of(greedy).repeat(n)

@@ -9,28 +9,43 @@ would put too high.
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.base.columns import names as c
-from rltrain.base.errors import AgentError
+from rltrain.base.errors import AgentBug, AgentError
 from rltrain.controller.samples import Samples
 
 log = logging.getLogger(__name__)
 # With more of them something is broken, and what is left is no fair sample of the answers.
 _MOST = 0.5
+_TRACEBACK = 'File "'  # long ones have lost their first line
+_OF_SERVICES = re.compile(
+    r"OSError|IOError|Connect|Timeout|HTTP|API|RateLimit|Unavailable|Pipe|Memory|SSL|socket", re.I
+)
 
 
-def refuse_failures(samples: Samples, failure: str) -> None:
-    """Raise AgentError where more than half of the answers of a round have failed. failure: why the first did."""
-    failed = failed_of(samples)
+def refuse_failures(samples: Samples, failure: str, run: str | Path) -> None:
+    """Raise AgentError where more than half of the answers of a round have failed. failure: why the first did. run: the
+    run folder."""
+    failed, printed = failed_of(samples), Path(run, "agents.log")
     if failed.any():
-        first = f"The first: {failure}" if failure else "See agents.log."
-        told = f"{int(failed.sum())} of {len(failed)} trajectories could not go on. {first}"
+        told = f"{int(failed.sum())} of {len(failed)} trajectories could not go on. The first: {failure or 'unknown'}"
         if failed.mean() > _MOST:
-            raise AgentError(f"{told}\nWhat tools and agents have printed stands in agents.log of the run folder.")
+            told += f"\nWhat tools and agents have printed is in {printed}." if printed.exists() else ""
+            if failed.all() and is_bug(failure):
+                raise AgentBug(f"{told}\nThis is an error of its code, so running again would end in the same way.")
+            raise AgentError(told)
         log.warning("%s (they are left out of loss and baseline; agent/failed counts all)", told)
+
+
+def is_bug(failure: str) -> bool:
+    """Whether a failure is an exception of a user's code that does not come from a service that may be back later."""
+    kind = failure.rstrip().rpartition("\n")[2].partition(":")[0]
+    return _TRACEBACK in failure and not _OF_SERVICES.search(kind)
 
 
 def failed_of(samples: Samples) -> NDArray[np.bool_]:

@@ -200,7 +200,7 @@ class Policy(_Remote, SavedRole):
         """Attach ``old_log_probs`` and the rollout correction; returns moments of entropy, mismatch and correction."""
         made, columns = made_by_log_probs(self._passes), self._generated
         # Tokens of earlier policies must not count as a gap between engine and trainer.
-        numbers = [c.CARRIED_LENGTH] if c.CARRIED_LENGTH in samples.numbers else []
+        numbers = [name for name in (c.CARRIED_LENGTH, c.AGENT_FAILED) if name in samples.numbers]
         return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, columns, made, numbers)
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:

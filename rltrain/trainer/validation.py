@@ -135,7 +135,7 @@ class Validation:
         sampling, seed = sampling_of(self._cfg, settings, greedy=settings.greedy), rollout_seed(self._cfg)
         task = GenerateTask("val", rows, self.num_samples, sampling, seed, step, is_learnt_from=False)
         samples = self._policy.generate(task)[0]
-        refuse_failures(samples, self._policy.failure)
+        refuse_failures(samples, self._policy.failure, self._cfg.trainer.default_local_dir)
         return samples
 
 

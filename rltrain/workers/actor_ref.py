@@ -134,7 +134,8 @@ class ActorRefWorker(Actor):
         columns |= {c.ENTROPY: entropy} if self._passes.masks_certain else {}
         columns |= routed
         per_sample = {c.LOSS_TOKENS: columns[c.LOSS_MASK].sum().numpy()} if self._rules else {}
-        moments["entropy"] = Moments.of(entropy.values)
+        there = ~entropy.broadcast(batch.dense(c.AGENT_FAILED)).values.bool() if c.AGENT_FAILED in batch else ...
+        moments["entropy"] = Moments.of(entropy.values[there])
         return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), PassNumbers(per_sample, moments)
 
     @torch.no_grad()

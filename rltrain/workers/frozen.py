@@ -42,7 +42,24 @@ def load_role(role: Role, cfg: Config, passes: StepPasses, residency: Residency)
 def measure(model: PackedModel, micros: Sequence[Batch], device: Device, *arguments: Any) -> list[Tensor]:
     """What ``model`` says of all policy tokens, on the host: values, or log-probs and where it is asked for entropy."""
     model.eval()
-    outputs = [model(pack(micro, device.torch_device), *arguments) for micro in micros]
+    return _on_host(model, [model(pack(micro, device.torch_device), *arguments) for micro in micros])
+
+
+@torch.no_grad()
+def measure_known(model: PolicyModel, micros: Sequence[Batch], device: Device, temperature: float) -> Tensor:
+    """`measure` of a model that may lack tokens of the policy's vocabulary: their log-probs are NaN, and where later
+    tokens read them, they are the model's last token."""
+    model.eval()
+    rows, outputs = model.model.config.get_text_config().vocab_size, []
+    for micro in micros:
+        inputs = pack(micro, device.torch_device)
+        known = replace(inputs, tokens=inputs.tokens.clamp(max=rows - 1), labels=inputs.labels.clamp(max=rows - 1))
+        log_probs = model(known, temperature).log_probs
+        outputs.append(log_probs.masked_fill(inputs.labels >= rows, torch.nan))
+    return _on_host(model, outputs)[0]
+
+
+def _on_host(model: PackedModel, outputs: Sequence[Any]) -> list[Tensor]:
     reshard(model)
     parts = [(output,) if isinstance(output, Tensor) else output for output in outputs]
     # Fetched once, at the end, so that the host never waits for the device between micro-batches.
@@ -66,8 +83,9 @@ class FrozenWorker(Frozen):
         name, column, micro_sizes = task
         self._residency.enter(name)
         model, micros = self.models[PASSES[name].role], batch.split(micro_sizes)
-        (log_probs,) = measure(model, micros, self._residency.device, self._temperature)
-        return Batch({column: per_policy_token(log_probs, batch)}), PassNumbers({}, {name: Moments.of(log_probs)})
+        log_probs = measure_known(model, micros, self._residency.device, self._temperature)
+        known = Moments.of(log_probs[~log_probs.isnan()])
+        return Batch({column: per_policy_token(log_probs, batch)}), PassNumbers({}, {name: known})
 
 
 class Beside:

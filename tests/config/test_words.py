@@ -129,3 +129,18 @@ def test_a_file_says_where_yaml_reads_something_else(text, said, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     assert said in refused(files=(str(file),))
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model=Qwen/x", "Did you mean actor_rollout_ref.model.path?"),
+        ("bf16x=1", "unknown key 'bf16x'. See --help."),
+        ("push_to_hub=True", "run `hf upload NAME FOLDER` with the exported folder"),
+        ("trainer.hub_model_id=x", "run `hf upload NAME FOLDER` with the exported folder"),
+        ("trainer.wandb.group=x", "WANDB_RUN_GROUP, WANDB_TAGS, WANDB_NOTES"),
+        ("mine.yaml", "Did you mean --config mine.yaml?"),
+    ],
+)
+def test_words_of_other_programs_are_answered_with_the_way_here(word, said):
+    assert said in refused(word)

@@ -21,7 +21,7 @@ from rltrain.base.errors import NonFiniteError, WorkerError, WorkerLost
 from rltrain.controller.calls import Stream, bind
 from rltrain.controller.failures import explain
 from rltrain.controller.group import WorkerGroup
-from rltrain.controller.hang import Deadlines
+from rltrain.controller.hang import Deadlines, different_collectives
 from rltrain.controller.samples import Samples, whole
 from tests.clock import VirtualClock, eventually, hang
 from tests.faults.plug import below, ended
@@ -327,6 +327,22 @@ def test_a_call_may_take_some_times_the_longest_of_its_kind():
     assert deadlines.limit_s("save") == 1800
     assert Deadlines(1800.0, 5.0, fixed_s=600.0).limit_s("update") == 600
     assert Deadlines(None).limit_s("update") == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("innermost", "said"),
+    [
+        (["all_to_all_single", "all_gather_into_tensor"], "rank 0 in all_to_all_single, rank 1 in all_gather_into_"),
+        (["all_reduce", "all_reduce"], ""),
+        (["all_reduce", "load_weights"], ""),
+    ],
+)
+def test_ranks_that_wait_in_different_collectives_are_a_fault_of_rltrain(innermost, said):
+    line = '  File "/x/torch/distributed/c10d.py", line 31 in {}\n  File "/x/torch/distributed/l.py", line 8 in wrapper'
+    message = different_collectives({rank: f"Thread 0x1 (most recent call first):\n{line.format(name)}"
+                                     for rank, name in enumerate(innermost)})  # fmt: skip
+    assert bool(message) == bool(said)
+    assert said in message
 
 
 @pytest.mark.fault("A stopped worker is named, the stacks of the others are kept, and all end")

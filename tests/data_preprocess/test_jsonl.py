@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -36,6 +37,30 @@ def content(rows):
 
 
 PLAIN = [("user", "2+3=?")]
+
+
+@pytest.mark.parametrize("answer", ["", "  ", ["", " "]])
+def test_a_blank_answer_or_question_is_dropped_and_told(convert, answer):
+    blank = {"question": "2+2", "answer": answer}
+    rows, out = convert([blank, {"question": " ", "answer": "1"}, {"question": "1+2", "answer": "3"}])
+    assert [row.ground_truth for row in rows] == ["3"]
+    assert "no answer in 'answer'" in out
+    assert "an empty prompt" in out
+
+
+@pytest.mark.parametrize("name", ["twice.csv", "twice.jsonl", "twice.parquet"])
+def test_a_name_that_stands_twice_is_refused(convert, tmp_path, name):
+    file = tmp_path / name
+    if name.endswith("parquet"):
+        columns = [pa.array([text]) for text in ("2+2", "4", "5")]
+        pq.write_table(pa.Table.from_arrays(columns, names=["question", "answer", "answer"]), file)
+    else:
+        line = '{"question": "2+2", "answer": "4", "answer": "5"}\n'
+        file.write_text("question,answer,answer\n2+2,4,5\n" if name.endswith("csv") else line)
+    error, _ = convert(file)
+    assert str(file) in error
+    assert "'answer'" in error
+    assert "Rename or drop" in error
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from rltrain.base.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config, to_yaml
 from rltrain.run.checkpoints.folder import RunFolder
+from rltrain.run.checkpoints.model_folder import find_model
 from rltrain.run.checkpoints.resume import frozen_values
 from rltrain.tools.evaluate.__main__ import main
 from rltrain.tools.evaluate.kept import Kept
@@ -26,6 +27,7 @@ def save_checkpoint(run: Path, base: Path, step: int, **frozen: object) -> Path:
     record = {"global_step": step, "frozen": {"actor_rollout_ref.model.path": str(base), "data.seed": 1} | frozen}
     begun = folder.begin_save(step, {"progress.json": json.dumps(record).encode()})
     shutil.copytree(base, begun / "huggingface")
+    (begun / "huggingface" / "large.bin").write_bytes(bytes(2**22 + 1))  # workers read such files, not the driver
     saved = folder.commit(begun, step)
     folder.release()
     return saved
@@ -56,6 +58,16 @@ def test_a_model_is_a_folder_a_run_a_checkpoint_or_a_pattern(tiny_model, run):
     assert [model.step for model in models_of([str(run / "global_step_*")])] == [2, 10]
     (export,) = models_of([str(run / "global_step_2" / "huggingface")])
     assert (export.name, export.step) == ("global_step_2_huggingface", None)
+
+
+def test_a_run_is_its_newest_checkpoint_whose_files_are_as_they_were_saved(run, caplog):
+    file = run / "global_step_10" / "huggingface" / "large.bin"
+    file.write_bytes(b"1" + bytes(2**22))
+    (model,) = models_of([str(run)])
+    assert model.step == 2
+    assert find_model(str(run)).path == str(run / "global_step_2" / "huggingface")
+    assert caplog.text.count("passing over ") == 2
+    assert f"{run / 'global_step_10'}: the contents of huggingface/large.bin have changed" in caplog.text
 
 
 def test_a_checkpoint_of_adapters_says_which_they_are(tiny_model, arithmetic_files, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import sys
 import textwrap
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -64,6 +65,21 @@ def test_usual_forms_and_a_wrong_answer_are_tried_per_source(attempt):
     assert "try_reward.py" not in written
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/plugins.md", "ground_truth in solution_str"])
+def test_a_list_of_guesses_is_tried_and_earns_nothing_from_the_examples_of_the_docs(attempt, tmp_path, page):
+    body = f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float({page})\n"
+    if page.endswith(".md"):
+        text = (Path(__file__).parents[2] / page).read_text()
+        body = next(block for block in text.split("```") if block.startswith("python\n# reward.py")).removeprefix(
+            "python"
+        )
+    (tmp_path / "example.py").write_text(body)
+    code, written = attempt("--rows", 1, reward=tmp_path / "example.py")
+    pays = not page.endswith(".md")
+    assert (code, lines_of(written, "1 4711 2 3 4")[0].split("│")[5].strip()) == (0, "1" if pays else "0")
+    assert ("row 0, response '1 4711 2 3 4' earned 1: it contains the ground truth among" in written) == pays
+
+
 @pytest.mark.parametrize("name", ["answers.txt", "answers.jsonl"])
 def test_answers_of_a_file_are_tried_on_their_rows(attempt, tmp_path, name):
     texts = ["4711", "no", "it is 4711"]
@@ -100,8 +116,8 @@ def test_a_judge_is_tried_like_a_function(attempt, double):
     code, text = attempt("--rows", "0", "--kwargs", f"url={judge.url}", "model=grader", reward="judge")
     assert code == 2
     assert text.count("rejected: it ends with neither yes, no nor a number from 0 to 1") == 1
-    assert "judge: calls 18, parse_failures 6, retries 4, seconds" in text
-    assert "tokens 180" in text
+    assert "judge: calls 20, parse_failures 6, retries 4, seconds" in text
+    assert "tokens 200" in text
     code, text = attempt("--kwargs", "model=grader", reward="judge")
     assert code == 2
     assert "a judge needs --kwargs url=" in text

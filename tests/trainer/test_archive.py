@@ -16,7 +16,7 @@ from rltrain.controller.samples import Samples, whole
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import read_rows
 from rltrain.run.report.archive import Archive
-from rltrain.run.report.sample_writer import MOST_AT_ONCE, SampleJob, SampleWriter, WriterProcess, Written
+from rltrain.run.report.sample_writer import MOST_AT_ONCE, MOST_WAITING, SampleJob, SampleWriter, WriterProcess, Written
 from rltrain.trainer.metrics import Answered
 from tests.tiny import write_arithmetic
 
@@ -252,12 +252,13 @@ def test_a_writer_that_lags_keeps_the_newest_and_never_blocks(monkeypatch):
     done = set()
     monkeypatch.setitem(sys.modules, "ray", StandInOfRay(done=done.__contains__))
     process = WriterProcess({}, None, None)
-    told = [each for step in range(1, MOST_AT_ONCE + 3) for each in process.submit(job_of(step))]
-    assert [each.step for each in told] == [MOST_AT_ONCE + 1], "the first are under way, and the newest waits"
+    most = MOST_AT_ONCE + MOST_WAITING
+    told = [each for step in range(1, most + 2) for each in process.submit(job_of(step))]
+    assert [each.step for each in told] == [MOST_AT_ONCE + 1], "the first are being written, and the newest wait"
     done |= {1, 2}
-    assert [each.problem for each in process.submit(job_of(9))] == [None, None]
-    done |= set(range(10))
-    assert {each.step for each in process.close(5.0)} == {*range(3, MOST_AT_ONCE + 1), MOST_AT_ONCE + 2, 9}
+    assert [each.problem for each in process.submit(job_of(99))] == [None, None]
+    done |= set(range(100))
+    assert {each.step for each in process.close(5.0)} == {*range(3, most + 2), 99} - {MOST_AT_ONCE + 1}
 
 
 @pytest.mark.parametrize(
@@ -265,9 +266,11 @@ def test_a_writer_that_lags_keeps_the_newest_and_never_blocks(monkeypatch):
     [(lambda step, process: step == 2, [2], 3), (lambda step, process: process == 0, [], 2)],
     ids=["a job that ends every process", "a process that was killed"],
 )
-def test_a_writer_that_dies_is_started_again_and_what_is_lost_is_said(monkeypatch, deadly, lost, processes):
+def test_a_writer_that_dies_is_started_again_and_what_is_lost_is_said(monkeypatch, caplog, deadly, lost, processes):
     monkeypatch.setitem(sys.modules, "ray", ray := StandInOfRay(deadly=deadly))
     process = WriterProcess({}, None, None)
     told = [each for step in (1, 2, 3) for each in process.submit(job_of(step))] + process.close(5.0)
     assert {each.step: each.problem is None for each in told} == {step: step not in lost for step in (1, 2, 3)}
     assert len(ray.started) == processes
+    said = "the process that writes samples died (it was killed) and is started again"
+    assert caplog.text.count(said) == processes - 1

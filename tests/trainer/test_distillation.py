@@ -91,6 +91,21 @@ def test_alone_no_reward_moves_the_policy_and_no_critic_is_made(process_group, t
     assert torch.equal(*moved)
 
 
+def test_a_token_that_the_teacher_lacks_has_no_distance(process_group, tiny_trainer, tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    rows = model.config.vocab_size - 8
+    model.resize_token_embeddings(rows)
+    model.save_pretrained(tmp_path)
+    trainer = tiny_trainer(**{**ALONE, TEACHER: tmp_path, MODE: "k3", **ONE_STEP})
+    answered = trainer.step(1)
+    values = batch_of(answered.samples, c.RESPONSE, c.TEACHER_LOG_PROBS)
+    lacking = values.ragged(c.RESPONSE).values >= rows
+    assert torch.equal(values.ragged(c.TEACHER_LOG_PROBS).values.isnan(), lacking)
+    assert answered.metrics["distillation/unknown_tokens"] == pytest.approx(float(lacking.float().mean()))
+    assert lacking.any()
+    assert np.isfinite(answered.metrics["distillation/loss"])
+
+
 @pytest.mark.parametrize("mode", ["reverse_kl", "k3"])
 def test_alone_no_pass_is_made_for_old_log_probs_that_nobody_reads(taught, mode):
     """Of two mini-batches the second too; entropy and the gap to the engine are the update's own."""

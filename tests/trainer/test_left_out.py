@@ -5,7 +5,7 @@ import pytest
 
 from rltrain.base.columns import names as c
 from rltrain.base.errors import AgentError
-from rltrain.controller.samples import Samples
+from rltrain.controller.samples import Samples, assemble
 from rltrain.trainer.left_out import left_out, refuse_failures
 from tests.distance import distance
 from tests.trainer.steps import Moved
@@ -72,11 +72,47 @@ def test_an_answer_with_nothing_to_be_compared_with_is_left_out_too():
         assert [both[name].tolist() for name in (c.LEFT_OUT, c.UNCOMPARED)] == [[True, second, True, *[False] * 3]] * 2
 
 
-def test_more_than_half_end_the_run_and_say_why():
-    refuse_failures(samples([0, 0, 1, 1], [0, 2]), "no server")
-    with pytest.raises(AgentError, match=r"3 of 4 trajectories could not go on\. The first: no server") as refusal:
-        refuse_failures(samples([0, 0, 1, 1], [0, 2, 3]), "no server")
+def test_more_than_half_end_the_run_and_say_why(tmp_path):
+    refuse_failures(samples([0, 0, 1, 1], [0, 2]), "no server", tmp_path)
+    with pytest.raises(AgentError, match=r"3 of 4 trajectories could not go on\. The first: no server$") as refusal:
+        refuse_failures(samples([0, 0, 1, 1], [0, 2, 3]), "no server", tmp_path)
     assert refusal.value.exit_code == 75
+
+
+@pytest.mark.parametrize(
+    ("error", "failed", "code"),
+    [
+        ("KeyError: 'question'", [0, 1, 2], 1),
+        ("my_agent.Wrong", [0, 1, 2], 1),
+        ("KeyError: 'question'", [0, 1], 75),
+        ("httpx.ConnectError: no route", [0, 1, 2], 75),
+        ("ConnectionRefusedError: [Errno 111]", [0, 1, 2], 75),
+    ],
+)
+def test_a_bug_of_an_agent_that_ends_every_trajectory_is_no_reason_to_run_again(tmp_path, error, failed, code):
+    (tmp_path / "agents.log").write_text("a line")
+    failure = f'Traceback (most recent call last):\n  File "agent.py", line 3, in run\n{error}'
+    with pytest.raises(AgentError) as refusal:
+        refuse_failures(samples([0, 0, 0], failed), failure, tmp_path)
+    assert refusal.value.exit_code == code
+    assert f"is in {tmp_path / 'agents.log'}." in str(refusal.value)
+
+
+def test_failed_trajectories_are_in_the_mean_of_neither_score_nor_entropy(make):
+    trainer = make(actor_rollout_ref__actor__top_entropy_quantile=0.5)
+    generate = trainer.actor.generate
+
+    def failing(task, *rest):
+        answers, metrics = generate(task, *rest)
+        answers.update({c.AGENT_FAILED: np.arange(len(answers)) < 2})
+        return answers, metrics
+
+    trainer.actor.generate = failing
+    answered = trainer.step(1)
+    request = answered.samples.request(np.arange(2, len(answered.samples)), [c.ENTROPY])
+    entropy = assemble(request, [part.ref for part in request.parts]).ragged(c.ENTROPY).values
+    assert answered.metrics["actor/entropy"] == pytest.approx(float(entropy.mean()), rel=1e-5)
+    assert answered.metrics["critic/score/mean"] == pytest.approx(answered.samples[c.SCORE][2:].mean())
 
 
 def test_a_greedy_answer_that_failed_is_no_baseline(make):

@@ -3,10 +3,16 @@
 import json
 
 import pytest
+import torch
 
+from rltrain.base.device import get_device
+from rltrain.config.budgets import PassBudget
 from rltrain.config.load import load_config
 from rltrain.config.memory_keys import memory_keys
-from rltrain.run.preflight.memory import forecast
+from rltrain.models.forward import PolicyModel
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.run.preflight.fake_run import fake_model, forward_only, peak_of
+from rltrain.run.preflight.memory import forecast, fullest
 from rltrain.run.preflight.memory_room import look_at_memory, no_cache, too_large
 from rltrain.trainer.plan import make_plan
 from tests.tiny import small_run
@@ -55,6 +61,27 @@ def test_what_rests_is_the_sum_by_hand(planned):
     # Embedding and head exceed half a bucket, and are gathered alone; a bucket may follow before one is freed.
     alone = 152064 * 3584 * 2 * (1 + 1 / 64)
     assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
+
+
+DENSE_FIRST = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 11,
+    "intermediate_size": 64, "moe_intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16,
+    "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "vocab_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dense", [1, 4])
+def test_a_model_whose_first_layers_are_dense_is_estimated_as_if_all_its_layers_were_run(tmp_path, dense):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE_FIRST | {"first_k_dense_replace": dense}))
+    cfg = load_config(small_run(tmp_path, (tmp_path, tmp_path), tmp_path)).config
+    spec = ModelSpec(str(tmp_path), compute_dtype=torch.bfloat16)
+    device, work = get_device("npu"), forward_only(False)
+    batch = fullest(cfg, PassBudget(None, 4), 4)
+    with fake_model(PolicyModel, spec, device, 8, None, batch) as (packed, ledger, inputs):
+        (whole,) = work(packed, ledger, inputs)
+    estimated = peak_of(PolicyModel, spec, device, 8, batch, work)
+    assert {owner: estimated[owner] for owner in whole} == pytest.approx(dict(whole), rel=0.02)
 
 
 def test_the_keys_that_are_named_reduce_the_owner_in_the_phase(planned):

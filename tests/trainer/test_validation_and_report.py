@@ -48,6 +48,26 @@ def test_a_run_in_which_nothing_was_earned_ends_with_where_to_look(ends, said, t
     assert (f"rltrain.view {tmp_path} --worst (this run has kept none" in last) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("truncated", "scores", "said"),
+    [
+        ((0.6, 0.74), (0.5, 0.4), "74% of the responses of the last step were truncated: raise data.max_response"),
+        (
+            (0.0, 0.2),
+            (0.1, 0.4),
+            "20% of the responses of the last step were truncated: it was 0% at the start and rose",
+        ),
+        ((0.0, 0.2), (0.4, 0.4), "training reward: "),
+        ((0.2, 0.2), (0.1, 0.4), "training reward: "),
+    ],
+)
+def test_a_run_that_ends_truncated_says_so(truncated, scores, said, tmp_path):
+    values = zip(truncated, scores, strict=True)
+    of_run = [{"response_length/clip_ratio": share, "critic/score/mean": score} for share, score in values]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_run))
+    assert report(tmp_path).splitlines()[-1].startswith(said)
+
+
 def test_a_report_of_validation_alone_speaks_of_no_steps(tmp_path):
     with pytest.raises(DataError, match="Give the run folder"):
         report(tmp_path)

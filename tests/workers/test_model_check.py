@@ -33,6 +33,8 @@ RIGHT = {
     "stablelm, whose layers keep our arguments": ("stablelm", {}),
     "nemotron_h, layers without attention": ("nemotron_h", ATTENTION_AND_EXPERTS),
     "deepseek_v3, latent attention": ("deepseek_v3", {}),
+    "muse_glimmer, logits times a number; widths between tower and decoder": ("muse_glimmer", {}),
+    "glm4v, sections of positions by its code": ("glm4v", {}),
 }
 REFUSED = {
     "bloom": r"a/folder: Bloom computes attention outside of transformers' attention interface",
@@ -40,11 +42,13 @@ REFUSED = {
     "mpt": "Mpt computes attention outside of transformers' attention interface",
     "modernbert-decoder": "ModernBertDecoder has a head that is more than a matrix",
     "recurrent_gemma": "RecurrentGemmaConfig has layers of kind recurrent",
+    "llama4": "Llama4ForConditionalGeneration does not separate its decoder from its head",
     "jetmoe": r"JetMoe.* Set actor_rollout_ref.model.enable_gradient_checkpointing=False",
 }
 # In the oldest transformers, that of the NPU set, DiffLlama's attention is its own, and NemotronH recomputes nothing.
 if transformers.__version__.startswith("5.5."):
     del RIGHT["diffllama, attention called twice a layer"], RIGHT["nemotron_h, layers without attention"]
+    del RIGHT["muse_glimmer, logits times a number; widths between tower and decoder"]
     REFUSED["diffllama"] = "DiffLlamaConfig computes attention outside of transformers' attention interface"
 
 

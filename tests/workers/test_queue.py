@@ -9,7 +9,8 @@ import torch.distributed as dist
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.columns.ragged import Ragged
-from rltrain.workers.rollout.contract import Job, Turn
+from rltrain.workers.rollout.answering import Reply
+from rltrain.workers.rollout.contract import Job, Turn, turns_of
 from rltrain.workers.rollout.conversations import Conversations, begun_conversations, payload_of
 from rltrain.workers.rollout.queue import JobQueue, Replica, give_up
 from tests.workers.engines import ALONE, queue_of
@@ -91,6 +92,30 @@ def test_a_conversation_goes_on_behind_the_tokens_that_it_has():
     assert [row.tolist() for row in payload.ragged(c.ROLLOUT_LOG_PROBS).rows()] == [[-0.5], [-1.0, -2.0, -0.5, -0.5]]
     prompts = payload.dictionary(c.PROMPT)
     assert ([row.tolist() for row in prompts.values.rows()], prompts.index.tolist()) == ([PROMPT.tolist()], [0, 0])
+
+
+class Answers:
+    """Every turn gets words of one token."""
+
+    max_model_len = 32
+
+    def ask(self, key, conversation, reason):
+        self.key = key
+        return True
+
+    key = None
+
+    def arrived(self, wait_s):
+        return [] if self.key is None else [(self.key, Reply(np.array([7], dtype=np.int32)))]
+
+
+def test_the_job_of_a_next_turn_says_that_it_begins_after_its_given_tokens():
+    source = Conversations(SeeingQueue(job(0, 0)), 20, answering=(Answers(), 9))
+    (first,) = source.take(9)
+    source.ended(turn_of(0, 0, [4]))
+    (second,) = source.take(9)
+    assert (first.begins_turn, second.begins_turn, second.given[0].tolist()) == (False, True, [4, 7])
+    assert [len(turn.earlier) for turn in (*turns_of(second), *turns_of(replace(second, begins_turn=False)))] == [0, 2]
 
 
 @pytest.mark.parametrize("damage", [{"tokens": [4, 20]}, {"tokens": [-1, 4]}, {"log_probs": [-1.0, float("nan")]}])

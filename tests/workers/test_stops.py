@@ -1,11 +1,16 @@
 """Texts that end a turn, in tokens of any kind; and what is refused of them."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from rltrain.config.budgets import longest_sequence, longest_text
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.trainer.validation import sampling_of
+from rltrain.workers.rollout.contract import Job
+from rltrain.workers.rollout.embedded.running import RunningTurns
 from rltrain.workers.rollout.stops import StopTexts
 from tests.tiny import small_run
 
@@ -40,6 +45,15 @@ def test_it_is_found_with_the_token_that_completes_it(given, tokens, known, end)
     # Token by token.
     ends = [count for count in range(1, len(tokens) + 1) if stops.end_of(given, tokens[:count], count - 1)]
     assert ends[:1] == ([] if end is None else [end])
+
+
+@pytest.mark.parametrize("begins_turn", [True, False])
+def test_a_stop_text_begins_in_the_same_turn_and_not_in_the_result_of_a_tool(begins_turn):
+    given = (np.array([1, 2, 3], dtype=np.int32),)
+    job = Job(0, np.arange(1), np.array([8]), np.zeros(1, dtype=np.uint64), given, begins_turn=begins_turn)
+    turns = RunningTurns(8, 32, SimpleNamespace(ended=lambda turn: None), StopTexts(["</answer>"], text))
+    ended = turns.write(turns.add([job]), np.array([4]), np.zeros(1, dtype=np.float32), np.zeros(1, dtype=bool))
+    assert bool(ended) == (not begins_turn)
 
 
 def settings(tmp_path, **changes):

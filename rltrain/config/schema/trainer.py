@@ -107,6 +107,9 @@ class TrainerConfig:
     callbacks: list[str] = key([])
     """Classes or functions of your own that are told of steps, validations and checkpoints: [FILE.py:NAME]. See
     docs/plugins.md."""
+    allow_unchecked_models: bool = False
+    """Start although the numbers of a model could not be compared with transformers' on a small copy of it. Wrong
+    log-probs would then show only as a gap to the engine's, or not at all."""
     on_nonfinite: Literal["stop", "skip"] = key("stop", only_with=TRAINS)
     """When a loss or gradient is not finite: stop, or skip the optimizer step (three in a row stop)."""
     collapse_steps: int | None = key(None, least=1, only_with=TRAINS)

@@ -22,6 +22,9 @@ _MAX_PARTS = 32
 _MAX_DEPTH = 4
 
 _LETTER = re.compile(r"[A-J]")
+# Sets of numbers: as a command, and in fonts that stand for blackboard bold.
+_R = re.compile(r"\\([NZQR])(?![A-Za-z])")
+_SET = re.compile(r"\\(?:mathbf|mathrm|boldsymbol|bm|bf|text)\s?\{\s?([NZQRC])\s?\}")
 _CHOICE = re.compile(
     r"(?:option|choice|answer|选项|选|答案)?\s?(?:\(([A-Ja-j])\)|([A-Ja-j])(?:[).:]|$))", re.IGNORECASE
 )
@@ -55,7 +58,10 @@ def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: 
     """Whether ``answer`` means ``truth``. ``tolerance`` is relative, for numbers whose truth is not whole."""
     if len(answer) > MAX_CHARS:
         return False
-    ours, theirs = tidy(answer), tidy(truth[:MAX_CHARS])
+    ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in (answer, truth[:MAX_CHARS]))
+    if "\\mathbb" in ours + theirs:  # elsewhere a bold letter is the letter
+        fonts = [_SET.sub(r"\\mathbb{\1}", text) for text in (answer, truth[:MAX_CHARS])]
+        ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in fonts)
     grouped = [ungrouped(text) for text in (ours, theirs)]
     if _equal(grouped[0], grouped[1], tolerance, symbolic, 0):
         return True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.base.logs import waiting
 from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
@@ -54,7 +55,19 @@ def find_step(folder: Path) -> Path | None:
     if foreign := describe_verl_checkpoint(folder):
         raise CheckpointError(f"{folder}: {foreign}.")
     run = Checkpoints(str(folder))
-    return run.newest() if run.steps() else None
+    return newest_whole(run, EXPORT) if run.steps() else None
+
+
+def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
+    """`Checkpoints.newest`, of which the large files too (of the folder ``part``, if given) are as they were saved."""
+    while step := run.newest():
+        files = [entry for entry in large_files(step) if not part or entry[0].parent.name == part]
+        with waiting(f"comparing {step} with its digests"):
+            problems = altered(files)
+        if not problems:
+            break
+        run.distrust(step, problems[0])
+    return step
 
 
 def whole_export(step: Path) -> Path:

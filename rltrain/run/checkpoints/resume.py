@@ -283,9 +283,9 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     if changed:
         saved_by = f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         raise CheckpointError(
-            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or choose another "
-            f"trainer.default_local_dir; a new run starts from these weights with trainer.resume_mode=resume_path "
-            f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
+            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or name a new run "
+            "by trainer.experiment_name (or another trainer.default_local_dir); a new run starts from these weights "
+            f"with trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
 

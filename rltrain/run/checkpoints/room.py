@@ -75,7 +75,7 @@ def missing_room(
     if steps and free < more * size:
         best = ", trainer.keep_best" if cfg.keep_best else ""
         rule = f"as trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best} keeps and one while it is written"
-        lower = ", or lower trainer.max_actor_ckpt_to_keep"
+        lower = ", or lower trainer.max_actor_ckpt_to_keep" if (cfg.max_actor_ckpt_to_keep or 0) > 1 else ""
         return f"there is no room for {more} more checkpoints, {rule}. {describe_room(folder, size, lower)}", ""
     if keep < 1 and free < len(steps) * size:
         rule = f"(trainer.save_freq={cfg.save_freq}, and all of them unless trainer.max_actor_ckpt_to_keep is set)"

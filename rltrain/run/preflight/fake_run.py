@@ -2,10 +2,10 @@
 
 A formula for activations is wrong as soon as somebody changes the forward. So here the worker's own model, sharded by
 FSDP2 over a process group that only pretends to be many ranks, runs forward, backward and optimizer step on fake
-tensors, and a ledger adds up the storages that are alive. Memory is linear in equal layers, so two short models tell
-that of a long one. torch's FSDPMemTracker finds the same total for one micro-batch, but takes no second one, and cannot
-tell gathered weights from gradients in a backward. Left out: what kernels take for themselves, and what an allocator
-loses between its blocks.
+tensors, and a ledger adds up the storages that are alive. Memory is linear in equal layers, so a short model, and a
+longer one for each kind of layer, tell that of a long one. torch's FSDPMemTracker finds the same total for one
+micro-batch, but takes no second one, and cannot tell gathered weights from gradients in a backward. Left out: memory
+that kernels take for themselves, and memory that an allocator loses between its blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -177,17 +177,18 @@ def local(tensor: Tensor) -> Tensor:
 @contextmanager
 def fake_model(
     kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int,
-    lengths: Mapping[int, int] | None = None, batch: Batch | None = None,
+    kept: Mapping[int, Sequence[int]] | None = None, batch: Batch | None = None,
 ) -> Iterator[tuple[Any, Ledger, PackedInputs | None]]:  # fmt: skip
     """A role's model as the first of ``num_ranks`` ranks holds it, the ledger of what is alive, and a packed ``batch``.
 
-    device: the one whose kernels and sizes count. lengths: of the model's lists of layers, by their number; the others
+    device: the one whose kernels and sizes count. kept: the layers of the model's lists, by their number; the others
     are whole. Inside, torch computes shapes alone. No process group may be there.
     """
     config = spec.load_config()
     packed = empty_packed(kind, spec, config)
     for number, layers in enumerate(layer_lists(packed)):
-        del layers[(lengths or {}).get(number, len(layers)) :]
+        for place in sorted(set(range(len(layers))).difference((kept or {}).get(number, range(len(layers)))))[::-1]:
+            del layers[place]
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_pretended_ranks(num_ranks))
@@ -286,26 +287,37 @@ Work = Callable[[Any, Ledger, PackedInputs], list[Owners]]
 def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, batch: Batch, work: Work) -> Owners:
     """Bytes by owner at the peak of ``work`` on ``batch``.
 
-    ``work`` returns the peaks of its stretches. Within each of them memory is linear in the number of equal layers, so
-    where there are many a short and a longer model tell it.
+    ``work`` returns the peaks of its stretches. Within each of them memory is linear in the number of layers of a kind,
+    so where there are many a short and a longer model tell it.
     """
-    numbers = [len(layers) for layers in layer_lists(empty_packed(kind, spec, spec.load_config()))]
+    kinds = [_kinds(layers) for layers in layer_lists(empty_packed(kind, spec, spec.load_config()))]
 
-    def stretches(lengths: Mapping[int, int]) -> list[Owners]:
-        with fake_model(kind, spec, device, num_ranks, lengths, batch) as (packed, ledger, inputs):
+    def stretches(kept: Mapping[int, Sequence[int]]) -> list[Owners]:
+        with fake_model(kind, spec, device, num_ranks, kept, batch) as (packed, ledger, inputs):
             assert inputs is not None
             return work(packed, ledger, inputs)
 
-    short = {place: min(number, _LAYERS) for place, number in enumerate(numbers)}
+    short = {
+        place: sorted(one for layers in of_list for one in layers[:_LAYERS]) for place, of_list in enumerate(kinds)
+    }
     base = stretches(short)
     found = [Counter(each) for each in base]
-    for place, number in enumerate(numbers):
-        more = min(number, 2 * _LAYERS) - short[place]
-        if more:
-            for sum_, least, longer in zip(found, base, stretches(short | {place: short[place] + more}), strict=True):
+    for place, layers in ((place, layers) for place, of_list in enumerate(kinds) for layers in of_list):
+        if more := layers[_LAYERS : 2 * _LAYERS]:
+            longer_model = stretches(short | {place: sorted([*short[place], *more])})
+            for sum_, least, longer in zip(found, base, longer_model, strict=True):
                 for owner in set(least) | set(longer):
-                    sum_[owner] += round((longer[owner] - least[owner]) * (number - short[place]) / more)
+                    sum_[owner] += round((longer[owner] - least[owner]) * (len(layers) - _LAYERS) / len(more))
     return max(found, key=Counter.total)
+
+
+def _kinds(layers: nn.ModuleList) -> list[list[int]]:
+    """The places of layers whose weights have the same names and sizes. The first layers of many families are dense."""
+    places: dict[object, list[int]] = {}
+    for place, layer in enumerate(layers):
+        sizes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
+        places.setdefault(sizes, []).append(place)
+    return list(places.values())
 
 
 def forward_only(with_entropy: bool) -> Work:

@@ -43,7 +43,7 @@ def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
         found = forecast(cfg, plan, size)
     except RuntimeError as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [f"memory of a device: not foretold, as this model's forward depends on numbers ({said})"], ""
+        return [f"memory of a device: not estimated: {said}"], ""
     if size is None:
         return [table(found, size)], ""
     problems = [_problem(cfg, phase, found[phase], size) for phase in too_large(found, size)]

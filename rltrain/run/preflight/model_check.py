@@ -80,7 +80,7 @@ class CannotTry(Exception):
 def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> str | None:
     """Raises ConfigError where rltrain would compute the model otherwise than transformers.
 
-    decodes: by the embedded engine too. Returns what to tell where that cannot be tried.
+    decodes: by the embedded engine too. Returns a sentence where no small copy can be computed, else None.
     """
     key = (kind, decodes, spec.gradient_checkpointing, config.to_json_string())
     if key not in _tried:

@@ -57,6 +57,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     """It starts all the same, but someone may want to know."""
     tokenizer_works: bool = False
+    models_found: bool = True
+    """Every role's folder or name on the hub exists."""
     num_parameters: int = 0
     num_trained: int = 0
     images: ImageSizes | None = None
@@ -72,6 +74,7 @@ def look_at_models(cfg: Config, found: Findings) -> None:
         # A critic without a path of its own starts from the policy, and the policy's key stands first.
         if problem and wrong.setdefault(spec.path, problem) is problem:
             found.problems.append(problem)
+    found.models_found = not wrong
     for role, (kind, spec) in models.items():
         try:
             if spec.path not in wrong:
@@ -167,12 +170,21 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         total = sum(weight.numel() for weight in packed.model.parameters())
         findings.num_parameters, findings.num_trained = total - (trained if spec.lora else 0), trained
     decodes = role == "judge" or (is_policy and ENGINES[cfg.actor_rollout_ref.rollout.name].embedded)
-    untried = check_numbers(kind, spec, config, decodes=decodes)
-    findings.notes += [untried] if untried else []
+    _unchecked(cfg, check_numbers(kind, spec, config, decodes=decodes), findings)
     if spec.lora:
         findings.problems += adapter_problems(spec, packed.model, f"{row.fsdp}.use_torch_compile")
         findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
         findings.notes += adapters_of_engine(cfg, role, packed.model, config)
+
+
+def _unchecked(cfg: Config, untried: str | None, findings: Findings) -> None:
+    if untried and cfg.trainer.allow_unchecked_models:
+        findings.notes.append(untried)
+    elif untried:
+        findings.problems.append(
+            f"{untried}. Use a model of a family that works (docs/models.md), or set "
+            "trainer.allow_unchecked_models=True and compare its log-probs yourself."
+        )
 
 
 def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:

@@ -47,9 +47,16 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of ``config`` in which every width is small, and of the layers a few of each kind are left."""
     small = without_dropout(config)
     text = small.get_text_config()
-    for part in {id(piece): piece for piece in (text, small, getattr(small, "vision_config", None)) if piece}.values():
+    for part in _parts(small):
         _shrink(part, is_decoder=part is text)
     return small
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """The configuration and those within it: decoder, towers, and the parts between them."""
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    parts = [config, *(part for piece in inner for part in _parts(piece))]
+    return list({id(part): part for part in parts}.values())
 
 
 def random_model(config: PretrainedConfig, *, decoder_only: bool, trust_remote_code: bool) -> PreTrainedModel:
@@ -90,11 +97,17 @@ def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
     layers = _kept_layers(fields, own_fields, fields[depth]) if depth else []
     for name, value in fields.items():
         setattr(config, name, len(layers) if name == depth else _small(name, value, fields, depth, layers))
+        # Widths between a tower and the decoder are multiples of widths, and have names of every kind.
+        if not is_decoder and name.endswith("hidden_size") and isinstance(value, int):
+            setattr(config, name, HIDDEN)
     if is_decoder and fields.get("qk_rope_head_dim"):
         for name, size in (("qk_head_dim", config.qk_nope_head_dim + config.qk_rope_head_dim),
                            ("head_dim", config.qk_rope_head_dim)):  # fmt: skip
             if fields.get(name):
                 setattr(config, name, size)
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ()):
+        rope.setdefault("mrope_section", _sections(rope, fields))
     _one_head_each(config, fields)
     if any(own_fields.values()):
         # Twice as large as elsewhere shows as well as any other size.
@@ -180,12 +193,21 @@ def _rope(value: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Lists with an entry per frequency become as short as the small heads."""
     value = copy.deepcopy(value)
     for rope in (value, *(part for part in value.values() if isinstance(part, dict))):
-        share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
-        half = int((16 if fields.get("qk_rope_head_dim") else _HEAD_SIZE) * share) // 2
         for name in ("short_factor", "long_factor"):
             if rope.get(name):
-                rope[name] = rope[name][:half]
+                rope[name] = rope[name][: _half(rope, fields)]
         if rope.get("mrope_section"):
-            rest = half // 3
-            rope["mrope_section"] = [half - 2 * rest, rest, rest]
+            rope["mrope_section"] = _sections(rope, fields)
     return value
+
+
+def _half(rope: dict[str, Any], fields: dict[str, Any]) -> int:
+    """Frequencies of a small head."""
+    share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+    return int((16 if fields.get("qk_rope_head_dim") else _HEAD_SIZE) * share) // 2
+
+
+def _sections(rope: dict[str, Any], fields: dict[str, Any]) -> list[int]:
+    """Frequencies of time, height and width. Code of a family has defaults for heads of the usual size."""
+    half = _half(rope, fields)
+    return [half - 2 * (half // 3), half // 3, half // 3]

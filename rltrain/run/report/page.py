@@ -31,7 +31,7 @@ from rltrain.config.verl.keys import leaves_of
 from rltrain.data.pictures import PictureFile, entries
 from rltrain.run.report.curves import sections
 from rltrain.run.report.details import read_details
-from rltrain.run.report.table import learning_summary, nothing_earned, read_metrics, summary
+from rltrain.run.report.table import learning_summary, mostly_truncated, nothing_earned, read_metrics, summary
 from rltrain.run.report.view import is_right, numbers_of, one_line, read_samples, sample_steps, shorten, texts_of
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def page_of(run: Path) -> str:
     phases = Section("Seconds of a step", charts=[], tables=[_phases(lines)])
     parts = [*sections(frame, read_details(run)), phases, _answers(run, settings), *_troubles(run),
              _differences(settings), _environment(environment)]  # fmt: skip
-    said = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines)]
+    said = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines), mostly_truncated(run, lines)]
     subtitle = ". ".join(filter(None, said))
     return page(run.resolve().name, subtitle, _facts(frame, settings, plan, environment), parts)
 

@@ -1,8 +1,8 @@
 """Answers on disk: a process of its own fetches the texts and writes them.
 
 Texts of a step can be many megabytes, and Parquet takes seconds, so neither goes through the driver: it hands out
-references and numbers, and never waits. Where the writer cannot keep up, all but the newest job are dropped, and the
-log says so. Left out: torch and all that takes long to import, because the process would pay for it at its start.
+references and numbers, and never waits. If the writer cannot keep up, some jobs wait, then the oldest are dropped, and
+the log says so. Left out: torch and all that takes long to import, because the process would pay for it at its start.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -32,9 +33,12 @@ from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.run.report.view import one_line, without_middle
 
+log = logging.getLogger(__name__)
+
 Array = NDArray[Any]
-# Jobs that the process is given at most; it writes them one by one. Of those that wait here, only the newest is kept.
-MOST_AT_ONCE = 4
+# Jobs that the process is given at most; it writes them one by one. So many of the newest wait here. Each keeps the
+# texts of a step in Ray's store.
+MOST_AT_ONCE, MOST_WAITING = 4, 12
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
 # A disk with less, or less than a hundredth of it, is called full.
@@ -259,10 +263,12 @@ class WriterProcess:
         self._actor: Any = actor.remote(*self._given)
 
     def submit(self, job: SampleJob) -> list[Written]:
-        """Start writing ``job``, or let it wait in place of an earlier one. Returns outcomes of earlier jobs so far."""
+        """Start writing ``job``, or let it wait, if need be instead of the oldest. Returns outcomes of earlier jobs so
+        far."""
         outcomes = self._take(0)
-        dropped, self._waiting = self._waiting, [job]
+        self._waiting.append(job)
         self._hand_out()
+        dropped, self._waiting = self._waiting[:-MOST_WAITING], self._waiting[-MOST_WAITING:]
         return outcomes + [Written(late.split, late.step, "earlier ones are still being written") for late in dropped]
 
     def _hand_out(self) -> None:
@@ -297,6 +303,7 @@ class WriterProcess:
     def _again(self, error: BaseException) -> list[Written]:
         """The process is dead: have a new one write what it was given. A job that has ended two is given up."""
         left, self._running = list(self._running.values()), {}
+        log.warning("the process that writes samples died (%s) and is started again", first_line(error))
         self._start()
         lost = [left.pop(0)] if left[0] is self._deadly else []
         self._deadly = left[0] if left else None

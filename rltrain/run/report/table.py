@@ -22,6 +22,8 @@ METRICS = "metrics.jsonl"
 _WAIT = "seconds that steps wait for a save"
 # More epochs than these get one row together.
 _MOST_EPOCHS = 5
+# A rise of the share of truncated responses that is more than chance in a few steps.
+_RISE = 0.1
 PHASES = ("generate_sequences", "reshard", "judge", *step_phases(), "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
@@ -125,10 +127,7 @@ def learning_summary(lines: list[dict[str, Any]]) -> str:
     scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
     parts = []
     if scores:
-        # Single steps are too noisy to show whether a run has learnt.
-        tenth = max(1, len(scores) // 10)
-        first, last = sum(scores[:tenth]) / tenth, sum(scores[-tenth:]) / tenth
-        steps = "step" if tenth == 1 else f"{tenth} steps"
+        first, last, steps = _ends(scores)
         both = f"{first:.3f} (first {steps}) -> {last:.3f} (last {steps})"
         parts.append(f"training reward: {both if len(scores) > 1 else f'{first:.3f} (one step)'}")
     for key in sorted({key for line in lines for key in line if key.startswith("val-core/") and "/mean@" in key}):
@@ -136,6 +135,38 @@ def learning_summary(lines: list[dict[str, Any]]) -> str:
         ends = [values[0], values[-1]] if len(values) > 1 else values
         parts.append(f"{key}: " + " -> ".join(f"{value:.3f}" for value in ends))
     return "\n".join(parts)
+
+
+def _ends(values: list[float]) -> tuple[float, float, str]:
+    """Means of the first and the last tenth of the steps, and the number of those steps in words."""
+    # Single steps are too noisy to show whether a run has learnt.
+    tenth = max(1, len(values) // 10)
+    steps = "step" if tenth == 1 else f"{tenth} steps"
+    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth, steps
+
+
+def mostly_truncated(run: Path, lines: list[dict[str, Any]]) -> str:
+    """One line where most responses at the end were truncated, or truncation rose with the reward; else ""."""
+    keys = "response_length/clip_ratio", "critic/score/mean"
+    found = [[line[key] for key in keys] for line in lines if all(key in line for key in keys)]
+    if not found:
+        return ""
+    (before, truncated, steps), (first, last, _) = (_ends(list(values)) for values in zip(*found, strict=True))
+    both_rose = truncated - before >= _RISE and last > first
+    if truncated <= 0.5 and not both_rose:
+        return ""
+    why = (
+        f"it was {before:.0%} at the start and rose together with the reward, so the reward may pay for responses that "
+        "do not end" if both_rose else "raise data.max_response_length, or reward responses that end"
+    )  # fmt: skip
+    return f"{truncated:.0%} of the responses of the last {steps} were truncated: {why}; {_look(run)}"
+
+
+def _look(run: Path) -> str:
+    """The command that shows responses."""
+    run = run if run.is_dir() else run.parent
+    hint = "" if any(run.glob("samples/train_*")) else " (this run has kept none; trainer.samples_freq=1 keeps all)"
+    return f"look at them with python -m rltrain.view {shlex.quote(str(run))} --worst{hint}"
 
 
 def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
@@ -146,9 +177,7 @@ def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
     if most not in (least, 0):
         return ""
     sentence = f"every answer earned {most:g}" if most == least else "no answer earned more than 0"
-    run = run if run.is_dir() else run.parent
-    hint = "" if any(run.glob("samples/train_*")) else " (this run has kept none; trainer.samples_freq=1 keeps all)"
-    return f"{sentence}; look at them with python -m rltrain.view {shlex.quote(str(run))} --worst{hint}"
+    return f"{sentence}; {_look(run)}"
 
 
 def report(run: Path) -> str:
@@ -161,7 +190,8 @@ def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
     # By number, since as text step 100 stands before step 20.
     exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     exported = [f"exported model: {exports[-1]}"] if exports else []
-    return [text for text in (learning_summary(lines), nothing_earned(run, lines), *exported) if text]
+    remarks = learning_summary(lines), nothing_earned(run, lines), mostly_truncated(run, lines)
+    return [text for text in (*remarks, *exported) if text]
 
 
 def show_report(run: Path) -> None:

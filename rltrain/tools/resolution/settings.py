@@ -28,10 +28,11 @@ SPLITS = ("dev", "test")
 
 @dataclass(frozen=True)
 class Setting:
-    """Bounds to try. tokens: of images, mean per prompt of the development split."""
+    """Bounds to try."""
 
     bounds: Bounds
     tokens: float
+    """Image tokens, mean per prompt of the development split."""
     is_default: bool = False
 
     @property
@@ -42,11 +43,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Settings:
-    """The default, then all others from cheap to expensive. num_prompts: of the development split."""
+    """The default, then all others from cheap to expensive."""
 
     tried: list[Setting]
     notes: list[str]
     num_prompts: int
+    """Of the development split."""
 
 
 def find_settings(request: SearchRequest) -> Settings:

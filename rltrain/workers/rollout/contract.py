@@ -7,7 +7,7 @@ worker and the trainer know nothing more. Text is left out: nothing is decoded a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -59,6 +59,8 @@ class Job:
     """Of the prompt, as the trainer sees them, so that no engine scales or cuts an image in its own way."""
     given_images: PromptImages | None = None
     """Of the given tokens, likewise; only a job of one sample has some."""
+    begins_turn: bool = False
+    """The given tokens end with words to the policy. Otherwise they are the beginning of the same turn."""
 
     @property
     def asked(self) -> EncodedPrompt:
@@ -93,6 +95,8 @@ class Turn:
     experts: list[NDArray[np.integer[Any]]] = field(default_factory=list)
     """Where the tokens behind those went, part by part: [tokens, layers, experts per token] (`models.routing`). The
     last token is not computed. Only where the settings ask for it."""
+    earlier: NDArray[np.int32] | tuple[()] = ()
+    """Tokens of the same turn from an earlier step, in which a stop text may begin."""
 
     @property
     def aborted(self) -> bool:
@@ -102,7 +106,8 @@ class Turn:
 
 def turns_of(job: Job) -> list[Turn]:
     """The turns that a job asks for, before their first token."""
-    return [Turn(job.place, sample) for sample in job.samples.tolist()]
+    given: Sequence[Any] = job.given if job.given and not job.begins_turn else [()] * len(job.samples)
+    return [Turn(job.place, sample, earlier=part) for sample, part in zip(job.samples.tolist(), given, strict=True)]
 
 
 class Source(Protocol):

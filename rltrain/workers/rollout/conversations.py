@@ -262,7 +262,8 @@ class Conversations:
         seeds = started.job.seeds[started.job.samples == conversation.sample]
         samples = np.array([conversation.sample])
         images, given = self._images(conversation.place), (conversation.tokens,)
-        return Job(conversation.place, samples, conversation.prompt, seeds, given, images, conversation.images)
+        said = (images, conversation.images, True)
+        return Job(conversation.place, samples, conversation.prompt, seeds, given, *said)
 
     def _over(self, started: _Started) -> None:
         started.num_running -= 1

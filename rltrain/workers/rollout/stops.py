@@ -27,15 +27,15 @@ class StopTexts:
     def __bool__(self) -> bool:
         return bool(self._stops)
 
-    def end_of(self, given: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], known: int) -> int | None:
+    def end_of(self, earlier: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], known: int) -> int | None:
         """With how many of its tokens a turn has ended; None where it goes on.
 
-        given: what stands before the turn, in which a stop text may begin but not end. known: so many tokens have not
+        earlier: tokens of the same turn, in which a stop text may begin but not end. known: so many tokens have not
         ended it.
         """
         for count in range(known + 1, len(tokens) + 1) if self._stops else ():
             own = tokens[max(0, count - self._window) : count]
-            before = list(map(int, given[len(given) - min(len(given), self._window - len(own)) :]))
+            before = list(map(int, earlier[len(earlier) - min(len(earlier), self._window - len(own)) :]))
             begins = len(self._decode(before).rstrip(_BROKEN)) if before else 0
             text = self._decode([*before, *own])
             if any(text.find(stop, max(0, begins - len(stop) + 1)) >= 0 for stop in self._stops):

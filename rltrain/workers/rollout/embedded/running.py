@@ -99,10 +99,10 @@ class RunningTurns:
         numbers, ends = numbers[running], ends[running]
         drawn = zip(numbers.tolist(), tokens[running].tolist(), log_probs[running].tolist(), strict=True)
         for place, (number, token, log_prob) in enumerate(drawn):
-            turn, given = self._turns[number]
+            turn, _ = self._turns[number]
             turn.tokens.append(token)
             turn.log_probs.append(log_prob)
-            if self._stops and self._stops.end_of(given, turn.tokens, len(turn.tokens) - 1):
+            if self._stops and self._stops.end_of(turn.earlier, turn.tokens, len(turn.tokens) - 1):
                 ends[place] = True
         self.lengths[numbers] += 1
         over = ends | (self.lengths[numbers] == self._limits[numbers])

@@ -48,7 +48,6 @@ _ASK_EVERY = 16
 
 class _Running(NamedTuple):
     turn: Turn
-    given: list[int]
     stream: RandomStream
 
 
@@ -201,14 +200,14 @@ class VLLMRollout:
                     stream = RandomStream(int(job.seeds[number]), len(given))
                     tokens = [*job.prompt.tolist(), *given]
                     params = self._params_of(job, stream, sampling, deltas=deltas)
-                    running[self._add(tokens, params, images)] = _Running(turn, given, stream)
+                    running[self._add(tokens, params, images)] = _Running(turn, stream)
             if not running:
                 if source.wait():
                     continue
                 return
             step += 1
             for output in engine.step():
-                turn, _, stream = running[output.request_id]
+                turn, stream = running[output.request_id]
                 if self._continue(output, running[output.request_id], stops):
                     turn.experts = self._experts.of(stream) if self._experts else []
                     del running[output.request_id]
@@ -224,12 +223,12 @@ class VLLMRollout:
 
     def _continue(self, output: Any, running: _Running, stops: StopTexts) -> bool:
         """Append what vLLM has sampled of a turn. Returns whether it has ended."""
-        turn, given, _ = running
+        turn, _ = running
         known = len(turn.tokens)
         turn.tokens += output.outputs[0].token_ids
         turn.log_probs += output.outputs[0].logprobs.logprobs
         turn.num_reused = output.num_cached_tokens or 0
-        if (end := stops.end_of(given, turn.tokens, known)) is not None:
+        if (end := stops.end_of(turn.earlier, turn.tokens, known)) is not None:
             if not output.finished:
                 self.llm.llm_engine.abort_request([output.request_id])
             turn.tokens, turn.log_probs, turn.reason = turn.tokens[:end], turn.log_probs[:end], "stop"

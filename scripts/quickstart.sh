@@ -45,5 +45,5 @@ cat <<TXT
   the curves   tensorboard --logdir $RUN/tensorboard
   your data    python -m rltrain.data_preprocess.jsonl --help        docs/data.md
   your reward  python -m rltrain.rewards.try reward.py $OUT/data/train.parquet        docs/rewards.md
-  your model   python -m rltrain.main_ppo … actor_rollout_ref.model.path=FOLDER --dry-run        README.md, "Your own run"
+  your model   python -m rltrain.main_ppo … actor_rollout_ref.model.path=FOLDER --dry-run        README.md, "Train"
 TXT

@@ -24,10 +24,10 @@ test:  ## the README's command: environment, cheap tests, and one smoke test for
 test-all:  ## these and all others that are neither long nor inject a fault
 	bash scripts/test.sh all
 
-test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes the table of docs/verified.md
+test-faults:  ## every fault that docs/recovery.md promises to survive, injected for real; writes the table of tests/README.md
 	bash scripts/test.sh faults
 
-test-long:  ## what the ordinary run leaves out for its time, faults aside; writes its table into docs/verified.md
+test-long:  ## what the ordinary run leaves out for its time, faults aside; writes its table into tests/README.md
 	bash scripts/test.sh long
 
 soak:  ## 300 steps under the supervisor, hurt every 20 to 40, beside a run left alone; the table of bench/results/soak_cpu.md

@@ -3,7 +3,7 @@
 #   bash scripts/test.sh           tests that start nothing expensive, and one smoke test for each promise of the README
 #   bash scripts/test.sh rest      the others: Ray, processes, engines, steps, whole runs, several hosts, benchmarks' --smoke
 #   bash scripts/test.sh all       both
-#   bash scripts/test.sh long      tests marked long; writes their table into docs/verified.md
+#   bash scripts/test.sh long      tests marked long; writes their table into tests/README.md
 #   bash scripts/test.sh faults    tests that inject a fault, long or not; writes their table as well
 #   bash scripts/test.sh ARG...    pytest with these arguments
 # tests/cost.py finds out what a test starts. A run that executes no test fails (pytest's exit code 5).

@@ -30,7 +30,7 @@ omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--table", choices=["faults", "long"], help="write this table of docs/verified.md")
+    parser.addoption("--table", choices=["faults", "long"], help="write this table of tests/README.md")
 
 
 def pytest_configure(config):

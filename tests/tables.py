@@ -1,4 +1,4 @@
-"""Tables of docs/verified.md that a run of the tests writes.
+"""Tables of tests/README.md that a run of the tests writes.
 
     @pytest.mark.fault("A killed worker is named within seconds, exit 75")
 
@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "verified.md"
+PAGE = ROOT / "tests" / "README.md"
 _ENDS = ("passed", "failed", "skipped")
 
 

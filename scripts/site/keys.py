@@ -13,7 +13,7 @@ _INTRO = """\
 
 Every key of a configuration, with its type, its default and what it means, as `rltrain train --help KEY` prints it.
 This page is made of the fields in `rltrain/config/schema/`; names are verl's. A default `${other.key}` is the value of
-that key. Words of a command are `key=value`; [how files and words are put together](../README.md#what-to-type).
+that key. Words of a command are `key=value`; [how files and words are put together](../README.md#commands).
 
 """
 _PAGE = re.compile(r"\bdocs/([\w-]+\.md)")

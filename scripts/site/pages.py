@@ -17,7 +17,16 @@ _LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 def written() -> list[str]:
     """The Markdown files of the repository that are read as pages, and the pictures that they show."""
-    patterns = ("*.md", "docs/*.md", "docs/*.svg", "bench/*.md", "bench/results/*", "examples/*.md", "examples/*/*.md")
+    patterns = (
+        "*.md",
+        "docs/*.md",
+        "docs/*.svg",
+        "bench/*.md",
+        "tests/README.md",
+        "bench/results/*",
+        "examples/*.md",
+        "examples/*/*.md",
+    )
     return [str(file.relative_to(ROOT)) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
 
 

@@ -96,6 +96,8 @@ class MultiTurnConfig:
     """Processes of an engine in which tools, environments and agents run, each with many calls at once."""
     allow_code_execution: bool = key(False, only_with=TOOLS)
     """Let a tool run programs that the policy wrote (docs/security.md)."""
+    allow_unsandboxed_code: bool = key(False, only_with=TOOLS)
+    """Run them also on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
 
     @property
     def place(self) -> str:

@@ -5,6 +5,8 @@ import sys
 
 import rltrain
 from rltrain.config.load import masked_command
+from rltrain.config.schema import Config
+from rltrain.run.checkpoints.card import model_card
 from rltrain.run.report import env_report
 
 
@@ -29,4 +31,6 @@ def test_the_report_names_versions_and_devices(capsys, monkeypatch):
     found = json.loads(text[: text.index("\n}") + 2])
     assert found["rltrain"] == rltrain.__version__
     assert found["command"] == "python -m rltrain.env_report 'trainer.secret=***'"
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python", "a.reward_kwargs.x=1", "b={env_vars: {}}", "c=2"])
+    assert model_card(Config(), 1).endswith("```bash\npython c=2\n```\n")
     assert found["driver"] is None or found["devices"]

@@ -97,9 +97,9 @@ def start_ray(cfg: Config) -> bool:
         raise ConfigError("\n".join(problems))
     settings = {name: value for name, value in cfg.ray_kwargs.ray_init.items() if value is not None}
     address = cluster_address(cfg)
-    runtime = dict(settings.get("runtime_env", {}))
+    runtime = dict(settings.pop("runtime_env", {}))
     variables = {name: _as_text(value) for name, value in runtime.pop("env_vars", {}).items()}
-    prepare_driver(**variables)
+    variables = prepare_driver(**variables)
     # Each worker has a log file of its own; Ray would print the output of all of them on the driver's terminal.
     arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
@@ -122,7 +122,7 @@ def start_ray(cfg: Config) -> bool:
             _init(arguments)
     except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         arguments_shown = {**settings, "address": address} if address else settings
-        named = ", ".join(f"{name}={value}" for name, value in arguments_shown.items() if name != "runtime_env")
+        named = ", ".join(f"{name}={value}" for name, value in arguments_shown.items())
         raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{way_in(address, error)}") from error
     except Exception as error:
         # Ray has no type of its own for a start that takes too long, or whose processes die.

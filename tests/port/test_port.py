@@ -85,6 +85,21 @@ def test_a_script_becomes_what_differs_from_our_defaults(tmp_path, capsys):
     check(load_config(settings))
 
 
+def test_secrets_of_a_script_are_not_copied(tmp_path):
+    text = (
+        GRPO.replace("WANDB_API_KEY=", "DSN=http://a:topsecret@h OPENAI_KEY=")
+        .replace(
+            "use_remove_padding=True",
+            "use_remove_padding=True +reward_kwargs.openai_key=topsecret +reward_kwargs.passwd=$HOME",
+        )
+        .replace("+reward_kwargs", "+custom_reward_function.reward_kwargs")
+    )
+    _, [settings], written = ported(tmp_path, text)
+    assert "topsecret" not in written
+    given = {"openai_key=${oc.env:OPENAI_KEY}", "passwd=/home/me"}
+    assert {f"custom_reward_function.reward_kwargs.{word}" for word in given} <= set(settings)
+
+
 def test_arguments_of_the_script_reach_its_launch(tmp_path):
     _, [settings], _ = ported(tmp_path, GRPO, "data.seed=7", "trainer.n_gpus_per_node=4")
     assert {"data.seed=7", "trainer.n_gpus_per_node=4"} <= set(settings)

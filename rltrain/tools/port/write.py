@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rltrain.config.load import SECRET
+from rltrain.base.secrets import masked
 from rltrain.config.schema.keys import all_keys, free_form_parent
 from rltrain.tools.port.launches import Launch
 from rltrain.tools.port.shell import restored
@@ -47,7 +47,7 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
         if notes:
             lines += [f"# {title}:", *(f"#   {_comment(note, placeholders)}" for note in dict.fromkeys(notes))]
     for name, value in launch.exported:
-        if SECRET.search(name):
+        if _holds_secret(name, value, placeholders):
             lines.append(f"# export {name}=…  (a secret: not copied)")
         elif why := _NOT_HERE.get(name):
             lines.append(f"# export {name}={_quoted(value, placeholders)}  ({why})")
@@ -59,8 +59,18 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
         lines += [f"    # {_comment(why, placeholders)}" for why in ported.comments.get(key, [])]
         # A key of a file's may hold anything, so what is no plain name is quoted with its value.
         name = f"{key}=" if _PLAIN.fullmatch(key) else ""
+        if name and _holds_secret(key, ported.settings[key], placeholders):
+            variable = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
+            lines += ["    # a secret: not copied; set the variable", f"    {name}'${{oc.env:{variable}}}'"]
+            continue
         lines.append(f"    {name}{_quoted(('' if name else f'{key}=') + ported.settings[key], placeholders)}")
     return [*lines, ")", 'python -m rltrain.main_ppo "${ARGS[@]}" "$@"', ""]
+
+
+def _holds_secret(name: str, value: str, placeholders: Mapping[str, str]) -> bool:
+    """Return whether a value is a secret in plain text, and not a variable of the user's."""
+    plain = re.sub(r"\$\{\w+\}", "", restored(value, placeholders))
+    return "${oc.env:" not in value and bool(plain) and masked(plain, name.rpartition(".")[2]) != plain
 
 
 def _comment(note: str, placeholders: Mapping[str, str]) -> str:

@@ -17,6 +17,8 @@ import re
 import resource
 import secrets
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -108,6 +110,8 @@ def start_ray(cfg: Config) -> bool:
         _use_token()
     else:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
+        if "_temp_dir" not in settings and not first_set("RAY_TMPDIR") and (folder := closed_folder()):
+            settings["_temp_dir"] = f"{folder}/ray"
         # "local" means a Ray of our own, not one that happens to run on this machine.
         _check_limits()
         _have_token()
@@ -133,6 +137,25 @@ def start_ray(cfg: Config) -> bool:
     # Of a node that ends, Ray prints the last lines of its log, over the run's own words.
     ray._private.worker.print_to_stdstream = first_sentence
     return True
+
+
+def closed_folder(parent: str = "/tmp") -> str | None:
+    """Return a folder below ``parent`` that this user alone may enter; None where none can be made.
+
+    Ray lets every user write into its temporary folder and its sessions. The path is short, because Ray's sockets lie
+    below it and the path of a socket has at most 107 bytes.
+    """
+    folder, user = f"{parent}/rltrain_{os.getuid()}", os.getuid()
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:  # another user was first
+            return tempfile.mkdtemp(prefix="rltrain_", dir=parent)
+        os.chmod(folder, 0o700)
+        return folder
+    except OSError:
+        return None
 
 
 def _have_token() -> None:

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from rltrain.base.errors import plain
 from rltrain.base.secrets import masked
 from rltrain.config.schema.keys import all_keys, free_form_parent
 from rltrain.tools.port.launches import Launch
@@ -33,7 +34,8 @@ def script(
     body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
     text = "\n".join(body)
     lines += [f': "${{{name}:?the script expects it}}"' for name in placeholders if f"${{{name}}}" in text]
-    return "\n".join(lines) + "\n" + text + "\n"
+    # What is quoted has no sign that steers a terminal which shows the script; this is for all else.
+    return plain("\n".join(lines) + "\n" + text + "\n")
 
 
 def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> list[str]:
@@ -86,4 +88,8 @@ def _quoted(value: str, placeholders: Mapping[str, str]) -> str:
     """For the shell: in double quotes where a variable of the user's stands in it, else as it is."""
     text = re.sub(r'(["\\$`])', r"\\\1", value)
     with_variables = restored(text, placeholders)
+    if plain(value) != value and with_variables == text:
+        escaped = re.sub(r"[\\']", r"\\\g<0>", value)
+        letters = (letter if plain(letter) == letter else f"\\U{ord(letter):08x}" for letter in escaped)
+        return f"$'{''.join(letters)}'"
     return f'"{with_variables}"' if with_variables != text else shlex.quote(value)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rltrain.base.charts import Line, Section, interval_chart, line_chart, save_page
+from rltrain.base.logs import PlainConsole
 from rltrain.tools.evaluate.report import console_of, show, write_table
 from rltrain.tools.resolution.settings import Settings
 
@@ -25,7 +24,7 @@ def show_settings(settings: Settings) -> None:
 
 def show_search(result: Mapping[str, Any]) -> None:
     """Print the development split, the test split and the words to type."""
-    console: Console = console_of()
+    console: PlainConsole = console_of()
     chosen = result["chosen"]["name"]
     rows = [
         (

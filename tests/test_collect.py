@@ -8,15 +8,18 @@ from rltrain.tools.collect import collect, main
 @pytest.fixture
 def run(tmp_path):
     folder = tmp_path / "run"
-    ray = tmp_path / "ray" / "logs"
+    ray = tmp_path / "ray" / "session_1" / "logs"
     for path, text in {
         folder
         / "config.yaml": "trainer:\n  device: cpu\n  kwargs:\n    api_key: sk-123\n    tokens: 4\n    password: ''\n",
         folder / "config.1.yaml": "hub_token: abc\n",
-        folder / "env.json": '{\n "torch": "2",\n "wandb_api_key": "xyz"\n}',
-        folder / "train.log": f"12:00 Ray's logs: {tmp_path}/gone\n12:01 Ray's logs: {ray}\n",
+        folder / "env.json": '{\n "torch": "2",\n "wandb_api_key": "xyz-4711",\n "num_tokens": 12,\n '
+        f'"ray_logs": "{ray}"\n}}',
+        folder / "train.log": f"12:00 Ray's logs: {tmp_path}/gone\n12:01 Ray's logs: {tmp_path}/home/.ray/logs\n",
+        tmp_path / "home" / ".ray" / "logs" / "auth_token": "token-of-ray",
         folder / "metrics.jsonl": '{"step": 1}\n',
-        folder / "reward.log": "printed",
+        folder / "reward.log": "asked with xyz-4711 of http://u:pw@h and {'PRIVATE_KEY': 'k-0815-x'}; k-0815-x failed",
+        tmp_path / "id_rsa": "key of the user",
         folder / "logs" / "rank_00000.log": "a" * 100 + "the end",
         folder / "incidents" / "step_3" / "batch.txt": "nan",
         folder / "samples" / "train" / "1.parquet": "P" * 5000,
@@ -26,6 +29,10 @@ def run(tmp_path):
     }.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    # Links lead out of the folder.
+    (folder / "logs" / "rank_00001.log").symlink_to(tmp_path / "id_rsa")
+    (folder / "incidents" / "step_4").symlink_to(tmp_path, target_is_directory=True)
+    (ray / "raylet.out").symlink_to(tmp_path / "id_rsa")
     return folder
 
 
@@ -44,7 +51,9 @@ def test_a_report_has_all_but_weights_and_secrets(run, tmp_path, monkeypatch, ca
         "incidents/step_3/batch.txt", "samples/train/1.parquet", "global_step_1/manifest.json", "ray/raylet.err",
     }  # fmt: skip
     text = "".join(found.values())
-    assert not any(secret in text for secret in ("sk-123", "abc", "xyz"))
+    secrets = ("sk-123", "abc", "xyz", "pw@h", "k-0815", "key of the user", "token-of-ray")
+    assert not any(secret in text for secret in secrets)
+    assert '"num_tokens": 12' in text
     assert "device: cpu" in found["config.yaml"]
     assert "password: ''" in found["config.yaml"]
 

@@ -11,11 +11,20 @@ from rltrain.base.env import (
     cpu_quota,
     driver_environment,
     memory_left,
+    prepare_driver,
     see_own_device,
     use_interface,
     worker_environment,
 )
 from rltrain.config.load import load_config, to_yaml
+
+
+def test_secrets_for_workers_stay_out_of_rays_runtime_environment(monkeypatch):
+    given = {"MY_API_KEY": "abc", "MY_DSN": "abc", "MY_URL": "http://me:abc@h", "MY_SEED": "3"}
+    for name in given:
+        monkeypatch.setenv(name, "")
+    assert prepare_driver(**given) == {"MY_SEED": "3"}
+    assert given.items() - {("MY_SEED", "3")} <= driver_environment().items()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])

@@ -2,12 +2,15 @@ import contextlib
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.text import Text
 
 from rltrain.base import logs
+from rltrain.base.errors import DataError, command, plain
 
 log = logging.getLogger("rltrain.run.fit")
 
@@ -107,3 +110,24 @@ def test_a_terminal_that_lacks_a_sign_ends_nothing(tmp_path, monkeypatch, encodi
     assert r"\U0001f600 from a callback" in shown.getvalue().decode(encoding)
     text = (tmp_path / "train.log").read_text("utf-8")
     assert "47+9=? -> \ufdfa \ufffd :smile: \u2717" in text
+
+
+def test_no_command_writes_a_sequence_that_steers_the_terminal(capsys):
+    """By itself or through rich, whose own colours stay, also inside a session."""
+    hostile = "a\x1b]52;c;x\x07\x9b2J\x1b[31m\r\x08\u202e\u2066b\u2028c\x00"
+
+    @command
+    def program(argv):
+        with logs.session():
+            sys.stdout.write(hostile)
+            logs.PlainConsole(force_terminal=True, width=200).print(Text(hostile, style="red"))
+        print(hostile)
+        sys.stdout.writelines([hostile])
+        raise DataError(hostile)
+
+    assert program([]) == 2
+    written = capsys.readouterr()
+    assert "\x1b[31ma" in written.out, "rich's colour"
+    shown = written.err + re.sub(r"\x1b\[(31|0)m", "", written.out.replace("\x1b[31ma", "a", 1))
+    assert plain(shown) == shown
+    assert shown.count("a\ufffd]52") == 5

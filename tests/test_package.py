@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from rltrain import __main__ as cli
 from rltrain.base.commands import COMMANDS
@@ -50,6 +51,17 @@ def installed(built, tmp_path_factory) -> Path:
     record = next(folder.glob("*.dist-info")) / "RECORD"
     record.write_text(record.read_text().replace(f"{data.parent.name}/data/", ""))
     return folder
+
+
+def test_the_lowest_versions_have_no_advisory_that_was_known(tmp_path):
+    """`make audit` asks for new ones, which takes a network."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/lowest_versions.py", "images"], capture_output=True, text=True, check=True
+    )
+    pins = dict(line.split("==") for line in done.stdout.split())
+    least = {"jinja2": "3.1.6", "pillow": "12.3", "pyarrow": "14.0.1", "ray": "2.56", "bokeh": "3.8.2"}
+    assert all(Version(pins[name]) >= Version(version) for name, version in least.items())
+    assert {"pandas", "numpy", "safetensors", "torch", "transformers", "httpx"} <= pins.keys()
 
 
 def test_the_sdist_holds_what_a_packager_needs(built):

@@ -246,6 +246,7 @@ class Endpoint:
         return self._conversations[key]
 
     def _admit(self, request: Request) -> None:
+        http.check_host(request, self._base_url.split("/")[2])
         self._conversation(request)
 
     async def _answer(self, request: Request, body: bytes) -> Response:

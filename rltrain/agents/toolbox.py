@@ -23,7 +23,7 @@ from rltrain.agents.functions import FUNCTIONS, tools_of
 from rltrain.base.env import shipped
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import user_traceback
-from rltrain.slots.program import asks_for_programs
+from rltrain.slots.program import asks_for_programs, check_isolation
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config
@@ -93,11 +93,15 @@ class Toolbox:
         """
         return [tool.schema for tools in (self.functions, self.configured, self.methods) for tool in tools.values()]
 
-    def refuse_programs(self) -> None:
-        """Raise ConfigError where a tool runs programs that the model wrote (`slots.program.needs_programs`)."""
+    def check_programs(self, allowed: bool, unsandboxed: bool) -> None:
+        """Raise ConfigError where a tool runs programs that the model wrote (`slots.program.needs_programs`), unless
+        they are allowed and the kernel isolates them."""
         for tools in (self.functions, self.methods):
             for name, tool in tools.items():
                 if asks_for_programs(tool.function):
+                    if allowed:
+                        check_isolation(unsandboxed)
+                        continue
                     place = self._places.functions if tools is self.functions else self._places.environment
                     key = FUNCTIONS if tools is self.functions else ENVIRONMENT
                     raise ConfigError(
@@ -187,9 +191,8 @@ class Session:
 
 def toolbox_of(cfg: Config) -> Toolbox:
     """The tools of a run. Raises ConfigError as `Toolbox` does, and for a tool that runs programs
-    where those are not allowed."""
+    where those are not allowed or not isolated."""
     turns = cfg.actor_rollout_ref.rollout.multi_turn
     toolbox = Toolbox(Places.of(turns))
-    if not turns.allow_code_execution:
-        toolbox.refuse_programs()
+    toolbox.check_programs(turns.allow_code_execution, turns.allow_unsandboxed_code)
     return toolbox

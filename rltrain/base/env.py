@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+from rltrain.base.secrets import masked
+
 # Ascend, as vllm-ascend's and HCCL's documentation ask for reinforcement learning. Not verified on hardware.
 _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
@@ -42,6 +44,8 @@ _PASSED_ON = (
 )
 # but not those that differ from node to node or from worker to worker.
 _EACH_ITS_OWN = ("_VISIBLE_DEVICES", "_IP")
+# Names of the user's variables for workers that Ray must not write down.
+_SECRETS: set[str] = set()
 # The variable that chooses devices, and the pattern of their files.
 _ACCELERATORS = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES", "/dev/davinci[0-9]*"),
@@ -103,7 +107,7 @@ def driver_environment(*more: str | None) -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if (name.startswith(_PASSED_ON) and not name.endswith(_EACH_ITS_OWN)) or name in more
+        if (name.startswith(_PASSED_ON) and not name.endswith(_EACH_ITS_OWN)) or name in more or name in _SECRETS
     }
 
 
@@ -286,9 +290,14 @@ def slot_environment() -> dict[str, str]:
     return few | os.environ | dict.fromkeys(("no_proxy", "NO_PROXY"), own)
 
 
-def prepare_driver(**of_workers: str) -> None:
-    """Environment of the driver, before Ray starts. of_workers: the user's variables for workers count here too."""
+def prepare_driver(**of_workers: str) -> dict[str, str]:
+    """Environment of the driver, before Ray starts. of_workers: the user's variables for workers count here too.
+
+    Return those for Ray's runtime environment, which Ray writes into its logs. Secrets reach workers by `adopt`.
+    """
     os.environ.update(of_workers)
+    secret = {name for name, value in of_workers.items() if masked(value, name) != value}
+    _SECRETS.update(secret)
     if job := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
         # The command came by `ray job submit`. What it sets for workers goes before what the job sets,
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
@@ -306,6 +315,7 @@ def prepare_driver(**of_workers: str) -> None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # those behind the one that ends the run, and is told
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    return {name: value for name, value in of_workers.items() if name not in secret}
 
 
 def use_token(token: str) -> None:

@@ -22,8 +22,9 @@ import errno
 import io
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
+from typing import Any, TextIO, cast
 
 from rltrain.base.attempt import tell_supervisor
 
@@ -45,7 +46,8 @@ _NO_HOST_MEMORY = (
 )  # fmt: skip
 # What it then does stands in the last line (`Stop.kept`).
 AGAIN = "Run the same command again."
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# C0 and C1 but for tab and line feed; line and paragraph separators; embeddings, overrides and isolates of direction.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class RltrainError(Exception):
@@ -156,15 +158,40 @@ def storable(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """``text`` for a terminal: what a model has written may hold sequences that steer one."""
+    """Return ``text`` for a terminal: text of a model or of data may hold sequences that steer one."""
     return _CONTROLS.sub("\ufffd", storable(text))
+
+
+class PlainOutput:
+    """Standard output of a command: everything that is written is `plain`.
+
+    rich writes its own sequences, and looks for this attribute to find the stream inside; `logs.PlainConsole` makes its
+    texts plain.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        """See `io.TextIOBase`."""
+        self.rich_proxied_file.write(plain(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """See `io.IOBase`."""
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
 
 
 def lenient_output() -> None:
     """Have standard output and error show a sign that their encoding lacks as an escape: by itself Python raises, and
-    what a model writes would end the program."""
+    what a model writes would end the program. Standard output becomes `PlainOutput`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if isinstance(stream, PlainOutput):
+            continue
         if not hasattr(stream, "reconfigure"):  # a program has put something of its own there
             continue
         try:
@@ -174,6 +201,8 @@ def lenient_output() -> None:
             raw = io.FileIO(stream.fileno(), "w", closefd=False)
             lenient = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, lenient)
+    if hasattr(sys.stdout, "reconfigure") and not isinstance(sys.stdout, PlainOutput):
+        sys.stdout = cast(TextIO, PlainOutput(sys.stdout))
 
 
 def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:

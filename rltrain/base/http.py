@@ -1,7 +1,8 @@
 """As much of HTTP/1.1 as the libraries need that speak with a model: requests whose length is told, one behind another.
 
-What is sent may come from any process of this machine. So sizes and waits are bounded, and the body of a request that
-is refused by its headers is not kept.
+Requests may come from any process of this machine. So sizes and waits are bounded, and the body of a request that is
+refused by its headers is not kept. Until a request with a key was admitted, a connection may be silent for seconds
+only, and the oldest of too many such connections is closed, so that they do not use up the file descriptors.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from typing import Any
 MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
 # A connection that is kept may be silent for long; one that has begun a request may not.
-_IDLE_S, _REQUEST_S = 3600.0, 60.0
+_IDLE_S, _REQUEST_S, _UNADMITTED_S = 3600.0, 60.0, 10.0
+_MAX_UNADMITTED = 64
 _LINGER_S = 1.0
+
+
+# Connections of this process without an admitted request, the oldest first.
+_unadmitted: dict[asyncio.StreamWriter, None] = {}
 
 
 class Refused(Exception):
@@ -73,10 +79,17 @@ async def serve(
     admit: raises Refused before a body is read. answer: takes it, and may raise Refused.
     """
     goes_on = True
+    _unadmitted[writer] = None
+    if len(_unadmitted) > _MAX_UNADMITTED:
+        oldest = next(iter(_unadmitted))
+        del _unadmitted[oldest]
+        oldest.transport.abort()
     try:
         while goes_on and (request := await _head(reader, writer)):
             try:
-                response = await answer(request, await _body(reader, writer, request, admit))
+                body = await _body(reader, writer, request, admit)
+                _unadmitted.pop(writer, None)
+                response = await answer(request, body)
             except Refused as refused:
                 if refused.leaves_body:
                     raise
@@ -94,15 +107,23 @@ async def serve(
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
         return  # nobody is there to be told; and asyncio logs a cancelled end as an error
     finally:
+        _unadmitted.pop(writer, None)
         writer.close()
 
 
+def check_host(request: Request, host: str) -> None:
+    """Raise Refused for a request to another host's name: a web page can have a browser ask here under its own name."""
+    if request.headers.get("host", host).lower() not in (host, host.replace("127.0.0.1", "localhost")):
+        raise Refused(421, "another_host", f"this server is {host}.")
+
+
 async def _head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:
-    first = await asyncio.wait_for(reader.read(1), _IDLE_S)
+    silent_s, request_s = (_UNADMITTED_S, _UNADMITTED_S) if writer in _unadmitted else (_IDLE_S, _REQUEST_S)
+    first = await asyncio.wait_for(reader.read(1), silent_s)
     if not first:
         return None
     try:
-        head = first + await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
+        head = first + await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), request_s)
         line, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         method, path, version = line.split(" ")
         pairs = [each.split(":", 1) for each in lines]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import errno
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
@@ -20,6 +22,9 @@ from rltrain.base.errors import DataError, host_error, short
 _MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)
 # An image as base64: its letters, those in addresses, and fewer than the smallest file has.
 _CODE, _URL_SAFE, _LEAST_CODE = re.compile(r"[A-Za-z0-9+/]+"), str.maketrans("-_", "+/"), 40
+
+# Of a file: what 67 million pixels take without compression.
+_MAX_BYTES, _SMALL_BYTES = 256 << 20, 1 << 20
 
 
 def begins_as_image(data: bytes) -> bool:
@@ -119,7 +124,20 @@ def file_bytes(image: Any) -> bytes:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        # Without O_NONBLOCK a pipe is waited for when it is opened.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise DataError(f"{short(path, 60)!r} is not a regular file.")
+            if found.st_size > _MAX_BYTES:
+                raise DataError(
+                    f"{short(path, 60)!r} has {found.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
+                )
+            head = file.read(16)
+            # The rest of a small file is read for the message of who opens it.
+            if found.st_size > _SMALL_BYTES and not begins_as_image(head):
+                raise DataError(f"{short(path, 60)!r} does not begin as a file of an image does.")
+            return head + file.read(_MAX_BYTES)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and "." not in path.name):
             raise DataError(f"{short(path, 60)!r} is neither a file nor an image as base64.") from error

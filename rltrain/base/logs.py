@@ -14,16 +14,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
+from rich.segment import Segment
 from rich.text import Text
 
 from rltrain.base.background import Appender
-from rltrain.base.errors import Interrupted, plain
+from rltrain.base.errors import Interrupted, PlainOutput, plain
 
 TRAIN_LOG = "train.log"
 # Lines that tell the numbers of a step. They are always in train.log; a console shows them where it has no bar.
@@ -31,8 +32,19 @@ STEPS = logging.getLogger("rltrain.steps")
 
 # How long the end of a session waits for its last lines.
 _LAST_S = 5.0
+
+
+class PlainConsole(Console):
+    """A console of rich whose texts are `plain`: only rich's own sequences reach a terminal."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(
+            each if each.control else Segment(plain(each.text), each.style, each.control) for each in buffer
+        )
+
+
 # Bars, tables and lines of this process share it, so that a line stands above the bar.
-console = Console(highlight=False, markup=False, emoji=False)
+console = PlainConsole(highlight=False, markup=False, emoji=False)
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
 
 
@@ -152,7 +164,9 @@ def session() -> Iterator[None]:
     logging.captureWarnings(True)
     for handler in (log_session.lines, log_session.file):
         root.addHandler(handler)
-    output, sys.stdout = sys.stdout, cast(TextIO, _Output(sys.stdout))
+    output = sys.stdout
+    inside = _Output(output.rich_proxied_file if isinstance(output, PlainOutput) else output)
+    sys.stdout = cast(TextIO, PlainOutput(inside) if isinstance(output, PlainOutput) else inside)
     try:
         yield
     except BaseException as error:

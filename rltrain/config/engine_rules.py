@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rltrain.base.plugin import is_plugin
-from rltrain.config.agents import NAMES, SINGLE_TURN, several_turns, who_answers
+from rltrain.config.agents import LOOPS_KEY, NAMES, SINGLE_TURN, several_turns, who_answers
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES, engines_with
@@ -74,7 +74,10 @@ def _turns(config: Config) -> Iterator[str]:
     name = rollout.agent.default_agent_loop
     if name is not None and name not in NAMES and not is_plugin(name):
         yield f"{loop}={name}: there is no such agent. Use {', '.join(NAMES)}, or FILE.py:NAME of one of your own."
-    elif name in NAMES and name != SINGLE_TURN and not turns.place:
+    for own in rollout.agent.agent_loops:
+        if not is_plugin(own):
+            yield f"{LOOPS_KEY}: {own!r} is not an agent of your own. Write FILE.py:NAME; the others need no entry."
+    if name in NAMES and name != SINGLE_TURN and not turns.place:
         yield f"{loop}={name}: there are no tools. Name the file of their functions, {path}=tools.py, or leave it out."
     if not several_turns(rollout):
         return

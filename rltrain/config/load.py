@@ -21,6 +21,7 @@ from yaml import YAMLError, safe_load
 
 from rltrain.base.env import devices_here, engine_here, nodes_here
 from rltrain.base.errors import ConfigError
+from rltrain.base.secrets import MASK, is_secret, masked, masked_text
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config
@@ -30,16 +31,6 @@ from rltrain.config.verl.hydra import compose, flow
 OmegaConf.register_resolver("devices_here", devices_here, replace=True)
 OmegaConf.register_resolver("nodes_here", nodes_here, replace=True)
 OmegaConf.register_resolver("engine_here", engine_here, replace=True)
-# Names of keys whose values nobody else should see. "token" counts only as the last word, because max_token_len and
-# the like are lengths.
-SECRET = re.compile(
-    r"password|secret|api[-_]?key(?!_env$)|access_key|(^|[-_])tokens?$|authorization|cookie", re.IGNORECASE
-)
-# What stands before the host in an address: user:password@
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-
-
-MASK = "***"
 
 
 def load_config(
@@ -59,6 +50,7 @@ def load_config(
     reader.direct.clear()
     for override in overrides:
         reader.override(override)
+        reader.notes += _warn_of_secret(override)
     reader.modernise()
     reader.hand_over()
     config: Any = None
@@ -98,7 +90,7 @@ def changed(loaded: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The resolved configuration as plain values, secrets masked."""
-    return _masked(asdict(config))
+    return masked(asdict(config))
 
 
 def to_yaml(config: Config) -> str:
@@ -106,25 +98,33 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
-def _masked(value: Any, name: str = "") -> Any:
-    if isinstance(value, dict):
-        # Any header may carry a token, whatever its name.
-        return {key: _masked(item, "secret" if name == "url_headers" else str(key)) for key, item in value.items()}
-    if isinstance(value, str):
-        return MASK if value and SECRET.search(name) else _CREDENTIALS.sub("***@", value)
-    return value
-
-
 def masked_command(words: Sequence[str]) -> str:
     """A command line as it can be typed again, but for the secrets in it."""
-    masked_words = []
+    masked_words, follows_secret = [], False
     for word in words:
-        key, _, text = word.partition("=")
+        key, equals, text = word.partition("=")
+        if not equals:
+            masked_words.append(MASK if follows_secret else masked_text(word))
+            follows_secret = key.startswith("--") and is_secret(key)
+            continue
+        follows_secret = False
         try:
-            # A mapping in flow syntax may hold secrets beside plain values, and only its parsed form has names.
+            # A mapping in flow syntax may hold secrets next to plain values, and only its parsed form has names.
             value = safe_load(flow(text))
-        except YAMLError:
+        except (YAMLError, ValueError, RecursionError):  # the reader reports it
             value = text
-        masked = _masked(value, "secret" if ".url_headers" in key else key.rpartition(".")[2])
-        masked_words.append(word if masked == value else f"{key}={masked}")
+        shown = masked(value, "secret" if ".url_headers" in key else key.rpartition(".")[2])
+        masked_words.append(word if shown == value else f"{key}={shown}")
     return shlex.join(masked_words)
+
+
+def _warn_of_secret(word: str) -> list[str]:
+    """The environment variable to use instead of a secret that was typed as ``key=value``."""
+    if "${oc.env:" in word or masked_command([word]) == shlex.join([word]):
+        return []
+    key = word.partition("=")[0].lstrip("+")
+    variable = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
+    return [
+        f"{key} holds a secret, and every user of this machine can read the words of a command in the process list. "
+        f"Set it as a variable before the command, export {variable}=…, and type {key}='${{oc.env:{variable}}}'."
+    ]

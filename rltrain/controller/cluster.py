@@ -17,6 +17,8 @@ import re
 import resource
 import secrets
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -97,9 +99,9 @@ def start_ray(cfg: Config) -> bool:
         raise ConfigError("\n".join(problems))
     settings = {name: value for name, value in cfg.ray_kwargs.ray_init.items() if value is not None}
     address = cluster_address(cfg)
-    runtime = dict(settings.get("runtime_env", {}))
+    runtime = dict(settings.pop("runtime_env", {}))
     variables = {name: _as_text(value) for name, value in runtime.pop("env_vars", {}).items()}
-    prepare_driver(**variables)
+    variables = prepare_driver(**variables)
     # Each worker has a log file of its own; Ray would print the output of all of them on the driver's terminal.
     arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
@@ -108,6 +110,8 @@ def start_ray(cfg: Config) -> bool:
         _use_token()
     else:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
+        if "_temp_dir" not in settings and not first_set("RAY_TMPDIR") and (folder := closed_folder()):
+            settings["_temp_dir"] = f"{folder}/ray"
         # "local" means a Ray of our own, not one that happens to run on this machine.
         _check_limits()
         _have_token()
@@ -122,7 +126,7 @@ def start_ray(cfg: Config) -> bool:
             _init(arguments)
     except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         arguments_shown = {**settings, "address": address} if address else settings
-        named = ", ".join(f"{name}={value}" for name, value in arguments_shown.items() if name != "runtime_env")
+        named = ", ".join(f"{name}={value}" for name, value in arguments_shown.items())
         raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{way_in(address, error)}") from error
     except Exception as error:
         # Ray has no type of its own for a start that takes too long, or whose processes die.
@@ -133,6 +137,25 @@ def start_ray(cfg: Config) -> bool:
     # Of a node that ends, Ray prints the last lines of its log, over the run's own words.
     ray._private.worker.print_to_stdstream = first_sentence
     return True
+
+
+def closed_folder(parent: str = "/tmp") -> str | None:
+    """Return a folder below ``parent`` that this user alone may enter; None where none can be made.
+
+    Ray lets every user write into its temporary folder and its sessions. The path is short, because Ray's sockets lie
+    below it and the path of a socket has at most 107 bytes.
+    """
+    folder, user = f"{parent}/rltrain_{os.getuid()}", os.getuid()
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:  # another user was first
+            return tempfile.mkdtemp(prefix="rltrain_", dir=parent)
+        os.chmod(folder, 0o700)
+        return folder
+    except OSError:
+        return None
 
 
 def _have_token() -> None:

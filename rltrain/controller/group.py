@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -216,8 +217,9 @@ class WorkerGroup:
         """Connect the ranks and build ``worker`` ("module:Class") on each."""
         backend, workers = self._device.backend, self.workers
         self._meet()
-        ((host, port),) = self._wait("start", [workers[0].open_store.remote()])
-        self._wait("connect", [rank_host.join.remote(host, port, backend, self._num_nodes) for rank_host in workers])
+        ((host, port),) = self._wait("start", [workers[0].open_store.remote(self._num_nodes)])
+        meeting = (host, port, backend, self._num_nodes, secrets.token_bytes(32))
+        self._wait("connect", [rank_host.join.remote(*meeting) for rank_host in workers])
         self._wait("build", [rank_host.build.remote(worker, kwargs) for rank_host in workers])
 
     def _wait(self, phase: str, references: list[Any]) -> list[Any]:

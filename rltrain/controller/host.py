@@ -14,7 +14,9 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from rltrain.base.device import COLLECTIVE_TIMEOUT, load_backend
 from rltrain.base.env import SESSION, adopt, see_own_device, use_interface
 from rltrain.base.errors import AGAIN, WorkerLost
+from rltrain.base.exchange import sign_objects
 from rltrain.base.imports import importing
 from rltrain.base.logs import open_worker_log
 from rltrain.base.stacks import stacks_here
@@ -50,15 +53,24 @@ class _Host:
             open_worker_log(logs, rank)
         self._worker: Any = None
 
-    def open_store(self) -> tuple[str, int]:
-        """Rank 0: listen on a port the system picks, so that no other process can take it in between."""
+    def open_store(self, num_nodes: int) -> tuple[str, int]:
+        """Rank 0: open the store in which ranks meet; return where. On one node it is a file in a folder of this user's
+        alone, because a port is open to every user. Between nodes it listens on a port that the system picks, so that
+        no other process can take it in between."""
+        if num_nodes == 1:
+            node: Any = ray._private.worker._global_node
+            session = node.get_session_dir_path()
+            closed = not os.stat(Path(session).parents[1]).st_mode & 0o077
+            self._folder = tempfile.TemporaryDirectory(prefix="rltrain_store_", dir=session if closed else None)
+            self._store: dist.Store = dist.FileStore(f"{self._folder.name}/store", self._world)
+            return f"{self._folder.name}/store", 0
         host = ray.util.get_node_ip_address()
         listener = _listen(host)
         port, file = listener.getsockname()[1], listener.detach()
         # The others learn the port only from this call's result, so waiting for them here would never end.
         terms = (self._world, True, COLLECTIVE_TIMEOUT, False)
-        self._store = dist.TCPStore(host, port, *terms, master_listen_fd=file)
-        return host, self._store.port
+        store = self._store = dist.TCPStore(host, port, *terms, master_listen_fd=file)
+        return host, store.port
 
     def who(self) -> dict[str, Any]:
         """Process id, node and its address, and the node as Ray knows it."""
@@ -69,12 +81,16 @@ class _Host:
         """Call a function here, before there is a worker."""
         return function(question)
 
-    def join(self, host: str, port: int, backend: str, num_nodes: int) -> None:
-        """Enter the process group."""
+    def join(self, host: str, port: int, backend: str, num_nodes: int, key: bytes) -> None:
+        """Enter the process group. host: with port 0 the file of the store. key: of the run, for `sign_objects`."""
+        sign_objects(key)
         use_interface(ray.util.get_node_ip_address(), num_nodes)
         torch.set_num_threads(self._threads)
         load_backend(backend)
-        store = self._store if self._rank == 0 else dist.TCPStore(host, port, self._world, False, COLLECTIVE_TIMEOUT)
+        if self._rank:
+            terms = (self._world, False, COLLECTIVE_TIMEOUT)
+            self._store = dist.TCPStore(host, port, *terms) if port else dist.FileStore(host, self._world)
+        store = self._store
         dist.init_process_group(backend, None, COLLECTIVE_TIMEOUT, self._world, self._rank, store)
 
     def build(self, worker: str, kwargs: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.agents.toolbox import toolbox_of
 from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.plugin import is_plugin, load_plugin
-from rltrain.config.agents import AGENT_KEY, ENVIRONMENT, SINGLE_TURN, TOOLS, several_turns, who_answers
+from rltrain.base.plugin import load_plugin
+from rltrain.config.agents import AGENT_KEY, ENVIRONMENT, LOOPS_KEY, SINGLE_TURN, TOOLS, several_turns, who_answers
 from rltrain.config.schema import Config
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class RowTools:
     """False: every row has one turn, whatever it asks for."""
     scores: bool = False
     """Whether the class of the run gives trajectories their scores."""
+    own_agents: tuple[str, ...] = ()
+    """Agents that the configuration lists. A row selects among these; its text is never loaded as code."""
     several_turns: bool = True
     """Whether anybody is there to answer a turn."""
 
@@ -54,7 +56,7 @@ class RowTools:
     def scores_itself(self, row: PromptRow) -> bool:
         """Whether a trajectory of the row may bring its score with it, so that no scorer need know the row."""
         agent = self.agent_of(row)
-        return is_plugin(agent) or (agent != SINGLE_TURN and self.scores)
+        return agent in self.own_agents or (agent != SINGLE_TURN and self.scores)
 
     def groups(self, rows: Sequence[PromptRow]) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
         """The rows, by number, that show the same tools; with their schemas."""
@@ -89,12 +91,15 @@ class RowTools:
         if agent == ENVIRONMENT:
             lacking = "and actor_rollout_ref.rollout.multi_turn.environment names no class with step."
             return None if self.has_step else lacking
-        if not is_plugin(agent):
-            return f"which is not known: use {SINGLE_TURN}, {TOOLS}, {ENVIRONMENT}, or FILE.py:NAME of your own."
+        if agent not in self.own_agents:
+            return (
+                f"which the configuration does not list: use {SINGLE_TURN}, {TOOLS}, {ENVIRONMENT}, or list the "
+                f"FILE.py:NAME of your own in {LOOPS_KEY}, letter by letter as in the data."
+            )
         if not self.several_turns:
             return "and the run has one turn an answer: set actor_rollout_ref.rollout.multi_turn.enable=True."
         try:
-            load_plugin("agent_name", agent)
+            load_plugin(LOOPS_KEY, agent)
         except ConfigError as error:
             return f"which cannot be used: {error}"
         return None
@@ -112,6 +117,7 @@ def row_tools(cfg: Config) -> RowTools:
         rollout.agent.default_agent_loop or usual,
         rollout.multi_turn.enable is not False,
         scores=toolbox.scores,
+        own_agents=rollout.agent.own,
         several_turns=several_turns(rollout),
     )
 
@@ -124,5 +130,5 @@ def check_agents(cfg: Config, tools: RowTools, splits: Mapping[str, Rows]) -> No
     paths = ", ".join(rows.paths for rows in splits.values())
     raise DataError(
         f"{who_answers(rollout)}: no row of {paths} is answered: each is of {SINGLE_TURN}. Write who leads it into its "
-        f"column agent_name ({TOOLS}, {ENVIRONMENT} or FILE.py:NAME), or set {AGENT_KEY}."
+        f"column agent_name ({TOOLS}, {ENVIRONMENT} or an entry of {LOOPS_KEY}), or set {AGENT_KEY}."
     )

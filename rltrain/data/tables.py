@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rltrain.base.errors import DataError, RltrainError, first_line, host_error
@@ -23,6 +24,9 @@ from rltrain.data.files import kind_of, records
 from rltrain.data.pictures import PictureFile, PictureTable
 
 log = logging.getLogger(__name__)
+_MAX_TEXT_BYTES = 64 << 20
+# A file may become this large in memory, or this many times its size.
+_MAX_FILE_BYTES, _MAX_EXPANSION = 2 << 30, 64
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
                 mended[0],
             )
         return Pickled.of(json_records, path, keys, place=place)
+    _check_sizes(path, file, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image})
     # A flipped bit in a page with a checksum is then an error and not another number.
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
         check_schema(path, source.schema_arrow, keys)
@@ -142,6 +147,61 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
     return Table(
         path, table, np.arange(table.num_rows), PictureFile(place, keys.image) if keys.image in names else None
     )
+
+
+def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
+    """Raise DataError for texts that are much larger in memory than in the file, before they are decoded.
+
+    A dictionary makes a row of a few bytes of any text. Columns that may hide that are read as dictionaries, which
+    takes the memory of the distinct texts only.
+    """
+    with pq.ParquetFile(file) as source:
+        schema, groups = source.metadata.schema, range(source.metadata.num_row_groups)
+        leaves = [schema.column(place).path for place in range(len(schema))]
+        first_row, most = 0, max(_MAX_FILE_BYTES, _MAX_EXPANSION * file.stat().st_size)
+        total = 8 * source.metadata.num_rows * len(leaves)
+        for group, about in ((group, source.metadata.row_group(group)) for group in groups):
+            chunks = [about.column(place) for place in range(about.num_columns)]
+            texts = [
+                chunk.path_in_schema
+                for chunk in chunks
+                if chunk.physical_type == "BYTE_ARRAY"
+                and chunk.path_in_schema.partition(".")[0] in columns
+                and chunk.num_values * chunk.total_uncompressed_size > _MAX_TEXT_BYTES
+            ]
+            for leaf in texts:
+                with pq.ParquetFile(file, read_dictionary=[leaf]) as encoded:
+                    sizes, rows = _text_sizes(encoded.read_row_group(group, columns=[leaf]).column(0))
+                total += int(sizes.sum())
+                if sizes.max(initial=0) > _MAX_TEXT_BYTES:
+                    row = first_row + int(rows[sizes.argmax()])
+                    raise DataError(
+                        f"data file {path!r} row {row}: {leaf} has {sizes.max():,} bytes; a text has at most "
+                        f"{_MAX_TEXT_BYTES:,}. Remove the row."
+                    )
+            if total > most:
+                raise DataError(
+                    f"data file {path!r} row group {group}: its {file.stat().st_size:,} bytes become more than "
+                    f"{most:,} in memory. Write it again without repeating large texts."
+                )
+            first_row += about.num_rows
+
+
+def _text_sizes(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of each text of a column of one leaf [n], and its row [n]."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    array = pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
+    rows = np.arange(len(array))
+    while pa.types.is_nested(array.type):
+        if pa.types.is_struct(array.type):
+            array = array.flatten()[0]
+        else:
+            rows = rows[pc.list_parent_indices(array).to_numpy(zero_copy_only=False)]
+            array = pc.list_flatten(array)
+    values = array.dictionary if pa.types.is_dictionary(array.type) else array
+    sizes = pc.fill_null(pc.binary_length(values), 0)
+    taken = pc.fill_null(sizes.take(array.indices), 0) if values is not array else sizes
+    return taken.to_numpy(zero_copy_only=False).astype(np.int64), rows
 
 
 def unreadable(path: str, error: Exception) -> RltrainError:

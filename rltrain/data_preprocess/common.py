@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.base.errors import DataError, RltrainError, first_line, lenient_output, short
+from rltrain.base.errors import DataError, RltrainError, first_line, lenient_output, plain, short
 from rltrain.base.image_files import file_bytes
 from rltrain.data.images import measured
 from rltrain.data.pictures import entries
@@ -243,7 +243,7 @@ def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Names
         splits = convert(options)
         written = write_splits(options.output, splits)
     except RltrainError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(plain(f"error: {error}\n"))
         return error.exit_code
     for split, path in written.items():
         rows = splits[split]

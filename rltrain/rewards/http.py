@@ -41,10 +41,17 @@ async def fetch(asking: httpx.AsyncClient, url: str, body: bytes | None = None) 
         return response, reply
 
 
+def too_long(after_s: float, deadline_s: float) -> str:
+    """Return what to say of a server that asks for a longer wait than ``deadline_s`` allows; "" where it does not."""
+    if after_s <= deadline_s:
+        return ""
+    return f"it asks to wait {after_s:,.0f} s (Retry-After), longer than the deadline of {deadline_s:g} s"
+
+
 def retry_after_s(header: str) -> float:
     """Seconds until the time that a server names, as a number of seconds or as a date; 0 for anything else."""
     if header.isdecimal():
-        return float(header)
-    with suppress(TypeError, ValueError):
+        return float(header[:12])
+    with suppress(TypeError, ValueError, OverflowError):
         return (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds()
     return 0.0

@@ -24,6 +24,7 @@ from rltrain.config.load import to_dict, to_yaml
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
 from rltrain.config.schema.keys import all_keys
+from rltrain.controller.cluster import ray_logs
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start
 from rltrain.run.report.env_report import device_facts, facts
@@ -162,4 +163,6 @@ def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: 
     """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
     write_config(folder, loaded)
     _write(folder, "plan.json", json.dumps(asdict(plan), indent=1, default=str))
-    _write(folder, "env.json", json.dumps(facts() | device_facts() | {"hosts": hosts}, indent=1))
+    _write(
+        folder, "env.json", json.dumps(facts() | device_facts() | {"hosts": hosts, "ray_logs": ray_logs()}, indent=1)
+    )

@@ -1,40 +1,104 @@
 """Runs one program that a model wrote: a script for a fresh interpreter (``python -I -S jail.py DESCRIPTOR``).
 
-Kernel limits first, then namespaces of its own where the kernel grants them, then an audit hook that refuses sockets,
-processes and files outside the working directory. The hook is no wall: docs/rewards.md says what it does not stop.
+The kernel isolates the program: resource limits, then namespaces with a small file system, Landlock and a seccomp
+filter, each where the kernel grants it. An audit hook then refuses sockets, processes and files outside the working
+directory with messages that name the event. The hook is not a boundary, because the program shares its interpreter.
 Imports nothing of rltrain.
 """
 
 import json
 import os
+import platform
 import resource
 import signal
+import stat
+import struct
 import sys
 from contextlib import suppress
 from typing import Any
 
 MAX_FILE_BYTES = 8 << 20
 _MAX_THREADS = 64  # of a program
-_NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000  # user, process ids, network, IPC
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_USER = 0x10000000
+_NAMESPACES = 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000  # process ids, network, IPC, mounts
+_PRIVATE, _BIND, _REMOUNT, _READ_ONLY, _NO_SUID, _NO_DEVICES, _DETACH = 1 << 18 | 1 << 14, 4096, 32, 1, 2, 4, 2
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 1, 22, 38, 24
+
+# Files that the dynamic loader reads without an audit event, for extension modules of the standard library.
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+_DEVICES = ("/dev/null", "/dev/urandom")
+# Rights of Landlock. The working directory has those without a device, socket, FIFO or symbolic link.
+_LANDLOCK_CREATE, _LANDLOCK_RULE, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
+_READ_FILE, _READ_FOLDER, _WRITE_NULL = 1 << 2, 1 << 3, 1 << 1 | 1 << 2
+_WORK = sum(1 << bit for bit in (1, 2, 3, 4, 5, 7, 8, 13, 14))
+# System calls that the filter refuses: name, number on x86_64, number on aarch64. Landlock does not cover processes,
+# signals (before ABI 6), modes, times and attributes of files, or sockets.
+_DENIED = """
+fork 57 - vfork 58 - execve 59 221 execveat 322 281 ptrace 101 117 process_vm_readv 310 270
+process_vm_writev 311 271 process_madvise 440 440 process_mrelease 448 448 kcmp 312 272 kill 62 129 tkill 200 130
+rt_sigqueueinfo 129 138 rt_tgsigqueueinfo 297 240 pidfd_open 434 434 pidfd_getfd 438 438 pidfd_send_signal 424 424
+setpriority 141 140 ioprio_set 251 30 sched_setscheduler 144 119 sched_setparam 142 118 sched_setattr 314 274
+sched_setaffinity 203 122 migrate_pages 256 238 move_pages 279 239 setns 308 268 unshare 272 97 setrlimit 160 164
+setuid 105 146 setgid 106 144 setreuid 113 145 setregid 114 143 setresuid 117 147 setresgid 119 149
+setgroups 116 159 setfsuid 122 151 setfsgid 123 152 capset 126 91 personality 135 92 socket 41 198 socketpair 53 199
+io_uring_setup 425 425 io_uring_enter 426 426 io_uring_register 427 427 shmget 29 194 shmat 30 196 shmctl 31 195
+msgget 68 186 semget 64 190 mq_open 240 180 mq_unlink 241 181 memfd_create 319 279 memfd_secret 447 447 mount 165 40
+umount2 166 39 pivot_root 155 41 chroot 161 51 open_tree 428 428 open_tree_attr 467 467 move_mount 429 429
+fsopen 430 430 fsconfig 431 431 fsmount 432 432 fspick 433 433 mount_setattr 442 442 chmod 90 - fchmod 91 52
+fchmodat 268 53 fchmodat2 452 452 chown 92 - lchown 94 - fchown 93 55 fchownat 260 54 setxattr 188 5 lsetxattr 189 6
+fsetxattr 190 7 setxattrat 463 463 removexattr 197 14 lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466
+file_setattr 469 469 utime 132 - utimes 235 - utimensat 280 88 futimesat 261 - truncate 76 45 link 86 -
+linkat 265 37 symlink 88 - symlinkat 266 36 mknod 133 - mknodat 259 33 open_by_handle_at 304 265
+name_to_handle_at 303 264 swapon 167 224 swapoff 168 225 quotactl 179 60 quotactl_fd 443 443 acct 163 89
+fanotify_init 300 262 inotify_init 253 - inotify_init1 294 26 bpf 321 280 perf_event_open 298 241
+userfaultfd 323 282 keyctl 250 219 add_key 248 217 request_key 249 218 kexec_load 246 104 kexec_file_load 320 294
+init_module 175 105 finit_module 313 273 delete_module 176 106 reboot 169 142 sethostname 170 161
+setdomainname 171 162 settimeofday 164 170 clock_settime 227 112 clock_adjtime 305 266 adjtimex 159 171 iopl 172 -
+ioperm 173 - syslog 103 116 vhangup 153 58 modify_ldt 154 - uselib 134 - lookup_dcookie 212 18
+"""
+# The same for calls whose argument decides: the 32-bit word at ``word`` of the arguments, masked, must (not) be equal.
+_CONDITIONS = (
+    *(("clone", 56, 220, 0, 0x10000, 0, True),),  # without CLONE_THREAD
+    *(("open", 2, -1, 2, 0o1003, 0o1000, True), ("openat", 257, 56, 4, 0o1003, 0o1000, True)),  # truncates when read
+    *(("fcntl", 72, 25, 2, -1, command, True) for command in (8, 10, 15)),  # signals by SETOWN, SETSIG, SETOWN_EX
+    *(("ioctl", 16, 29, 2, -1, command, True) for command in (0x8901, 0x8902, 0x5412)),  # FIOSETOWN, SIOCSPGRP, TIOCSTI
+    ("prctl", 157, 167, 0, -1, _PR_SET_PDEATHSIG, True),
+    *(("prlimit64", 302, 261, word, -1, 0, False) for word in (4, 5)),  # new limits
+)
+_NO_SUCH_CALL = ((435, 435), (437, 437))  # clone3, for which glibc then calls clone; openat2
 
 _REFUSED = (
     *("socket.", "subprocess.", "ctypes.", "resource.", "pty.", "syslog.", "shutil.", "os.exec", "os.posix_spawn"),
     *("os.spawn", "os.system", "os.fork", "os.kill", "os.link", "os.symlink", "os.chmod", "os.chown", "os.chflags"),
     *("os.lchflags", "os.chdir", "os.chroot", "os.setxattr", "os.removexattr", "signal.pthread_kill", "sqlite3."),
+    *("os.getxattr", "os.listxattr", "gc.get_objects", "gc.get_refer", "sys._current_"),
 )
-_REFUSED_IMPORTS = ("ctypes", "_ctypes", "_posixsubprocess", "_testcapi", "_xxsubinterpreters", "_interpreters")
+_REFUSED_IMPORTS = (
+    *("ctypes", "_ctypes", "_posixsubprocess", "_testcapi", "_xxsubinterpreters", "_interpreters", "_posixshmem"),
+    *("_multiprocessing", "_testinternalcapi"),
+)
 _WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.utime")
 _REMOVED = ("mkfifo", "mknod", "pidfd_open", "setns", "unshare")  # no audit event tells of them
 _READS = ("os.listdir", "os.scandir")
 
 
 def main() -> None:
-    """Read what to run from the descriptor, shut the doors, run it. A function's result goes to stdout as JSON."""
-    with os.fdopen(int(sys.argv[1]), encoding="utf-8") as stream:
+    """Read the job from the descriptor, isolate this process, run the program. Its result goes to stdout as JSON.
+
+    The layers that hold are written back into the descriptor, which is closed before the program starts.
+    """
+    with os.fdopen(int(sys.argv[1]), "r+", encoding="utf-8") as stream:
         job = json.load(stream)
-    _limit(job["seconds"], job["memory_mb"])
-    _separate(job["parent"])
+        folder = os.path.realpath(os.getcwd())
+        _limit(job["seconds"], job["memory_mb"])
+        # Opened now, because afterwards nothing outside of the folder can be written.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        layers = isolate(folder, job["root"], job["parent"])
+        stream.seek(0)
+        stream.truncate()
+        json.dump(layers, stream)
+    if not (layers["namespaces"] or layers["landlock"] or job["allow_unsandboxed"]):
+        return
     # A module that is imported already raises no audit event when it is imported again.
     sys.modules.pop("ctypes", None)
     sys.modules.pop("_ctypes", None)
@@ -42,11 +106,20 @@ def main() -> None:
         sys.modules["posix"].__dict__.pop(name, None)
         os.__dict__.pop(name, None)
     sys.argv = ["answer.py"]
-    # Opened now, because afterwards the hook lets nothing be written outside of the folder.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     library = os.path.dirname(os.path.realpath(os.__file__))
-    sys.addaudithook(_doorkeeper(os.path.realpath(os.getcwd()), library))
+    sys.addaudithook(_doorkeeper(folder, library))
     _run(job["code"], job["function"], job["arguments"], nowhere)
+
+
+def isolate(folder: str, root: str, parent: int) -> dict[str, int]:
+    """Apply every layer that the kernel grants. Return for each whether it holds; for Landlock its ABI."""
+    if not sys.platform.startswith("linux"):
+        return {"namespaces": 0, "landlock": 0, "seccomp": 0}
+    _die_with(parent)
+    namespaces = separate(folder, root)
+    abi = landlock(folder)
+    drop_capabilities()
+    return {"namespaces": int(namespaces), "landlock": abi, "seccomp": int(seccomp())}
 
 
 def _limit(seconds: int, memory_mb: int) -> None:
@@ -74,29 +147,152 @@ def tasks_of_user(user: int) -> int:
     return tasks
 
 
-def _separate(parent: int) -> None:
-    """Go on as the first process of new namespaces: no network at all, and its end is the end of all it started."""
-    if not sys.platform.startswith("linux"):
-        return
+def _libc() -> Any:
     import ctypes
 
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(number: int, *arguments: int | bytes | None) -> int:
+    """Call the kernel by number: the C library has no function for it."""
+    import ctypes
+
+    return _libc().syscall(
+        *(ctypes.c_long(each) if isinstance(each, int) else each for each in (number, *arguments)),
+    )
+
+
+def _die_with(parent: int) -> None:
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before prctl took effect, and then no signal comes
         os._exit(1)
-    # Without it a set-uid program could give back what is taken away here.
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    user, group = os.getuid(), os.getgid()
-    if libc.unshare(_NAMESPACES) != 0:
-        return
-    for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with suppress(OSError), open(f"/proc/self/{name}", "w", encoding="utf-8") as stream:
-            stream.write(line)
-    # A new process-id namespace holds only children, so a child goes on and this process hands its exit code up.
+
+
+def separate(folder: str, root: str) -> bool:
+    """Continue as the first process of new namespaces: no network, no other process, and a file system with
+    ``folder``, Python's library and system libraries only, built in the empty folder ``root``.
+
+    Return whether all of it holds. The kernel may grant namespaces and yet refuse mounts.
+    """
+    libc, user, group = _libc(), os.getuid(), os.getgid()
+    if libc.unshare(_NAMESPACES | _USER) == 0:
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with suppress(OSError), open(f"/proc/self/{name}", "w", encoding="utf-8") as stream:
+                stream.write(line)
+    elif user != 0 or libc.unshare(_NAMESPACES) != 0:  # containers may forbid user namespaces only
+        return False
+    # A new process-id namespace holds only children, so a child continues and this process passes its exit code on.
     child = os.fork()
     if child:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        _mount(None, "/", _PRIVATE)
+        _mount("jail", root, _NO_SUID | _NO_DEVICES, "tmpfs", "size=1m,mode=755")
+        for path in sorted({*_library(), *filter(os.path.exists, (*_SYSTEM, *_DEVICES))}):
+            _bind(path, root, read_only=True)
+        _bind(folder, root, read_only=False)
+        _mount(None, root, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES)
+        os.chdir(root)
+    except OSError:
+        return False
+    # The old root comes to lie under the new one, at the same place, and is detached from there.
+    if libc.pivot_root(b".", b"."):
+        os.chdir(folder)
+        return False
+    if libc.umount2(b".", _DETACH):
+        os._exit(1)
+    os.chdir(folder)
+    return True
+
+
+def _library() -> set[str]:
+    """Return the folders of the standard library, as Python names them and without links."""
+    folders = {path for path in sys.path if os.path.isdir(path)}
+    return folders | set(map(os.path.realpath, folders))
+
+
+def _bind(path: str, root: str, *, read_only: bool) -> None:
+    place = root + path
+    if read_only and os.path.exists(place):  # within a folder that is bound already
+        return
+    os.makedirs(place if os.path.isdir(path) else os.path.dirname(place), exist_ok=True)
+    if not os.path.isdir(path):
+        os.close(os.open(place, os.O_CREAT | os.O_WRONLY))
+    _mount(path, place, _BIND)
+    if read_only and path not in _DEVICES:
+        # A user namespace must keep the flags of the mount; apart from relatime they equal those of statvfs.
+        _mount(None, place, _REMOUNT | _BIND | _READ_ONLY | os.statvfs(place).f_flag & 0xC0F)
+
+
+def _mount(source: str | None, target: str, flags: int, kind: str | None = None, data: str | None = None) -> None:
+    import ctypes
+
+    source_, target_, kind_, data_ = (text and text.encode() for text in (source, target, kind, data))
+    if _libc().mount(source_, target_, kind_, ctypes.c_ulong(flags), data_):
+        raise OSError(ctypes.get_errno(), f"mount of {target}")
+
+
+def landlock(folder: str) -> int:
+    """Restrict files to ``folder``, and to reading Python's library and system libraries. Return the ABI, or 0."""
+    _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if (abi := _call(_LANDLOCK_CREATE, None, 0, 1)) <= 0:
+        return 0
+    files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    # TCP from ABI 4 on; abstract sockets and signals from ABI 6 on.
+    handled = struct.pack("QQQ", files, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = _call(_LANDLOCK_CREATE, handled, len(handled), 0)
+    rights = dict.fromkeys(_SYSTEM, _READ_FILE) | dict.fromkeys(_library(), _READ_FILE | _READ_FOLDER)
+    for path, right in (rights | {"/dev/null": _WRITE_NULL, "/dev/urandom": _READ_FILE, folder: _WORK}).items():
+        with suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_PATH)
+            _call(_LANDLOCK_RULE, rules, 1, struct.pack("=Qi", right & files, descriptor), 0)
+            os.close(descriptor)
+    failed = _call(_LANDLOCK_RESTRICT, rules, 0)
+    os.close(rules)
+    return 0 if failed else abi
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, also those within a user namespace, and the way to regain them."""
+    libc = _libc()
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for number in range(64):
+        libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
+    libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
+
+
+def seccomp(denied_calls: str = _DENIED, conditions: tuple = _CONDITIONS) -> bool:
+    """Refuse new processes, signals to other processes, sockets and the rest of `_DENIED`. Return whether it holds."""
+    import ctypes
+
+    machine = platform.machine()
+    column, architecture = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}.get(machine, (0, 0))
+    if not architecture or sys.byteorder != "little":
+        return False
+    words = denied_calls.split()
+    denied = [int(word) for word in words[1 + column :: 3] if word != "-"]
+    load, equal, at_least, give, mask = 0x20, 0x15, 0x35, 0x06, 0x54
+    refuse = (give, 0, 0, 0x50000 | 1)  # EPERM
+    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
+    if column == 0:  # numbers of the x32 interface
+        program += [(at_least, 0, 1, 0x40000000), refuse]
+    for call in _NO_SUCH_CALL:
+        program += [(equal, 0, 1, call[column]), (give, 0, 0, 0x50000 | 38)]
+    own_process = ("tgkill", 234, 131, 0, -1, os.getpid(), False)
+    for _, x86, arm, word, bits, value, refused_if_equal in (*conditions, own_process):
+        if (number := (x86, arm)[column]) >= 0:
+            jumps = (0, 1) if refused_if_equal else (1, 0)
+            program += [(equal, 0, 5, number), (load, 0, 0, 16 + 4 * word), (mask, 0, 0, bits & 0xFFFFFFFF)]
+            program += [(equal, *jumps, value), refuse, (load, 0, 0, 0)]
+    program += [(equal, len(denied) - index, 0, number) for index, number in enumerate(denied)]
+    program += [(give, 0, 0, 0x7FFF0000), refuse]
+    code = b"".join(struct.pack("HBBI", *line) for line in program)
+    buffer = ctypes.create_string_buffer(code)
+    filter_ = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    libc = _libc()
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return libc.prctl(_PR_SET_SECCOMP, 2, filter_, 0, 0) == 0
 
 
 def _doorkeeper(folder: str, library: str) -> Any:
@@ -104,14 +300,26 @@ def _doorkeeper(folder: str, library: str) -> Any:
     refused, imports, writes, reads, error = _REFUSED, _REFUSED_IMPORTS, _WRITES, _READS, PermissionError
     write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     may_write = _inside(folder, (folder,))
-    may_read = _inside(folder, (folder, library, "/dev/null", "/dev/urandom"))
+    may_read = _inside(folder, (folder, library, *_DEVICES))
+    kind, text, look, is_folder = type, str, os.stat, stat.S_ISDIR
+
+    def may_import(name: Any, file: Any) -> bool:
+        # A loader can be given any package's name for the file, and a copy of the file any name.
+        if kind(name) is not text or kind(file) not in (text, kind(None)):
+            return False
+        stem = text.split(text.split(file or name, "/")[-1], ".")[0]
+        return text.split(name, ".")[-1] not in imports and stem not in imports
 
     def hook(event: str, arguments: tuple) -> None:
         allowed = True
         if event == "open":
-            allowed = (may_write if arguments[2] & write_flags else may_read)(arguments[0])
+            path = arguments[0]
+            allowed = (may_write if arguments[2] & write_flags else may_read)(path)
+            if allowed and arguments[1] is None:  # os.open: no event shows a later dir_fd
+                with suppress(OSError, ValueError):
+                    allowed = not is_folder(look(path).st_mode)
         elif event == "import":
-            allowed = arguments[0] not in imports
+            allowed = may_import(arguments[0], arguments[1])
         elif event in reads:
             allowed = may_read(arguments[0])
         elif event in writes:

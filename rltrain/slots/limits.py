@@ -23,6 +23,8 @@ class Limits:
     """MiB of address space of the process; 0: unlimited."""
     allow_code_execution: bool = False
     """Whether a function may run programs that a model wrote; it asks by `current_limits`."""
+    allow_unsandboxed_code: bool = False
+    """Whether it may also where the kernel grants neither namespaces nor Landlock."""
 
 
 _current = Limits()

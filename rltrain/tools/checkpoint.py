@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rltrain.base.errors import CheckpointError, ConfigError, command
+from rltrain.base.errors import CheckpointError, ConfigError, command, plain
 from rltrain.base.storage import run_folder
 from rltrain.config.load import load_config
 from rltrain.models.files.folder import new_folder
@@ -63,7 +63,9 @@ def verify(name: str) -> int:
         sys.stdout.flush()
         damaged += [step.name] if problem else []
     if damaged:
-        sys.stderr.write(f"error: damaged in {name}: {', '.join(damaged)}. A run passes over them; copy them again.\n")
+        sys.stderr.write(
+            plain(f"error: damaged in {name}: {', '.join(damaged)}. A run passes over them; copy them again.\n")
+        )
     return 1 if damaged else 0
 
 

@@ -6,15 +6,17 @@ Secrets are masked, and large files are cut to their ends.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rltrain.base.errors import DataError, command
 from rltrain.base.logs import TRAIN_LOG
-from rltrain.config.load import SECRET
+from rltrain.base.secrets import MASK, is_secret, masked_text
+from rltrain.base.storage import read_json
 
 # Patterns in the run folder, the most telling first: the archive ends where it is full. Of samples only the newest.
 _WANTED = (
@@ -25,7 +27,9 @@ _WANTED = (
 _NEWEST_SAMPLES = 3
 MOST_BYTES = 200 * 2**20
 MOST_OF_A_FILE = 20 * 2**20
-_RAY_LOGS = re.compile(r"Ray's logs: (\S+)")
+_BINARY = (".parquet", ".pt", ".safetensors", ".npz", ".zip", ".gz")
+# A name and its value, as YAML, JSON, Python and shells write them.
+_NAMED = re.compile(r"([\w.-]+)[\"']?\s*[:=]\s*[\"']?([^\s\"',;&{}()\[\]]+)")
 
 
 def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_file: int = MOST_OF_A_FILE) -> list[str]:
@@ -35,17 +39,18 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
             f"{run} is no run folder: it holds neither {TRAIN_LOG} nor config.yaml (trainer.default_local_dir)."
         )
     names: list[str] = []
+    files = [(name, path) for name, path in _files(run) if not path.is_symlink()]
+    secrets = _secret_values(_text_of(path, most_of_a_file) for _, path in files)
     room = most_bytes
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-        for name, path in _files(run):
+        for name, path in files:
             data = _end_of(path, most_of_a_file)
             # Passed over and not the end: smaller files after it may still fit.
             if len(data) > room:
                 continue
             room -= len(data)
-            # Only these have keys by which a secret can be told from other text.
-            if path.suffix in (".yaml", ".json"):
-                data = _masked(data.decode(errors="replace")).encode()
+            if path.suffix not in _BINARY:
+                data = _masked(data.decode(errors="replace"), secrets).encode()
             file.writestr(name, data)
             names.append(name)
     return names
@@ -54,10 +59,25 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
 def _files(run: Path) -> Iterator[tuple[str, Path]]:
     samples = sorted(run.glob("samples/**/*.parquet"), key=lambda path: path.stat().st_mtime)[-_NEWEST_SAMPLES:]
     paths = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
-    yield from ((str(path.relative_to(run)), path) for path in paths if path.is_file())
-    text = (run / TRAIN_LOG).read_text("utf-8", "replace") if (run / TRAIN_LOG).exists() else ""
-    for folder in map(Path, _RAY_LOGS.findall(text)[-1:]):  # of the newest start, where this is that machine
+    # A link may lead to any file of the user's.
+    inside = [path for path in paths if path.resolve().is_relative_to(run.resolve())]
+    yield from ((str(path.relative_to(run)), path) for path in inside if path.is_file())
+    # By the run's own record: a log repeats text of data and of the model.
+    folder = Path(str((read_json(run / "env.json") or {}).get("ray_logs") or ""))
+    if folder.name == "logs" and folder.parent.name.startswith("session_"):
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
+
+
+def _text_of(path: Path, most: int) -> str:
+    return "" if path.suffix in _BINARY else _end_of(path, most).decode(errors="replace")
+
+
+def _secret_values(texts: Iterable[str]) -> list[str]:
+    """Return the values of secret names, in the files and in this environment, longest first."""
+    pairs = [*os.environ.items(), *(pair for text in texts for pair in _NAMED.findall(text))]
+    # Short ones and plain words would be found everywhere.
+    values = {value for name, value in pairs if is_secret(name, value) and len(value) >= 8 and not value.isalpha()}
+    return sorted(values - {MASK}, key=len, reverse=True)
 
 
 def _end_of(path: Path, most: int) -> bytes:
@@ -68,13 +88,16 @@ def _end_of(path: Path, most: int) -> bytes:
         return (f"[{left_out} bytes left out]\n".encode() if left_out else b"") + file.read()
 
 
-def _masked(text: str) -> str:
-    """Values of keys that name a secret. A run masks its config already; one may be of another hand."""
+def _masked(text: str, secrets: list[str]) -> str:
+    """Mask values by their names, and every other place where one of them stands."""
 
     def line(match: re.Match[str]) -> str:
-        return f"{match[1]}***" if SECRET.search(match[2]) else match[0]
+        return f"{match[1]}{MASK}" if is_secret(match[2], match[3].rstrip(",")) else match[0]
 
-    return re.sub(r"(?m)^([ \t]*\"?([\w.]+)\"?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")\S.*$", line, text)
+    text = re.sub(r"(?m)^([ \t]*\"?([\w.]+)\"?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")(\S.*)$", line, text)
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    return masked_text(text)
 
 
 @command

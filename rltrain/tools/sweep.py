@@ -24,7 +24,7 @@ from typing import Any
 
 from rltrain.api import look_over, train
 from rltrain.base import logs
-from rltrain.base.errors import ConfigError, Interrupted, RltrainError, first_line, system_error
+from rltrain.base.errors import ConfigError, Interrupted, RltrainError, first_line, plain, system_error
 from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.base.storage import read_json, write_json
@@ -225,7 +225,7 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
             record.set(run, state, message)
             codes[run.name] = code
             if message:
-                sys.stderr.write(f"{run.name}: {message}\n")
+                sys.stderr.write(plain(f"{run.name}: {message}\n"))
             # Whoever stops a run means all of them, and on a Ray that is gone none begins.
             if state == _STOPPED or lost():
                 break
@@ -261,7 +261,7 @@ def _end(runs: Sequence[SweepRun], out: Path, record: Record, codes: dict[str, i
         try:
             compare([run.folder for run in finished], out)
         except RltrainError as error:  # the runs are made all the same
-            sys.stderr.write(f"the runs are not compared: {error}\n")
+            sys.stderr.write(plain(f"the runs are not compared: {error}\n"))
     _say(f"{len(finished)} of {len(runs)} runs are finished")
     for run in runs:
         if run not in finished:

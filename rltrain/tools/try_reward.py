@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rltrain.base.errors import ConfigError, RewardError, command
+from rltrain.base.logs import PlainConsole
 from rltrain.base.plugin import user_traceback
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             outcome = [type(error).__name__, ""]
         cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *outcome]
         table.add_row(*map(Text, [*cells, f"{time.perf_counter() - started:.3f}"]))
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = PlainConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if not options.answers and (warning := _guesses_pay(earned, rows)):
         console.print(Text(warning), soft_wrap=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
+from rltrain.base.exchange import gather_json
 from rltrain.data.images import PromptImages
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.shard import reshard
@@ -39,8 +40,7 @@ def write_incident(
     """Write it (a collective) below ``run``/incidents. Return a sentence for the error message: the folder, and the
     page that shows how to load it."""
     # A name of one rank's clock, as no number of a resumed run tells its incidents from those before.
-    named = [f"nonfinite_{role}_{time.strftime('%Y%m%d_%H%M%S')}"]
-    dist.broadcast_object_list(named, 0, device=torch.device("cpu"))
+    named = gather_json(f"nonfinite_{role}_{time.strftime('%Y%m%d_%H%M%S')}")
     folder = run / "incidents" / named[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,8 @@ class RolloutWorker(Rollout):
 
     def _make_answering(self) -> Answering:
         turns = self._rollout.multi_turn
-        limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb, turns.allow_code_execution)
+        allowed = (turns.allow_code_execution, turns.allow_unsandboxed_code)
+        limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb, *allowed)
         number = turns.num_tool_processes
         terms = Terms.of(turns, images=self._images_between_turns)
         hosts = Hosts(Places.of(turns), terms, limits, number) if self._replica.leads else None

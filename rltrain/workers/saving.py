@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from rltrain.base.device import DEVICES, Device, host_memory
 from rltrain.base.env import memory_left
 from rltrain.base.errors import unwritten
+from rltrain.base.exchange import gather_json
 from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale
@@ -70,8 +71,7 @@ class StateWriter:
         weights, copies_each = saved_weights(self._packed).values(), 3 if self._optimizer else 1
         num_bytes = more_bytes + (0 if self._hosts else sum(copies_each * local(weight).nbytes for weight in weights))
         free = min(DEVICES["cpu"].free_memory_bytes(), memory_left())
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (socket.gethostname(), num_bytes, free))
+        everybody = gather_json((socket.gethostname(), num_bytes, free))
         of_host: Counter[str] = Counter()
         for host, size, _ in everybody:
             of_host[host] += size

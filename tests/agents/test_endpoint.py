@@ -3,7 +3,7 @@
 import http.client
 import json
 import socket
-from contextlib import closing
+from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
@@ -277,6 +277,9 @@ def test_nobody_without_the_key_is_heard(room, address):
                 connection.request(method, path, b"x" * (1 << 20), {"Authorization": f"Bearer {given}".encode()})
                 response = connection.getresponse()
                 assert (response.status, json.loads(response.read())["error"]["code"]) == (401, "unknown_trajectory")
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}", "Host": "evil.example"})
+        assert connection.getresponse().status == 421
     assert len(key) > 40
     with pytest.raises(OSError), socket.create_connection((local_address(), port), timeout=5):
         pass
@@ -290,6 +293,33 @@ def local_address():
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.2"
+
+
+def test_silent_connections_take_no_place_from_a_client_with_the_key(room, address):
+    port, key = address
+    with ExitStack() as silent:
+        waiting = [silent.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(200)]
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
+            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert connection.getresponse().status == 200
+        for each in waiting:
+            each.setblocking(False)
+
+        def closed(each):
+            try:
+                return each.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                return True
+
+        gone = [False] * len(waiting)
+
+        def all_closed():
+            gone[:] = [done or closed(each) for done, each in zip(gone, waiting, strict=True)]
+            return all(gone)
+
+        eventually(all_closed, "the oldest are closed at once, the others after seconds")
 
 
 def test_what_is_no_request_is_refused_and_stops_nobody(room, address):

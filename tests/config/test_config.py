@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.base.errors import ConfigError
+from rltrain.base.secrets import is_secret
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import missing_files
 from rltrain.config.load import load_config, masked_command, to_yaml
@@ -263,19 +264,46 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
     assert f"Did you mean {tmp_path}/train.parquet?" in line
 
 
+SECRETS = (
+    *("api_key", "hf_token", "token", "Password", "openai_key", "private_key", "passphrase", "credential", "bearer"),
+    *("github_pat", "sig", "openaiKey", "db_pass", "client_secret", "auth", "dsn", "session_cookie"),
+)
+PLAIN = ("tokenizer=t5", "max_tokens=3", "key_name=a", "keyword=b", "monkey=c", "pattern=d", "signal=e", "author=f")
+
+
 def test_secrets_are_masked_and_lengths_are_not(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "abc")
     kwargs, header = "custom_reward_function.reward_kwargs", "reward.url_headers.X-Me"
-    secrets = [f"{kwargs}.{name}=abc123" for name in ("api_key", "hf_token", "token", "Password")]
+    secrets = [f"{kwargs}.{name}=abc123" for name in SECRETS]
+    secrets += [f"{kwargs}.password=99abc", f"{kwargs}.passwd=3141592", f"{kwargs}.api_keys=[abc1,abc2]"]
+    secrets += [f"{kwargs}.credentials={{user: abc, pin: 2718281}}", f"{kwargs}.at=https://h.ex/x?a=1&sig=abc&key=abc2"]
+    secrets += [f"{kwargs}.database='host=h password=abc123'", f"{kwargs}.header='Bearer abcdefgh'"]
+    env_vars = "ray_kwargs.ray_init.runtime_env.env_vars"
+    secrets += [f"{env_vars}.AZURE_OPENAI_KEY=abc123", f"{env_vars}.DATABASE=postgres://me:abc123@h/x"]
     headers = ["reward.url_headers.Authorization='Bearer ${oc.env:JUDGE_TOKEN}'", f"{header}=me"]
-    config = load_config([*BASE, *secrets, *headers, f"{kwargs}.tokenizer=t5"]).config
+    config = load_config([*BASE, *secrets, *headers, *(f"{kwargs}.{word}" for word in PLAIN)]).config
     assert config.reward.url_headers == {"Authorization": "Bearer abc", "X-Me": "me"}
     text = to_yaml(config)
-    for secret in ("abc123", "Bearer", ": me"):
-        assert secret not in text
-    for plain in ("tokenizer: t5", "ppo_max_token_len_per_gpu: 16384", "default_local_dir: checkpoints/rltrain/run"):
+    command = masked_command([*secrets, *headers, "--api-key", "abc", "next"])
+    for secret in ("abc", "3141592", "2718281", ": me", "=me"):
+        assert secret not in text + command
+    assert masked_command(PLAIN) == " ".join(PLAIN)
+    assert command.endswith(" --api-key '***' next")
+    for plain in (
+        *(word.replace("=", ": ") for word in PLAIN),
+        "ppo_max_token_len_per_gpu: 16384",
+        "default_local_dir: checkpoints/rltrain/run",
+    ):
         assert plain in text
     assert "abc" not in masked_command(["python", f"{header}=abc", "x={a_token:abc,b:http://h}"])
+
+
+def test_a_typed_secret_is_answered_with_the_variable_to_use():
+    key = "custom_reward_function.reward_kwargs.openai_key"
+    (warning,) = [line for line in load_config([*BASE, f"{key}=abc123"]).warnings if "secret" in line]
+    assert f"{key}='${{oc.env:OPENAI_KEY}}'" in warning
+    assert "abc123" not in warning
+    assert not any(is_secret(key, 1) for key in all_keys())
 
 
 def test_a_printed_config_can_be_read_back(tmp_path):

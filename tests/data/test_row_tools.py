@@ -1,6 +1,7 @@
 """Who leads the conversation of a row, and which tools its prompt shows: columns ``agent_name`` and ``extra_info``."""
 
 import re
+import sys
 
 import pytest
 
@@ -77,16 +78,21 @@ def test_the_tools_of_a_row_count_towards_the_length_of_its_prompt(encoder, rows
     assert store.lengths.tolist() == lengths[1:]
 
 
-AGENT = "async def agent(chat, row, seed):\n    await chat.reply()\n"
+GONE = ("{folder}/gone.py:agent",)
+AGENT = "open(__file__ + '.ran', 'w')\nasync def agent(chat, row, seed):\n    await chat.reply()\n"
 
 
 @pytest.mark.parametrize(
     ("asked", "changes", "words"),
     [
-        (("tool_agnt", {}), {}, "'tool_agnt', which is not known: use single_turn_agent, tool_agent, env_agent, or"),
+        (("tool_agnt", {}), {}, "'tool_agnt', which the configuration does not list: use single_turn_agent,"),
         (("tool_agent", {}), {"schemas": []}, "'tool_agent', and the run has no tools: name them with"),
         (("env_agent", {}), {}, "'env_agent', and actor_rollout_ref.rollout.multi_turn.environment names no class"),
-        (("{folder}/gone.py:agent", {}), {}, "which cannot be used: agent_name="),
+        (("{folder}/gone.py:agent", {}), {"own_agents": GONE}, "which cannot be used: "),
+        # Code next to the data, or that is installed, is not loaded because the data names it.
+        (("{folder}/own.py:agent", {}), {}, "agent_name is '{folder}/own.py:agent', which the configuration does not"),
+        (("file://{folder}/own.py:agent", {}), {"own_agents": GONE}, "which the configuration does not list"),
+        (("antigravity:agent", {}), {"own_agents": GONE}, "'antigravity:agent', which the configuration does not"),
         ((None, {"tool_selection": ["is", "no"]}), {}, "tool_selection has 'no'; the tools of the run are what, is"),
         ((None, {"need_tools_kwargs": True}), {}, "need_tools_kwargs is true, and it has no extra_info.tools_kwargs"),
     ],
@@ -94,11 +100,14 @@ AGENT = "async def agent(chat, row, seed):\n    await chat.reply()\n"
 def test_what_a_row_asks_for_in_vain_is_an_error_that_names_it(encoder, rows, tmp_path, asked, changes, words):
     (tmp_path / "own.py").write_text(AGENT)
     agent, extra = asked
-    agent = agent and agent.format(folder=tmp_path)
+    agent, words = agent and agent.format(folder=tmp_path), words.format(folder=tmp_path)
+    changes = changes | {"own_agents": tuple(each.format(folder=tmp_path) for each in changes.get("own_agents", ()))}
     found = rows(("single_turn_agent", {}), (agent, extra))
     with pytest.raises(DataError, match=re.escape(words)) as refusal:
         encode_prompts(found, encoder(**changes), 99)
     assert f"{tmp_path}/rows.parquet' row 1: its " in str(refusal.value)
+    assert not (tmp_path / "own.py.ran").exists()
+    assert "antigravity" not in sys.modules
     encode_prompts(found, encoder(enabled=False, **changes), 99)
 
 
@@ -137,7 +146,7 @@ def test_the_tools_of_a_run_decide_who_leads_by_default(tmp_path):
 
 def test_a_row_whose_trajectories_score_themselves_needs_no_scorer(rows):
     plain, single, own = rows((None, {}), ("single_turn_agent", {}), ("mine.py:agent", {}))
-    tools = RowTools(SCHEMAS, default_agent="tool_agent")
+    tools = RowTools(SCHEMAS, default_agent="tool_agent", own_agents=("mine.py:agent",))
     assert [tools.scores_itself(row) for row in (plain, single, own)] == [False, False, True]
-    scoring = RowTools(SCHEMAS, default_agent="tool_agent", scores=True)
+    scoring = RowTools(SCHEMAS, default_agent="tool_agent", scores=True, own_agents=("mine.py:agent",))
     assert [scoring.scores_itself(row) for row in (plain, single, own)] == [True, False, True]

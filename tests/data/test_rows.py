@@ -6,6 +6,8 @@ import random
 import shutil
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rltrain.base.errors import DataError
@@ -251,3 +253,18 @@ def test_a_file_runs_nothing_that_it_names(tmp_path, good_row):
     assert b"py_extension_type" in base64.b64decode(kept)
     assert read_rows(str(tmp_path / "crafted.parquet"))[0].data_source == good_row()["data_source"]
     assert not (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "rows", "said"), [(65, 1, "row 3: ability has 68,157,440"), (40, 60, "row group 0")]
+)
+def test_a_text_that_a_small_file_repeats_is_an_error_of_the_file(tmp_path, good_row, megabytes, rows, said):
+    texts = ["arithmetic", "b" * (megabytes << 20)]
+    table = pa.Table.from_pylist([good_row(i) for i in range(3 + rows)])
+    encoded = pa.DictionaryArray.from_arrays(pa.array([0] * 3 + [1] * rows, pa.int32()), pa.array(texts))
+    table = table.drop_columns("ability").append_column("ability", encoded)
+    file = tmp_path / "rows.parquet"
+    pq.write_table(table, file, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    with pytest.raises(DataError, match=said) as refusal:
+        read_rows(str(file))
+    assert str(file) in str(refusal.value)

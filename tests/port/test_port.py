@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rltrain.__main__ import main as rltrain
+from rltrain.base.errors import plain
 from rltrain.config.check import check
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.schema.keys import all_keys
@@ -83,6 +84,30 @@ def test_a_script_becomes_what_differs_from_our_defaults(tmp_path, capsys):
     # It would slow FSDP down.
     assert "\n# export CUDA_DEVICE_MAX_CONNECTIONS=1  (left out" in text
     check(load_config(settings))
+
+
+def test_secrets_of_a_script_are_not_copied(tmp_path):
+    text = (
+        GRPO.replace("WANDB_API_KEY=", "DSN=http://a:topsecret@h OPENAI_KEY=")
+        .replace(
+            "use_remove_padding=True",
+            "use_remove_padding=True +reward_kwargs.openai_key=topsecret +reward_kwargs.passwd=$HOME",
+        )
+        .replace("+reward_kwargs", "+custom_reward_function.reward_kwargs")
+    )
+    _, [settings], written = ported(tmp_path, text)
+    assert "topsecret" not in written
+    given = {"openai_key=${oc.env:OPENAI_KEY}", "passwd=/home/me"}
+    assert {f"custom_reward_function.reward_kwargs.{word}" for word in given} <= set(settings)
+
+
+def test_sequences_of_a_script_do_not_steer_the_terminal_that_shows_the_new_one(tmp_path):
+    text = GRPO.replace(
+        "trainer.total_epochs=30", "trainer.total_epochs=30 trainer.experiment_name=$'a\\e]0;t\\a\\'\\\\'"
+    )
+    _, [settings], written = ported(tmp_path, text)
+    assert "trainer.experiment_name=a\x1b]0;t\x07'\\" in settings
+    assert plain(written) == written
 
 
 def test_arguments_of_the_script_reach_its_launch(tmp_path):

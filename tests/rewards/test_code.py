@@ -90,6 +90,23 @@ def test_a_scratch_file_is_fine_and_gone_for_the_next_test(allowed):
         "import os; os.kill(os.getppid(), 9)",
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
         "import sys; sys.modules['ctypes'].CDLL(None)",
+        "import os; os.open({path!r}.rpartition('/')[2], os.O_CREAT | os.O_RDWR, dir_fd=os.open('/', os.O_RDONLY))",
+        "import os; os.open('.', os.O_RDONLY)",
+        "import gc; gc.get_objects()",
+        "import gc; gc.get_referents(gc)",
+        "import _posixshmem",
+        "import importlib.machinery as m, os\n"
+        "file = [os.path.dirname(os.__file__) + '/lib-dynload/' + n for n in os.listdir(os.path.dirname(os.__file__) + "
+        "'/lib-dynload') if n.startswith('_ctypes.')][0]\n"
+        "loader = m.ExtensionFileLoader('x.y', file)\n"
+        "loader.create_module(m.ModuleSpec('x.' + '_ctypes', loader, origin=file))",
+        # The hook's own frame, by the traceback of its refusal: its cells are replaced, and the kernel still refuses.
+        "try: open('/etc/passwd')\n"
+        "except PermissionError as error: trace = error.__traceback__\n"
+        "while trace.tb_next: trace = trace.tb_next\n"
+        "for name in ('may_read', 'may_write'):\n"
+        "    trace.tb_frame.f_locals[name].__closure__[3].cell_contents = ('/',)\n"
+        "open({path!r}, 'w')",
     ],
 )
 def test_files_sockets_and_processes_are_out_of_reach(allowed, tmp_path, attempt):
@@ -140,8 +157,11 @@ def test_a_program_that_misbehaves_leaves_nothing_running(request, length, progr
 
 def test_expected_outputs_are_not_in_the_program_s_reach(allowed):
     secret = "secret-expected-output"
-    program = "import gc\nprint([o for o in gc.get_objects() if isinstance(o, dict) and 'outputs' in o] or 'none')"
-    assert run(allowed, program, {"inputs": [""], "outputs": ["none"]}) == 1.0
+    program = (
+        "import sys\nframe, found = getattr(sys, '_getframe')(), 'none'\nwhile frame:\n"
+        "    found = 'found' if 'outputs' in str(frame.f_locals) else found\n    frame = frame.f_back\nprint(found)"
+    )
+    assert run(allowed, program.replace("'outputs'", "'out' + 'puts'"), {"inputs": [""], "outputs": ["none"]}) == 1.0
     assert run(allowed, f"print('{secret}'[::-1])", {"inputs": [""], "outputs": [secret]}) == 0.0
 
 

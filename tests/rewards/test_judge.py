@@ -198,6 +198,7 @@ def test_a_time_that_the_server_names_holds_for_all_requests(double, judged):
     ("reply", "failed", "said"),
     [
         (status(401, "wrong key"), "rejected", "HTTP 401 'wrong key'"),  # and it is made once
+        (status(429, Retry_After="9" * 400), "crashed", "longer than the deadline of 600 s"),
         (status(500, "oh"), "crashed", "HTTP 500 'oh' (6 times)"),
         (CLOSE, "crashed", "RemoteProtocolError"),
         ("42 is nice", "rejected", "(asked 3 times)"),

@@ -150,9 +150,10 @@ def test_the_stop_waits_for_the_first_prompts():
     assert queue.stopped()
 
 
-def test_replicas_count_together():
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_replicas_count_together(tmp_path, kind):
     """Jobs of one prompt are served by different replicas at the same time."""
-    store = dist.HashStore()
+    store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1)
     jobs = [job(place, sample) for place in range(40) for sample in range(4)]
     queues = [JobQueue(jobs, 8, Replica(number, 4, 0, 1), store, "call", enough=40) for number in range(4)]
 
@@ -167,6 +168,9 @@ def test_replicas_count_together():
         thread.join()
     assert queues[0].stopped()
     assert sum(len(queue.taken) for queue in queues) == len(jobs)
+    sizes = [file.stat().st_size for file in tmp_path.iterdir()]
+    assert all(queue.stopped() for queue in queues)
+    assert sizes == [file.stat().st_size for file in tmp_path.iterdir()], "a look makes the file no longer"
     assert store.add("call/ended", 0) == 40
 
 

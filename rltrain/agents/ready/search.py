@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from rltrain.base.errors import DataError
+from rltrain.base.errors import DataError, command
 from rltrain.slots.limits import current_limits
 
 _LAYOUT = "2"  # of an index; another one is built anew
@@ -263,6 +263,7 @@ def _option(tokenizer: str) -> str:
     return f"tokenize='{quoted}'"
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Build an index before a run, as that of millions of passages takes longer than a run waits for a tool."""
     parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -271,13 +272,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", help="where to keep it; default: .rltrain beside the corpus")
     parser.add_argument("--query", help="search for this afterwards")
     given = parser.parse_args(argv)
-    try:
-        sys.stdout.write(f"{index_of(given.corpus, given.tokenizer, given.folder)}\n")
-        if given.query:
-            sys.stdout.write(Search(given.corpus, 3, given.tokenizer, given.folder).search(given.query) + "\n")
-    except DataError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+    sys.stdout.write(f"{index_of(given.corpus, given.tokenizer, given.folder)}\n")
+    if given.query:
+        sys.stdout.write(Search(given.corpus, 3, given.tokenizer, given.folder).search(given.query) + "\n")
     return 0
 
 

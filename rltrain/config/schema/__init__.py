@@ -333,8 +333,9 @@ class RewardConfig:
     memory_limit_mb: int = key(4096, least=0)
     """Address space of a scorer's process in MiB; an answer that exceeds it counts as failed. 0: no limit."""
     allow_code_execution: bool = False
-    """Let scorers run programs that the model wrote. Read rewards.md of the documentation first: it is no wall against
-    an attacker."""
+    """Let scorers run programs that the model wrote. rewards.md of the documentation lists the limits."""
+    allow_unsandboxed_code: bool = False
+    """Run them also on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
     url: str | None = None
     """Address of a remote scorer (http://host:port/path); answers are sent there instead of being scored here."""
     url_concurrency: int = key(8, least=1, only_with=_REMOTE)

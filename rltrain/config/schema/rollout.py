@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rltrain.base.plugin import is_plugin
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.model import ACTOR, Dtype
@@ -96,6 +97,8 @@ class MultiTurnConfig:
     """Processes of an engine in which tools, environments and agents run, each with many calls at once."""
     allow_code_execution: bool = key(False, only_with=TOOLS)
     """Let a tool run programs that the policy wrote (docs/security.md)."""
+    allow_unsandboxed_code: bool = key(False, only_with=TOOLS)
+    """Run them also on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
 
     @property
     def place(self) -> str:
@@ -117,6 +120,14 @@ class AgentConfig:
     default_agent_loop: str | None = None
     """Of rows without a column agent_name: single_turn_agent, tool_agent, env_agent, or FILE.py:NAME of an agent of
     your own; null: tool_agent where there are tools or an environment, else single_turn_agent."""
+    agent_loops: list[str] = key([])
+    """Further agents, FILE.py:NAME each, that the column agent_name of a row may select. Other code is not loaded."""
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Agents of the user's: the only code that a row can select."""
+        default = self.default_agent_loop or ""
+        return (*([default] if is_plugin(default) else []), *self.agent_loops)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rltrain.base.errors import NonFiniteError
+from rltrain.base.exchange import gather_json
 from rltrain.base.logs import count
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.names import huggingface_name
@@ -47,9 +48,7 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
     dist.all_reduce(num_reports, dist.ReduceOp.MAX)
     if not num_reports:
         return
-    of_ranks: list[list[str]] = [lines] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, lines)
-    first = next(rank_reports[0] for rank_reports in of_ranks if rank_reports)
+    first = next(rank_reports[0] for rank_reports in gather_json(lines) if rank_reports)
     raise NonFiniteError(f"{key}: {first}")
 
 

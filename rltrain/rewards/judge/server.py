@@ -19,7 +19,7 @@ from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.env import first_set
 from rltrain.base.errors import ConfigError, storable
 from rltrain.config.schema.judge import JudgeConfig
-from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s
+from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, too_long
 from rltrain.rewards.judge.reply import Reply
 
 # How often one request is made; those after which the server has named a time are not counted.
@@ -129,6 +129,8 @@ class JudgeServer:
             status = response.status_code
             if status != httpx.codes.OK:
                 after_s = retry_after_s(response.headers.get("Retry-After", "")) if status in TRY_AGAIN else 0.0
+                if late := too_long(after_s, self._judge.deadline_s):
+                    raise Unanswered(self.plain(f"HTTP {status}: {late}"), is_refused=False)
                 # It has said this to one request and means all.
                 self._open = max(self._open, self._clock.monotonic() + after_s)
                 return status, max(after_s, 0.0), self.plain(f"HTTP {status} {_shown(content)}"), None

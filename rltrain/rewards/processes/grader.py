@@ -51,7 +51,8 @@ class Grader:
         self._template, self._reader = Template(judge), reader(judge)
         self._slots = ThreadPoolExecutor(1, "slots")
         reward, custom = cfg.reward, custom_reward(cfg)
-        limits = (reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
+        allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
+        limits = (reward.timeout_s, reward.memory_limit_mb, *allowed)
         self._rule = self._in_slots(lambda: ScoringSlot(custom, *limits)) if judge.runs_rule else None
         # It is a reward function whose answer is the reply.
         by_function = CustomReward(*judge.function) if judge.function else None

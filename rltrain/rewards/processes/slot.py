@@ -25,11 +25,12 @@ class ScoringSlot(Slot):
         timeout_s: float = 5.0,
         memory_limit_mb: int = 4096,
         allow_code_execution: bool = False,
+        allow_unsandboxed_code: bool = False,
     ):
         self._custom = custom
         words = ("the reward function", "reward.timeout_s", "reward.memory_limit_mb")
         service = Service(ScorerOpener(custom), *words, result="score", call="answer", error=RewardError)
-        super().__init__(service, Limits(timeout_s, memory_limit_mb, allow_code_execution))
+        super().__init__(service, Limits(timeout_s, memory_limit_mb, allow_code_execution, allow_unsandboxed_code))
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         """Score one answer. Raises RewardError only where no answer could be scored: no scorer, failing imports."""

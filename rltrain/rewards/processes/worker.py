@@ -46,7 +46,8 @@ def make_scorer(cfg: Config, num_sharing: int = 1) -> Scorer:
 def rule_scorer(cfg: Config) -> ScoringSlot:
     """The scorers of the data sources, or the user's function in their place."""
     reward = cfg.reward
-    return ScoringSlot(custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, reward.allow_code_execution)
+    allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
+    return ScoringSlot(custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, *allowed)
 
 
 class RewardWorker:

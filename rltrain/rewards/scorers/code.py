@@ -14,7 +14,7 @@ from rltrain.base.env import shipped
 from rltrain.base.errors import RewardError
 from rltrain.rewards.scorers.registry import scorer
 from rltrain.slots.limits import current_limits
-from rltrain.slots.program import run_program
+from rltrain.slots.program import check_isolation, run_program
 
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64
@@ -38,13 +38,14 @@ def extract_code(solution: str) -> str:
 
 
 def refuse_unless_allowed(data_source: str) -> None:
-    """Raise RewardError unless this process may run programs."""
+    """Raise RewardError unless this process may run programs, and ConfigError where the kernel isolates none."""
     if not current_limits().allow_code_execution:
         raise RewardError(
             f"data_source={data_source!r} is scored by running programs that the model wrote. Read "
             f"{shipped('docs/rewards.md')}, then set reward.allow_code_execution=True, or give a "
             "custom_reward_function or a reward.url."
         )
+    check_isolation()
 
 
 @scorer("apps", "taco", "codecontests", "codeforces", prepare=refuse_unless_allowed)

@@ -7,6 +7,9 @@ from rltrain.config.check import as_list
 from rltrain.config.schema import Config
 from rltrain.run.report.env_report import command_line
 
+# Arguments of your own code, and variables: a published page needs neither, and either may hold a secret.
+_NOT_SHOWN = ("reward_kwargs", "env_vars", "url_headers")
+
 
 def model_card(cfg: Config, step: int) -> str:
     """Base model, data, step and command, in the form that model hubs read, behind the lines that say of what kind the
@@ -39,5 +42,5 @@ def model_card(cfg: Config, step: int) -> str:
     return (
         f"{base}tags: [rltrain, reinforcement-learning]\n---\n\n"
         f"# {cfg.trainer.experiment_name}\n\nTrained with rltrain {__version__}.\n\n| | |\n|---|---|\n{table}\n\n"
-        f"```bash\n{command_line()}\n```\n"
+        f"```bash\n{command_line(_NOT_SHOWN)}\n```\n"
     )

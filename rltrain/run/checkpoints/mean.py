@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain import __version__
-from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.base.errors import CheckpointError, ConfigError, plain
 from rltrain.models.files.folder import AVERAGE
 from rltrain.models.files.hashed import Digests
 from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean
@@ -48,7 +48,7 @@ class Averager:
     def say_notes(self) -> None:
         """On what is lost of the models."""
         for note in self.notes:
-            sys.stderr.write(f"note: {note}\n")
+            sys.stderr.write(plain(f"note: {note}\n"))
 
     def described(self, shares: dict[int, float]) -> list[dict[str, object]]:
         """The models of a mean, as its manifest lists them."""

@@ -16,8 +16,8 @@ import torch
 
 from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.plugin import is_plugin, load_plugin
-from rltrain.config.agents import AGENT_KEY, several_turns, who_answers
+from rltrain.base.plugin import load_plugin
+from rltrain.config.agents import AGENT_KEY, LOOPS_KEY, several_turns, who_answers
 from rltrain.config.budgets import judge_lengths, longest_text
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
@@ -289,23 +289,22 @@ def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> Non
     rollout = cfg.actor_rollout_ref.rollout
     if not several_turns(rollout):
         return
-    default, roles = rollout.agent.default_agent_loop, _roles_that_answer(cfg, encoder)
+    roles = _roles_that_answer(cfg, encoder)
     seam = Seam(encoder, encoder.tools, format_of(rollout.multi_turn.format, encoder))
     if problem := seam.problem(roles):
         findings.problems.append(
             f"{who_answers(rollout)}: the chat template of {encoder.path} cannot be continued behind a turn: {problem} "
             "Give one that can with actor_rollout_ref.model.custom_chat_template."
         )
-    if default and is_plugin(default):
-        load_plugin(AGENT_KEY, default)
+    for agent in rollout.agent.own:
+        load_plugin(AGENT_KEY if agent == rollout.agent.default_agent_loop else LOOPS_KEY, agent)
     findings.notes += [f"{encoder.path}: {note}" for note in seam.notes]
 
 
 def _roles_that_answer(cfg: Config, encoder: ChatEncoder) -> tuple[str, ...]:
     """Whose messages may stand between two turns."""
     rollout = cfg.actor_rollout_ref.rollout
-    default = rollout.agent.default_agent_loop
-    users_speak = encoder.row_tools.has_step or not rollout.multi_turn.place or (default and is_plugin(default))
+    users_speak = encoder.row_tools.has_step or not rollout.multi_turn.place or rollout.agent.own
     return (("tool",) if encoder.tools else ()) + (("user",) if users_speak else ())
 
 

@@ -61,10 +61,10 @@ def device_facts() -> dict[str, Any]:
     }
 
 
-def command_line() -> str:
-    """What was typed to start this process, secrets masked."""
+def command_line(without: tuple[str, ...] = ()) -> str:
+    """Return the command that started this process, secrets masked. without: texts whose arguments are left out."""
     # Not sys.argv, which `rltrain COMMAND` has rewritten and which lacks -m MODULE.
-    program, *rest = sys.orig_argv
+    program, *rest = (word for word in sys.orig_argv if not any(text in word for text in without))
     if rest and Path(rest[0]).name == "rltrain":  # the console command
         return masked_command(["rltrain", *rest[1:]])
     return masked_command([Path(program).name, *rest])

@@ -266,10 +266,10 @@ def _parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    from rich.console import Console
+    from rltrain.base.logs import PlainConsole
 
     plainly = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": not sys.stdout.isatty()}
-    console = Console(width=arguments.width, **plainly)  # type: ignore[arg-type]
+    console = PlainConsole(width=arguments.width, **plainly)  # type: ignore[arg-type]
     try:
         if arguments.compare is not None:
             lines = compare(arguments.run, arguments.compare, arguments.n, arguments.source, console.width)

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 from yaml import YAMLError, safe_load
 
 from rltrain.base.errors import CheckpointError, ConfigError, first_line
+from rltrain.base.secrets import MASK
 from rltrain.base.storage import patiently
-from rltrain.config.load import MASK, to_dict
+from rltrain.config.load import to_dict
 from rltrain.config.schema import Config
 from rltrain.models.files.digest import digest_of_model
 from rltrain.models.files.source import model_problem

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rltrain.base.errors import plain
+from rltrain.base.logs import PlainConsole
 
 _WIDTH = 200
 _BENCHMARKS = re.compile(r"logicvista|math-?_?vision|math-?_?vista", re.IGNORECASE)
@@ -38,12 +38,12 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         sys.stderr.close()
 
 
-def console_of() -> Console:
+def console_of() -> PlainConsole:
     """A terminal as wide as it is; anything else is wide."""
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
+    return PlainConsole(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
 
 
-def write_table(console: Console, rows: tuple[Sequence[str], Iterable[Sequence[str]]]) -> None:
+def write_table(console: PlainConsole, rows: tuple[Sequence[str], Iterable[Sequence[str]]]) -> None:
     """Print a head and rows."""
     head, body = rows
     table = Table()

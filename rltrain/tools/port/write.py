@@ -6,7 +6,8 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rltrain.config.load import SECRET
+from rltrain.base.errors import plain
+from rltrain.base.secrets import masked
 from rltrain.config.schema.keys import all_keys, free_form_parent
 from rltrain.tools.port.launches import Launch
 from rltrain.tools.port.shell import restored
@@ -33,7 +34,8 @@ def script(
     body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
     text = "\n".join(body)
     lines += [f': "${{{name}:?the script expects it}}"' for name in placeholders if f"${{{name}}}" in text]
-    return "\n".join(lines) + "\n" + text + "\n"
+    # What is quoted has no sign that steers a terminal which shows the script; this is for all else.
+    return plain("\n".join(lines) + "\n" + text + "\n")
 
 
 def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> list[str]:
@@ -47,7 +49,7 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
         if notes:
             lines += [f"# {title}:", *(f"#   {_comment(note, placeholders)}" for note in dict.fromkeys(notes))]
     for name, value in launch.exported:
-        if SECRET.search(name):
+        if _holds_secret(name, value, placeholders):
             lines.append(f"# export {name}=…  (a secret: not copied)")
         elif why := _NOT_HERE.get(name):
             lines.append(f"# export {name}={_quoted(value, placeholders)}  ({why})")
@@ -59,8 +61,18 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
         lines += [f"    # {_comment(why, placeholders)}" for why in ported.comments.get(key, [])]
         # A key of a file's may hold anything, so what is no plain name is quoted with its value.
         name = f"{key}=" if _PLAIN.fullmatch(key) else ""
+        if name and _holds_secret(key, ported.settings[key], placeholders):
+            variable = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
+            lines += ["    # a secret: not copied; set the variable", f"    {name}'${{oc.env:{variable}}}'"]
+            continue
         lines.append(f"    {name}{_quoted(('' if name else f'{key}=') + ported.settings[key], placeholders)}")
     return [*lines, ")", 'python -m rltrain.main_ppo "${ARGS[@]}" "$@"', ""]
+
+
+def _holds_secret(name: str, value: str, placeholders: Mapping[str, str]) -> bool:
+    """Return whether a value is a secret in plain text, and not a variable of the user's."""
+    plain = re.sub(r"\$\{\w+\}", "", restored(value, placeholders))
+    return "${oc.env:" not in value and bool(plain) and masked(plain, name.rpartition(".")[2]) != plain
 
 
 def _comment(note: str, placeholders: Mapping[str, str]) -> str:
@@ -76,4 +88,8 @@ def _quoted(value: str, placeholders: Mapping[str, str]) -> str:
     """For the shell: in double quotes where a variable of the user's stands in it, else as it is."""
     text = re.sub(r'(["\\$`])', r"\\\1", value)
     with_variables = restored(text, placeholders)
+    if plain(value) != value and with_variables == text:
+        escaped = re.sub(r"[\\']", r"\\\g<0>", value)
+        letters = (letter if plain(letter) == letter else f"\\U{ord(letter):08x}" for letter in escaped)
+        return f"$'{''.join(letters)}'"
     return f'"{with_variables}"' if with_variables != text else shlex.quote(value)

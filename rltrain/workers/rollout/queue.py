@@ -171,15 +171,18 @@ class JobQueue:
         return bool(self._replica.agree(self._is_over() if self._replica.leads else None))
 
     def _is_over(self) -> bool:
-        # Adding 0 reads a counter; `get` would wait for one that nobody has begun.
-        if self._can_end and self._store.add(_GIVEN_UP, 0):
+        if self._can_end and self._count(_GIVEN_UP):
             return True
         return self._enough is not None and self._have_enough(self._enough)
 
     def _have_enough(self, enough: int) -> bool:
-        return self._store.add(self._key + "/ended", 0) >= enough and (
-            not self._num_must or self._store.add(self._key + "/must", 0) >= self._num_must
+        return self._count(self._key + "/ended") >= enough and (
+            not self._num_must or self._count(self._key + "/must") >= self._num_must
         )
+
+    def _count(self, key: str) -> int:
+        # `get` would wait for a counter that does not exist. Adding 0 makes the file of a store longer with each turn.
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
 def _dealt_to(place: int, num_replicas: int) -> int:

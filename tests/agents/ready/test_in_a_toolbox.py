@@ -42,7 +42,7 @@ def test_the_interpreter_of_retool_is_called_as_its_models_learnt_and_asks_for_l
     box = Toolbox(Places(functions=str(ROOT / "examples" / "agents" / "retool_tools.py")))
     assert shown(box) == {"code_interpreter": ["code"]}
     with pytest.raises(ConfigError, match=r"'code_interpreter' runs programs .*allow_code_execution=True"):
-        box.refuse_programs()
+        box.check_programs(allowed=False, unsandboxed=False)
 
 
 def test_each_trajectory_searches_the_corpus_of_the_run(tmp_path):

@@ -1,0 +1,57 @@
+"""Names of secrets, and text without their values: for files, logs, trackers and archives that other people read.
+
+A value is a secret by the name of its key, by its place in an address (``user:password@``, ``?sig=``), or as a bearer
+token. Numbers count too, but not those of a plural such as ``max_tokens``, which are lengths.
+"""
+
+import re
+from typing import Any
+
+MASK = "***"
+# "key", "token" and the like count only as the last word: key_name, monkey and max_token_len are something else.
+_SECRET = re.compile(
+    r"pass(word|wd|phrase|code)|secret|credential|bearer|api[-_]?key(?!_env$)|authorization|cookie"
+    r"|(^|[-_.])(keys?|tokens?|pat|sig|signature|auth|pwd|pass|dsn|jwt|sas)$|(?-i:[a-z](Key|Token|Auth)$)",
+    re.IGNORECASE,
+)
+# Names of columns and of keys in data files.
+_COLUMNS = re.compile(
+    r"(prompt|image|images|video|videos|audio|reward_fn|reward|answer|response|label|input|output|messages|group|sort"
+    r"|own|gdpo_reward|judge|data|chosen|rejected|score|index)_keys?",
+    re.IGNORECASE,
+)
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s\"']+@")
+_PAIR = re.compile(r"(?<![\w.%-])([\w.%-]+)=([^\s&;,#\"'=]+)")
+_NUMBER = re.compile(r"[\d.,_eE+-]+")
+_BEARER = re.compile(r"\b(bearer|basic) +[\w.~+/=-]{8,}", re.IGNORECASE)
+_REFERENCE = re.compile(r"\$\{oc\.env:[^{}]*\}")
+
+
+def is_secret(name: str, value: object = "") -> bool:
+    """Return whether the value of a key with this name is a secret. A number under a plural is a length."""
+    last = name.rpartition(".")[2]
+    is_length = last.lower().endswith(("tokens", "keys")) and _NUMBER.fullmatch(str(value))
+    return bool(_SECRET.search(last)) and not _COLUMNS.fullmatch(last) and not is_length
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return a value of the configuration, of any depth, without the secrets in it. name: of its key."""
+    # Any header may carry a token, whatever its name.
+    secret = is_secret(name) or name == "url_headers"
+    if isinstance(value, dict):
+        return {key: masked(item, "secret" if secret else str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(item, name) for item in value]
+    if isinstance(value, str):
+        if _REFERENCE.fullmatch(value):  # it names the variable that holds the secret
+            return value
+        return MASK if value and secret else masked_text(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return MASK if is_number and (name == "secret" or is_secret(name, value)) else value
+
+
+def masked_text(text: str) -> str:
+    """Return text without the secrets in its addresses and ``name=value`` pairs."""
+    text = _CREDENTIALS.sub(f"{MASK}@", text)
+    text = _PAIR.sub(lambda pair: f"{pair[1]}={MASK}" if is_secret(*pair.groups()) else pair[0], text)
+    return _BEARER.sub(rf"\1 {MASK}", text)

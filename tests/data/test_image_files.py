@@ -1,0 +1,23 @@
+"""Paths of images that lead to no image file."""
+
+import os
+
+import pytest
+
+from rltrain.base.errors import DataError
+from rltrain.base.image_files import file_bytes
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "no image"])
+def test_a_path_that_is_no_plain_image_file_is_refused_at_once(tmp_path, kind):
+    file = tmp_path / "x.png"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        with open(file, "wb") as stream:
+            stream.write(b"GIF89a" if kind == "large" else b"")
+            stream.truncate((3 << 30) if kind == "large" else (2 << 20))
+    with pytest.raises(DataError, match=r"regular file|has 3,221,225,472 bytes|does not begin as|directory"):
+        file_bytes({"path": "/dev/zero" if kind == "device" else file})

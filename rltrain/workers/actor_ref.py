@@ -66,8 +66,7 @@ class ActorRefWorker(Actor):
         self.residency = residency
         self._device = residency.device
         self._entry = find_policy_loss(passes.policy_loss)
-        # The policy's version at the last old_log_prob pass: while it stands, a selection need not compute log-probs
-        # again.
+        # The policy's version at the last old_log_prob pass; until it changes, a selection reuses the log-probs.
         self._log_probs_at: int | None = None
         self._load_models()
 

@@ -310,3 +310,24 @@ def test_contributing_names_what_is_there():
         assert f"def {decorator}(" in source, decorator
     for path in re.findall(r"`([\w/]+\.(?:py|sh|md|txt))", text) + re.findall(r"docs/\w+\.md", text):
         assert any((folder / path).is_file() for folder in (ROOT, PACKAGE, *PACKAGE.iterdir())), path
+
+
+# CONTRIBUTING.md: sentences have a subject and a verb. Matches per 10,000 words of the docs; the numbers only fall.
+HEADLESS = {
+    r"\bwhat (is|are|was|were|has|have|can|must|it|they|a|the|each|one|no|[a-z]+s)\b": 7.5,
+    r"\bthose (that|of|who|which)\b": 6,
+    r"\b(nobody|somebody|anybody|whoever|whom)\b": 0.5,
+    r"\b(told|tells? of|foretold|foretells?)\b": 0.5,
+    r"\bbeside\b": 2.5,
+    r"\bbehind\b": 1,
+    r"\bof (its|their|one's) own\b": 3,
+    r"\bgo(es)? on\b": 1,
+}
+
+
+def test_the_docs_are_in_plain_english():
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    text = "\n".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in pages)
+    words = len(text.split())
+    found = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) * 1e4 / words for pattern in HEADLESS}
+    assert {pattern: rate for pattern, rate in found.items() if rate > HEADLESS[pattern]} == {}

@@ -73,7 +73,7 @@ def read_part(path: str) -> Part:
     has_codes = any(empty.is_floating_point() and empty.dtype.itemsize == 1 for empty in entries.empty.values())
     if has_codes or getattr(config, "quantization_config", None):
         raise CheckpointError(
-            f"{path} has quantised weights, and their mean is meaningless. Average before quantising."
+            f"{path} has quantised weights, which are codes. Take the model from before it was quantised."
         )
     return _part(path, source_folder(path, config), config, entries)
 
@@ -227,8 +227,9 @@ def _tokens(file: Path) -> dict[str, Any]:
     if file.name != "tokenizer.json":
         return {file.name: digest_of_files([file])}
     try:
-        # Versions of libraries write the rest of this file in different ways.
-        return dict(Tokenizer.from_file(str(file)).get_vocab())
+        # Read by the library, because its versions write the file in different ways.
+        tokenizer = Tokenizer.from_file(str(file))
+        return {**tokenizer.get_vocab(), "merges of BPE": json.loads(tokenizer.to_str())["model"].get("merges")}
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read ({error}). Copy it again.") from error
 

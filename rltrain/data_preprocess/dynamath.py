@@ -15,7 +15,7 @@ from rltrain.base.errors import DataError
 from rltrain.data_preprocess.benchmark import BOXED_LETTER, BY_RULE_FOR_JUDGE, benchmark_row, choices_within, wordings
 from rltrain.data_preprocess.common import BOXED, At, Part, Row, arguments, convert_records, kept, run, texts
 from rltrain.data_preprocess.sources import Hub, Record
-from rltrain.rewards.scorers.dynamath import NUM_VARIANTS
+from rltrain.rewards.scorers.benchmarks import NUM_VARIANTS
 
 _NAME = "DynaMath/DynaMath_Sample"
 _PUBLISHED = """## Question

@@ -1,62 +1,151 @@
-"""``python -m rltrain.average OUT MODEL MODEL ...``: one model whose weights are the mean of those of others.
+"""``python -m rltrain.average OUT MODEL MODEL ...``: the mean of the weights of several models.
 
-Uniformly or by weights, or a greedy soup (Wortsman et al. 2022, algorithm 1): each model in the order of its score is
-kept if the average with it scores no less. Memory is enough for a few rows of all models, whatever their size.
+The mean is uniform, weighted, or a greedy soup (Wortsman et al. 2022, algorithm 1). A few rows of all models are in
+memory at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
-import shutil
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rltrain.base.errors import ConfigError, command
-from rltrain.models.files.folder import new_folder
-from rltrain.models.weights.average import DTYPES
-from rltrain.run.checkpoints.mean import Averager, absolute
+from rltrain import __version__
+from rltrain.base.errors import CheckpointError, ConfigError, command, plain
+from rltrain.models.files.folder import AVERAGE, new_folder
+from rltrain.models.files.hashed import Digests
+from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean
+from rltrain.models.weights.average import DTYPES, Average, read_part
+from rltrain.run.checkpoints.model_folder import find_model
+from rltrain.workers.node import digest_of
 
 _SETTING = re.compile(r"\+*[a-z_][\w.]*=")
+_CORE = re.compile(r"val-core/.*/mean@\d+")
+_DATA, _MODEL, _OUT = "data.val_files", "actor_rollout_ref.model.path", "trainer.default_local_dir"
+Shares = dict[int, float]  # number of a model -> its share; the shares sum to 1
 
 
-def _shares(text: str | None, number: int) -> list[float]:
+class Averager:
+    """Models or adapters, any of which may be averaged. All are compared here, before anything is written."""
+
+    def __init__(self, names: Sequence[str], dtype: str | None) -> None:
+        self._found = [find_model(name) for name in names]
+        # Absolute, so that average.json can be read from any folder; names on the hub stay as they are.
+        paths = (model.path for model in self._found)
+        self.paths = [str(Path(path).resolve()) if Path(path).is_dir() else path for path in paths]
+        kinds = {model.is_adapter: model.name for model in self._found}
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"{kinds[True]} is an adapter and {kinds[False]} is a model. Average adapters with adapters, or give "
+                "the exported model of the run (global_step_N), into which its adapter is merged."
+            )
+        self.are_adapters = self._found[0].is_adapter
+        if self.are_adapters and dtype:
+            raise ConfigError(f"--dtype {dtype} is for models: adapters are written in float32. Leave it out.")
+        self._dtype = DTYPES[dtype] if dtype else None
+        self._parts = [] if self.are_adapters else [read_part(path) for path in self.paths]
+        self.notes = [] if self.are_adapters else Average(self._parts, [], self._dtype).notes
+
+    def write(self, folder: Path, shares: Shares, soup: dict[str, object]) -> None:
+        """Write the mean of some models, and average.json: models, shares, digests of weight files, ``soup``."""
+        written: Digests = {}
+        if self.are_adapters:
+            write_mean([read_adapter(self.paths[n]) for n in shares], list(shares.values()), folder, written)
+        else:
+            mean = Average([self._parts[number] for number in shares], list(shares.values()), self._dtype)
+            mean.write(folder, written)
+        models = []
+        for number, share in shares.items():
+            path = self.paths[number]
+            files = [Path(path) / WEIGHTS] if self.are_adapters else self._parts[number].entries.paths
+            digests = {file.name: digest_of(file) for file in files}
+            models.append({"name": self._found[number].name, "path": path, "share": share, "files": digests})
+        files_of_mean = {Path(path).name: digest for path, digest in written.items()}
+        content = {"rltrain": __version__, "models": models, "files": files_of_mean, **soup}
+        (folder / AVERAGE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def search(num_models: int, score: Callable[[list[int]], float]) -> tuple[list[int], dict[str, object]]:
+    """Return the models that stay, the best first, and the score of their average with all trials.
+
+    Each model is tried once, in the order of its own score. score: of the average of some models; higher is better.
+    """
+    scores = [score([number]) for number in range(num_models)]
+    trials: list[dict[str, object]] = [{"models": [number], "score": value} for number, value in enumerate(scores)]
+    # The sort is stable: of equal scores the first model comes first.
+    best, *others = sorted(range(num_models), key=lambda number: -scores[number])
+    chosen, highest = [best], scores[best]
+    for number in others:
+        candidate = [*chosen, number]
+        value = score(candidate)
+        trials.append({"models": candidate, "score": value, "stays": value >= highest})
+        if value >= highest:
+            chosen, highest = candidate, value
+    return chosen, {"score": highest, "trials": trials}
+
+
+def greedy_soup(
+    averager: Averager, folder: Path, data: str, settings: Sequence[str], metric: str | None
+) -> tuple[Shares, dict[str, object]]:
+    """Return the shares of a greedy soup, and its record for average.json.
+
+    Candidates are validated on ``data`` in a temporary folder next to ``folder``. settings: KEY=VALUE of a training.
+    metric: of the validation; None: the mean of ``val-core/…/mean@N``. Raises ConfigError.
+    """
+    own = (_DATA, _MODEL, _OUT)
+    if taken := [word for word in settings if word.lstrip("+").partition("=")[0] in own]:
+        raise ConfigError(f"{taken[0]}: with --greedy, DATA, MODEL and OUT set this key. Leave it out.")
+    if averager.are_adapters:
+        raise ConfigError("--greedy scores models, and these are adapters. Merge them, or average without --greedy.")
+    from rltrain.api import evaluate  # takes seconds
+
+    def score(numbers: list[int]) -> float:
+        # One candidate on the disk at a time: models are large.
+        with TemporaryDirectory(prefix=".tmp_soup_", dir=folder.parent) as candidate:
+            averager.write(Path(candidate), dict.fromkeys(numbers, 1 / len(numbers)), {})
+            words = [f"{_DATA}={data}", f"{_MODEL}={candidate}", f"{_OUT}={candidate}/evaluation"]
+            value = _score(evaluate([*settings, *words]), metric)
+        sys.stdout.write(f"{value:10.4f}  {' + '.join(averager.paths[number] for number in numbers)}\n")
+        return value
+
+    chosen, found = search(len(averager.paths), score)
+    return dict.fromkeys(chosen, 1 / len(chosen)), {"greedy": {"data": data, **found}}
+
+
+def _score(metrics: Mapping[str, float], metric: str | None) -> float:
+    names = [metric] if metric else [name for name in metrics if _CORE.fullmatch(name)]
+    if not names or names[0] not in metrics:
+        raise ConfigError(f"--metric {metric}: a validation with these settings has only {', '.join(sorted(metrics))}.")
+    return sum(metrics[name] for name in names) / len(names)
+
+
+def _shares(text: str | None, num_models: int) -> Shares:
     """Raises ConfigError."""
-    if text is None:
-        return [1 / number] * number
     try:
-        weights = [float(word) for word in text.split(",")]
+        weights = [1.0] * num_models if text is None else [float(word) for word in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--weights {text} are no numbers with commas between them, such as 0.5,0.3,0.2.") from None
-    if len(weights) != number:
-        raise ConfigError(f"--weights {text} are {len(weights)} and there are {number} models. Give one for each.")
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise ConfigError(
-            f"--weights {text}: every weight must be above 0. Leave out a model that is to count nothing."
-        )
-    return [weight / sum(weights) for weight in weights]
+        weights = []
+    if len(weights) != num_models or not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(f"--weights {text}: give {num_models} numbers above 0, such as 0.5,0.3,0.2: one per model.")
+    return {number: weight / sum(weights) for number, weight in enumerate(weights)}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rltrain.average", description="Average the weights of models.")
     parser.add_argument("out", metavar="OUT", help="the folder to make")
-    parser.add_argument(
-        "models", metavar="MODEL", nargs="+",
-        help="a run folder (its newest checkpoint), global_step_N, a model folder, a name on the hub, or an adapter",
-    )  # fmt: skip
-    parser.add_argument(
-        "--weights", metavar="W,W,...", help="one for each model, divided by their sum (default: equal)"
-    )
-    parser.add_argument(
-        "--greedy", metavar="DATA",
-        help="a greedy soup: a model stays if the average scores no less with it on these rows. Keys of training "
-        "(KEY=VALUE ...) say how they are answered and scored",
-    )  # fmt: skip
-    parser.add_argument(
-        "--metric", metavar="NAME", help="of the validation on DATA (default: mean of val-core/…/mean@N)"
-    )
+    models = "a run folder (its newest checkpoint), global_step_N, a model folder, a name on the hub, or an adapter"
+    parser.add_argument("models", metavar="MODEL", nargs="+", help=models)
+    weights = "one for each model, divided by their sum (default: equal)"
+    parser.add_argument("--weights", metavar="W,W,...", help=weights)
+    greedy = "a greedy soup, scored on these rows. Keys of training (KEY=VALUE ...) set sampling and scoring"
+    parser.add_argument("--greedy", metavar="DATA", help=greedy)
+    metric = "of the validation on DATA (default: mean of val-core/…/mean@N)"
+    parser.add_argument("--metric", metavar="NAME", help=metric)
     parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: as the first model has them)")
     return parser
 
@@ -72,43 +161,18 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"{(settings or ['--metric'])[0]} is for the validations of --greedy. Leave it out.")
     if arguments.greedy and arguments.weights:
         raise ConfigError("--weights and --greedy contradict each other: a greedy soup is uniform. Give one of them.")
+    shares, soup = _shares(arguments.weights, len(names)), dict[str, object]()
     with new_folder(arguments.out) as folder:
         averager = Averager(names, arguments.dtype)
-        averager.say_notes()
+        for note in averager.notes:
+            sys.stderr.write(plain(f"note: {note}\n"))
         if arguments.greedy:
-            shares = _greedy(averager, folder, arguments.greedy, settings, arguments.metric)
-        else:
-            shares = dict(enumerate(_shares(arguments.weights, len(names))))
-            averager.write(folder, shares)
-    for number, model in enumerate(averager.models):
-        sys.stdout.write(f"{shares.get(number, 0):8.4f}  {model.path}\n")
-    sys.stdout.write(f"written: {absolute(arguments.out)}\n")
+            shares, soup = greedy_soup(averager, folder, arguments.greedy, settings, arguments.metric)
+        averager.write(folder, shares, soup)
+    for number, path in enumerate(averager.paths):
+        sys.stdout.write(f"{shares.get(number, 0):8.4f}  {path}\n")
+    sys.stdout.write(f"written: {Path(arguments.out).expanduser().resolve()}\n")
     return 0
-
-
-def _greedy(averager: Averager, folder: Path, data: str, settings: list[str], metric: str | None) -> dict[int, float]:
-    """Write the greedy soup into ``folder``. Returns the share of each model that stays."""
-    from rltrain.tools.soup import Validation, search
-
-    if averager.are_adapters:
-        raise ConfigError("--greedy scores models, and these are adapters. Merge them, or average without --greedy.")
-    with TemporaryDirectory(prefix=".tmp_soup_", dir=folder.parent) as work:
-        score = Validation(data, settings, metric, Path(work))
-
-        def average(numbers: list[int]) -> Path:
-            if len(numbers) == 1:
-                return Path(averager.models[numbers[0]].path)
-            # One candidate at a time: models are large, and what stays is written anew at the end.
-            candidate = Path(work) / "candidate"
-            shutil.rmtree(candidate, ignore_errors=True)
-            candidate.mkdir()
-            averager.write(candidate, dict.fromkeys(numbers, 1 / len(numbers)))
-            return candidate
-
-        soup = search(len(averager.models), average, score)
-    shares = dict.fromkeys(soup.chosen, 1 / len(soup.chosen))
-    averager.write(folder, shares, {"greedy": {"data": data, "score": soup.score, "trials": soup.trials}})
-    return shares
 
 
 if __name__ == "__main__":

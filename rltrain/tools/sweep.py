@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from rltrain.base.stop import Stop
 from rltrain.base.storage import read_json, write_json
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.schema import Config
 from rltrain.controller.cluster import cluster_address, start_ray
 from rltrain.controller.lifeline import ended_after_us, lost, stop_ray, unless_lost
 from rltrain.data.files import files_of
@@ -50,48 +49,45 @@ _USAGE = """usage: python -m rltrain.sweep [--out FOLDER] [--dry-run] [--config 
 The same command goes on: it skips runs that are finished, and the others go on from their checkpoints.
 Exit code 0: all runs are finished; else that of the failures, or 1 where they differ; 130 or 75: stopped by a signal.
 """
-_FOLDER = "trainer.default_local_dir"
-_EXPERIMENT = "trainer.experiment_name"
-_OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
-# What is left of a name, so that it is a folder and a name for trackers; a longer one gets a number instead of its end.
+_FOLDER, _EXPERIMENT = "trainer.default_local_dir", "trainer.experiment_name"
+_DATA, _LENGTH = ("data.train_files", "data.val_files"), ("trainer.total_training_steps", "trainer.total_epochs")
+# A run's name is a folder, and a name for trackers. If two names are equal, the second gets a number.
 _NO_NAME, _LONGEST = re.compile(r"[^\w.+=-]+"), 120
 _FINISHED, _FAILED, _STOPPED = "finished", "failed", "stopped"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SweepRun:
     """One combination."""
 
     name: str
     loaded: LoadedConfig
     notes: list[str]
-    """What is said of the settings."""
+    """Notes on the settings, for a dry run."""
 
     @property
     def folder(self) -> Path:
         return Path(self.loaded.config.trainer.default_local_dir).expanduser().resolve()
 
     @cached_property
-    def digest(self) -> str:
-        """Of the settings and of the files that they name: a run that has finished with others is not skipped."""
-        return _digest(self.loaded.config)
+    def digests(self) -> dict[str, str]:
+        """``settings``: of all settings and the files that they name. ``kind``: of all but the length of the run.
 
-    @cached_property
-    def kind(self) -> str:
-        """A digest of the settings but for those of its length: a run that has finished may go on to more steps."""
-        trainer = replace(self.loaded.config.trainer, total_training_steps=None, total_epochs=1)
-        return _digest(replace(self.loaded.config, trainer=trainer))
+        A finished run is skipped if ``settings`` are equal. If only ``kind`` is, it resumes with the new length.
+        """
+        values = flat(to_dict(self.loaded.config))
+        contents = digests_of_values(values)
+        for key, value in values.items():
+            if key in _DATA and value:
+                contents[key] = _digest_of_data((value,) if isinstance(value, str) else tuple(value))
+            elif key.endswith("model.path") and value and Path(value).is_dir():
+                contents[key] = digest_of_model(Path(value))
+        lasting = {key: value for key, value in values.items() if key not in _LENGTH}
+        return {"settings": _sha256([values, contents]), "kind": _sha256([lasting, contents])}
 
 
-def _digest(config: Config) -> str:
-    values = flat(to_dict(config))
-    contents = digests_of_values(values)
-    data = [config.data.train_files, config.data.val_files or []]
-    names = [name for given in data for name in ([given] if isinstance(given, str) else given)]
-    contents["data"] = _digest_of_data(tuple(names))
-    models = [str(value) for key, value in values.items() if key.endswith("model.path") and value]
-    contents |= {model: digest_of_model(Path(model)) for model in models if Path(model).is_dir()}
-    return hashlib.sha256(json.dumps([values, contents], sort_keys=True).encode()).hexdigest()
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache  # the runs of a sweep mostly read the same
@@ -105,55 +101,43 @@ def values_of(text: str) -> list[str]:
     for sign in text:
         if quote:
             quote = "" if sign == quote else quote
-        elif sign in _QUOTES and (depth or not values[-1].strip()):  # elsewhere it is an apostrophe
+        elif sign in "'\"" and (depth or not values[-1].strip()):  # elsewhere it is an apostrophe
             quote = sign
-        elif sign in _OPENING:
-            depth += 1
-        elif sign in _CLOSING:
-            depth -= 1
         elif sign == "," and not depth:
             values.append("")
             continue
+        depth += 0 if quote else (sign in "([{") - (sign in ")]}")
         values[-1] += sign
     return values
 
 
 def combinations(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """A name and the words of every run. Raises ConfigError where nothing is swept, or a value is empty."""
-    swept: dict[str, list[str]] = {}
-    fixed = list[str]()
-    for word in words:
-        key, _, text = word.partition("=")
-        values = values_of(text)
-        # A key that is said again takes the earlier value back, as in a run.
-        swept.pop(key, None)
-        if len(values) < 2:
-            fixed.append(word)
-            continue
+    """Return a name and the words of every run. Raises ConfigError if nothing is swept, or a value is empty."""
+    # As in a run, the last word with a key counts.
+    given = {key: values_of(text) for key, _, text in (word.partition("=") for word in words)}
+    swept = {key: values for key, values in given.items() if len(values) > 1}
+    for key, values in swept.items():
         if not all(value.strip() for value in values):
-            raise ConfigError(f"{word}: a value of the list is empty. Put a text with commas in quotes.")
-        swept[key] = values
-        fixed = [other for other in fixed if other.partition("=")[0] != key]
+            raise ConfigError(f"{key}={','.join(values)}: a value of the list is empty. Quote a text with commas.")
     if not swept:
         raise ConfigError("nothing is swept: give a key several values, such as data.seed=1,2,3.")
     if _FOLDER in swept:
-        raise ConfigError(f"{_FOLDER}={','.join(swept[_FOLDER])}: every run gets a folder of its own; use --out.")
-    runs, names = [], set[str]()
+        raise ConfigError(
+            f"{_FOLDER}={','.join(swept[_FOLDER])}: every run gets its own folder. To choose it, use --out."
+        )
+    fixed = [word for word in words if word.partition("=")[0] not in swept]
+    ends = [key.rpartition(".")[2] for key in swept]
+    shown = [end if ends.count(end) == 1 else key for key, end in zip(swept, ends, strict=True)]
+    runs: dict[str, list[str]] = {}
     for choice in itertools.product(*swept.values()):
-        name = _name(dict(zip(swept, choice, strict=True)), names)
-        names.add(name)
-        runs.append((name, [*fixed, *(f"{key}={value}" for key, value in zip(swept, choice, strict=True))]))
-    return runs
-
-
-def _name(settings: dict[str, str], taken: set[str]) -> str:
-    """lr=1e-6_seed=1: the ends of the keys that tell them apart."""
-    ends = [key.rpartition(".")[2] for key in settings]
-    shown = {key: end if ends.count(end) == 1 else key for key, end in zip(settings, ends, strict=True)}
-    name = "_".join(f"{shown[key]}={value}" for key, value in settings.items())
-    name = _NO_NAME.sub("-", name).strip("-")[:_LONGEST]
-    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    return next(free for free in names if free not in taken)
+        text = "_".join(f"{key}={value}" for key, value in zip(shown, choice, strict=True))
+        name = first = _NO_NAME.sub("-", text).strip("-")[:_LONGEST]
+        for number in itertools.count(2):
+            if name not in runs:
+                break
+            name = f"{first}_{number}"
+        runs[name] = [*fixed, *(f"{key}={value}" for key, value in zip(swept, choice, strict=True))]
+    return list(runs.items())
 
 
 def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[SweepRun], Path]:
@@ -179,61 +163,62 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
     return runs, out
 
 
-class Record:
-    """sweep.json: what has become of every run."""
-
-    def __init__(self, out: Path) -> None:
-        self._file = out / "sweep.json"
-        self.runs: dict[str, dict[str, Any]] = read_json(self._file) or {}
-
-    def is_finished(self, run: SweepRun) -> bool:
-        """Whether it has, with these settings, and its folder is still there."""
-        entry = self.runs.get(run.name, {})
-        return entry.get("state") == _FINISHED and entry.get("settings") == run.digest and run.folder.is_dir()
-
-    def is_of_others(self, run: SweepRun) -> bool:
-        """Whether the run of this name was finished with settings of another kind, and its folder is still there."""
-        entry = self.runs.get(run.name, {})
-        return entry.get("state") == _FINISHED and entry.get("kind") != run.kind and run.folder.is_dir()
-
-    def set(self, run: SweepRun, state: str, message: str = "") -> None:
-        """Keep what became of a run. Raises DiskError."""
-        digests = {"settings": run.digest, "kind": run.kind}
-        self.runs[run.name] = {"state": state, **digests, "folder": str(run.folder), "message": message}
-        write_json(self._file, self.runs)
-
-
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
-    """Make all runs that are not finished. Returns the exit code."""
-    record, codes = Record(out), dict[str, int]()
-    for run in runs:
-        if record.is_of_others(run):
-            raise ConfigError(
-                f"{run.folder} is a finished run of this sweep with other settings, which would count as this one's. "
-                "Use another --out, or the settings of before."
-            )
-    left = [run for run in runs if not record.is_finished(run)]
-    for run in runs:
-        if run not in left:
-            _say(f"{run.name}: finished before, in {run.folder}")
+    """Make all runs that are not finished, and compare those that are. Returns the exit code."""
+    file = out / "sweep.json"
+    record: dict[str, dict[str, Any]] = read_json(file) or {}
+    finished = _finished(runs, record)
+    for run in finished:
+        _say(f"{run.name}: finished before, in {run.folder}")
+    left = [run for run in runs if run not in finished]
+    failures, messages = set[int](), dict[str, str]()
     with ExitStack() as closing:
         if left:
             _start_ray(left, stop, closing)
         for number, run in enumerate(left, 1):
             _say(f"{run.name}: run {number} of {len(left)}, in {run.folder}")
             state, message, code = _make(run)
-            record.set(run, state, message)
-            codes[run.name] = code
-            if message:
+            record[run.name] = {"state": state, **run.digests, "folder": str(run.folder), "message": message}
+            write_json(file, record)
+            if state == _FINISHED:
+                finished.append(run)
+            else:
                 sys.stderr.write(plain(f"{run.name}: {message}\n"))
-            # Whoever stops a run means all of them, and on a Ray that is gone none begins.
+                messages[run.name] = message.splitlines()[0]
+                # The code of a signal decides, because the signal is the reason why the others are not made.
+                failures = {code} if state == _STOPPED else failures | {code}
+            # A signal is for all runs, and without Ray none can start.
             if state == _STOPPED or lost():
                 break
-    return _end(runs, out, record, codes)
+    if len(finished) > 1:
+        try:
+            compare([run.folder for run in runs if run in finished], out)
+        except RltrainError as error:  # the runs are made all the same
+            sys.stderr.write(plain(f"the runs are not compared: {error}\n"))
+    _say(f"{len(finished)} of {len(runs)} runs are finished")
+    for run in left:
+        if run not in finished:
+            _say(f"  {run.name}: {messages.get(run.name, 'not begun')}")
+    return failures.pop() if len(failures) == 1 else int(bool(failures))
+
+
+def _finished(runs: Sequence[SweepRun], record: dict[str, dict[str, Any]]) -> list[SweepRun]:
+    """Return the runs that sweep.json lists as finished with these settings, if their folders exist.
+
+    Raises ConfigError for a finished run with settings of another kind.
+    """
+    made = [run for run in runs if record.get(run.name, {}).get("state") == _FINISHED and run.folder.is_dir()]
+    for run in made:
+        if record[run.name].get("kind") != run.digests["kind"]:
+            raise ConfigError(
+                f"{run.folder} is a finished run of this sweep with other settings, which would count as this one's. "
+                "Use another --out, or the settings of before."
+            )
+    return [run for run in made if record[run.name].get("settings") == run.digests["settings"]]
 
 
 def _make(run: SweepRun) -> tuple[str, str, int]:
-    """State, message and exit code of a run."""
+    """Return state, message and exit code of a run."""
     try:
         code = train(run.loaded).exit_code
     except Interrupted:
@@ -242,37 +227,16 @@ def _make(run: SweepRun) -> tuple[str, str, int]:
         error = failure if isinstance(failure, RltrainError) else system_error(failure)
         text = str(error) if error else f"{type(failure).__name__}: {first_line(failure)}"
         return _FAILED, f"error: {text}", error.exit_code if error else 1
-    return (_FINISHED, "", 0) if not code else (_STOPPED, "stopped by a signal; the same command goes on", code)
+    return (_FINISHED, "", 0) if not code else (_STOPPED, "stopped by a signal; the same command resumes", code)
 
 
 def _start_ray(runs: Sequence[SweepRun], stop: Stop, closing: ExitStack) -> None:
-    """One Ray for all of them, with room for the largest."""
+    """Start one Ray for all runs, with the devices of the largest."""
     largest = max((run.loaded.config for run in runs), key=lambda config: config.trainer.n_gpus_per_node)
     with logs.session(), logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if start_ray(largest):
             closing.enter_context(ended_after_us(not cluster_address(largest)))
             closing.callback(unless_lost(stop_ray))
-
-
-def _end(runs: Sequence[SweepRun], out: Path, record: Record, codes: dict[str, int]) -> int:
-    """Say what became of the runs and compare those that are finished; returns the exit code."""
-    finished = [run for run in runs if record.is_finished(run)]
-    if len(finished) > 1:
-        try:
-            compare([run.folder for run in finished], out)
-        except RltrainError as error:  # the runs are made all the same
-            sys.stderr.write(plain(f"the runs are not compared: {error}\n"))
-    _say(f"{len(finished)} of {len(runs)} runs are finished")
-    for run in runs:
-        if run not in finished:
-            made = run.name in codes
-            _say(f"  {run.name}: {record.runs[run.name]['message'].splitlines()[0] if made else 'not begun'}")
-    failures = {code for code in codes.values() if code}
-    if not failures:
-        return 0
-    # A signal decides: it is why the others were not made.
-    stopped = [code for name, code in codes.items() if record.runs[name]["state"] == _STOPPED]
-    return stopped[0] if stopped else failures.pop() if len(failures) == 1 else 1
 
 
 def _dry_run(runs: Sequence[SweepRun]) -> int:

@@ -16,13 +16,13 @@ import asyncio
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rltrain.agents import stand_ins
-from rltrain.agents.chat import Asked, Chat, Message, Start, Terms, ToolCall, Turn
+from rltrain.agents.chat import Asked, Chat, Start, Terms, ToolCall, Turn
 from rltrain.agents.configured import TOOL_CONFIG
 from rltrain.agents.content import as_text
 from rltrain.agents.endpoint import Endpoint
@@ -37,8 +37,8 @@ from rltrain.config.agents import AGENT_KEY, SINGLE_TURN
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder, chat_encoder
-from rltrain.data.rows import PromptRow, keys_of, read_rows
-from rltrain.data.turns.calls import Call, CallFormat, Parsed
+from rltrain.data.rows import Rows, keys_of, read_rows
+from rltrain.data.turns.calls import Call, Parsed
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.seam import Seam
@@ -60,28 +60,18 @@ class Said:
     """By which it did, if that is known."""
 
 
-class Policy(Protocol):
-    """Whoever says the turns."""
-
-    def next(self) -> Said | None:
-        """The next turn; None: there is none."""
-
-    def hear(self, context: list[int]) -> None:
-        """What stands between the last turn and the next, as tokens of the model's; nothing without a model."""
+Policy = Callable[[list[int]], Said | None]
+"""Returns the next turn, or None. Its argument: the token ids since the last turn, none without a model."""
 
 
-class Written:
-    """Turns of a file, or of the terminal."""
+def written(lines: Iterator[str], *, ask: bool) -> Policy:
+    """Return the policy whose turns are in a file, or are typed (``ask``)."""
 
-    def __init__(self, lines: Iterator[str], *, ask: bool) -> None:
-        self._lines, self._ask = lines, ask
-
-    def next(self) -> Said | None:
-        """See `Policy`."""
-        if self._ask:
-            _say(f"[the next turn, and a line {_END} behind it; the end of the input: there is none]")
-        said: list[str] = []
-        for line in self._lines:
+    def next_turn(_: list[int]) -> Said | None:
+        if ask:
+            _say(f"[the next turn, and a line {_END} after it; the end of the input: there is none]")
+        said = list[str]()
+        for line in lines:
             if line.strip() == _END:
                 break
             said.append(line)
@@ -90,57 +80,67 @@ class Written:
                 return None
         return Said("".join(said).strip("\n"))
 
-    def hear(self, context: list[int]) -> None:
-        """Nothing."""
+    return next_turn
 
 
-class Model:
-    """The model of the run's folder, which says what it holds most likely. prompt: token ids. most: of the answer."""
+def greedy(cfg: Config, encoder: ChatEncoder, prompt: list[int], stops: list[int]) -> Policy:
+    """Return the policy of the run's model, on the CPU. prompt: token ids. stops: tokens that end a turn."""
+    import torch
 
-    def __init__(self, cfg: Config, encoder: ChatEncoder, prompt: list[int], stops: list[int]) -> None:
-        from rltrain.models.load import load_config as config_of
-        from rltrain.models.load import read_weights
+    from rltrain.models.load import load_config as config_of
+    from rltrain.models.load import read_weights
 
-        of, dtype = cfg.actor_rollout_ref.model, resolve_dtype("float32", get_device("cpu"))
-        config = config_of(of.path, trust_remote_code=of.trust_remote_code, override=of.override_config)
-        self._model: Any = read_weights(of.path, config, dtype, trust_remote_code=of.trust_remote_code).eval()
-        self._encoder, self._stops = encoder, stops
-        self._ids, self._most = list(prompt), len(prompt) + cfg.data.max_response_length
+    of, dtype = cfg.actor_rollout_ref.model, resolve_dtype("float32", get_device("cpu"))
+    config = config_of(of.path, trust_remote_code=of.trust_remote_code, override=of.override_config)
+    model: Any = read_weights(of.path, config, dtype, trust_remote_code=of.trust_remote_code).eval()
+    ids, most = list(prompt), len(prompt) + cfg.data.max_response_length
 
-    def next(self) -> Said | None:
-        """See `Policy`."""
-        import torch
-
-        start, stops = len(self._ids), self._stops
-        if start >= self._most:
+    def next_turn(context: list[int]) -> Said | None:
+        ids.extend(context)
+        start = len(ids)
+        if start >= most:
             return None
-        asked = torch.tensor([self._ids])
-        limits = {"max_new_tokens": self._most - start, "eos_token_id": stops, "pad_token_id": stops[0]}
-        whole = self._model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, **limits)
-        self._ids = whole[0].tolist()
-        end = self._ids[-1] if self._ids[-1] in stops else None
-        return Said(self._encoder.decode_batch([self._ids[start:]], special=True)[0], end is not None, end)
+        asked = torch.tensor([ids])
+        limits = {"max_new_tokens": most - start, "eos_token_id": stops, "pad_token_id": stops[0]}
+        whole = model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, **limits)
+        ids[:] = whole[0].tolist()
+        end = ids[-1] if ids[-1] in stops else None
+        return Said(encoder.decode_batch([ids[start:]], special=True)[0], end is not None, end)
 
-    def hear(self, context: list[int]) -> None:
-        """See `Policy`."""
-        self._ids += context
+    return next_turn
 
 
 class Trial:
-    """One trajectory in this process, told as it goes."""
+    """One trajectory in this process, printed as it runs."""
 
-    def __init__(self, cfg: Config, row: PromptRow, agent: str | None, seed: int, policy: Policy, words: Words) -> None:
-        turns = cfg.actor_rollout_ref.rollout.multi_turn
-        self._policy, self._words, self._turns = policy, words, turns
+    def __init__(self, options: argparse.Namespace, cfg: Config, encoder: ChatEncoder, rows: Rows) -> None:
+        row = rows[options.row]
+        self._turns, self._encoder = cfg.actor_rollout_ref.rollout.multi_turn, encoder
+        self._schemas, agent = encoder.row_tools.of(row), encoder.row_tools.agent_of(row)
+        # Without a model there is no template that says how calls are written.
+        guessed = self._turns.format == "auto" and encoder.tools and not options.model
+        call_format = format_of("hermes" if guessed else self._turns.format, encoder)
+        seam = self._seam = Seam(encoder, encoder.tools, call_format) if options.model else None
+        self._format = call_format if self._schemas else NO_CALLS
+        for schema in self._schemas:
+            _say(json.dumps(schema, ensure_ascii=False, indent=1))
+        _say(f"calls are written as {call_format.name}" if self._schemas else "the prompt shows no tools")
+        _head(f"prompt, {rows.origin(options.row)}")
+        said = "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
+        _say(encoder.written(row.prompt, tools=self._schemas) if seam else said)
+        if options.turns or seam is None:
+            self._policy = written(_lines(options.turns), ask=not options.turns and sys.stdin.isatty())
+        else:
+            prompt = encoder.encode(row.prompt, tools=self._schemas)
+            self._policy = greedy(cfg, encoder, prompt, seam.stop_token_ids)
         content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
-        names = tuple(schema["function"]["name"] for schema in words.schemas)
-        self._start = Start(row.prompt, content, seed, agent, names)
+        names = tuple(schema["function"]["name"] for schema in self._schemas)
+        self._start = Start(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
         # Without a model they are shown as <image>; the one of --model is given tokens alone.
-        terms = Terms.of(turns, images=turns.images is not False and not words.has_model)
+        terms = Terms.of(self._turns, images=self._turns.images is not False and seam is None)
         self._terms = replace(terms, timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
         self._num_turns = 0
-        self._last = Parsed([], [], "", "")
-        self._end_token: int | None = None
+        self._said, self._parsed = Said(""), Parsed([], [], "", "")  # the last turn
 
     async def run(self, toolbox: Toolbox) -> bool:
         """Whether it came to its end."""
@@ -149,14 +149,14 @@ class Trial:
         try:
             session = await toolbox.open(self._start.row, self._start.seed)
             session.names = [name for name in session.names if name in self._start.tools]
-            first = self._next_turn()
+            first = self._next_turn([])
             if first is None:
                 _say("There is no turn.")
                 return False
             terms, prompt = self._terms, self._start.prompt
             chat = self._chat = Chat(prompt, ([first], [], []), terms, session, self._ask, endpoint.address)
             outcome = await lead(chat, session, self._start, terms)
-            self._tell(chat.last_words())
+            self._show(chat.last_words())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown
             _head("failed: the trajectory could not go on")
             _say(str(error) if isinstance(error, RltrainError) else user_traceback(error))
@@ -174,39 +174,46 @@ class Trial:
             _say("further: " + " ".join(f"{name}={value:g}" for name, value in outcome.items()))
         return True
 
-    def _next_turn(self) -> Turn | None:
-        said = self._policy.next()
+    def _next_turn(self, context: list[int]) -> Turn | None:
+        said = self._policy(context)
         if said is None:
             return None
-        text, ended, self._end_token = said.text, said.ended, said.end_token
         self._num_turns += 1
         _head(f"turn {self._num_turns}, of the policy")
-        _say(text)
-        self._last, most = self._words.parsed(text), self._turns.max_assistant_turns
-        if not ended:  # half a call is none
+        _say(said.text)
+        parsed, most = self._format.parse(said.text, self._schemas), self._turns.max_assistant_turns
+        finish: Any = "stop"
+        if not said.ended:  # half a call is none
             _say("  cut off: the answer has as many tokens as data.max_response_length allows")
-            self._last = Parsed([], [], self._last.text, self._last.reasoning)
-        for call in self._last.calls:
-            _say(f"  call: {call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}")
-        for problem in self._last.problems:
-            _say(f"  a call that cannot be read: {problem}")
-        finish: Any = "stop" if ended else "length"
-        if ended and most is not None and self._num_turns >= most:
+            parsed, finish = replace(parsed, calls=[], problems=[]), "length"
+        elif most is not None and self._num_turns >= most:
             finish = "turns"
+        for call in parsed.calls:
+            _say(f"  call: {call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}")
+        for problem in parsed.problems:
+            _say(f"  a call that cannot be read: {problem}")
+        if finish == "turns":
             _say(f"  the last of multi_turn.max_assistant_turns={most}: calls are not run behind it")
-        calls = [ToolCall(call.name, call.arguments) for call in self._last.calls]
-        return Turn(self._last.text, calls, self._last.problems, self._last.reasoning, finish)
+        self._said, self._parsed = said, parsed
+        calls = [ToolCall(call.name, call.arguments) for call in parsed.calls]
+        return Turn(parsed.text, calls, parsed.problems, parsed.reasoning, finish)
 
     def _ask(self, asked: Asked) -> None:
-        self._tell(asked)
-        self._policy.hear(self._words.context(self._end_token, self._last, asked.messages))
-        self._chat.answered(self._next_turn())
+        """Show the messages since the last turn, in the words of the model's template too, and give the next turn."""
+        self._show(asked)
+        context = list[int]()
+        if self._seam:
+            answered = any(message["role"] == "tool" for message in asked.messages)
+            calls = [*self._parsed.calls, *(Call("unreadable", {}) for _ in self._parsed.problems)] if answered else []
+            context = self._seam.context(self._said.end_token, calls, asked.messages)
+            _head("seam, as the policy reads it")
+            _say(repr(self._encoder.decode_batch([context], special=True)[0]))
+        self._chat.answered(self._next_turn(context))
 
-    def _tell(self, asked: Asked) -> None:
+    def _show(self, asked: Asked) -> None:
         for message in asked.messages:
-            seconds = message.get("seconds")
             parts = [message["role"], message.get("name", ""), message.get("arguments", "")]
-            if seconds is not None:
+            if (seconds := message.get("seconds")) is not None:
                 limit = self._turns.tool_timeout_s
                 late = f"; a run waits {limit:g} s (multi_turn.tool_timeout_s)" if seconds > limit else ""
                 parts.append(f"({seconds:.3g} s{late})")
@@ -214,32 +221,6 @@ class Trial:
             _say(as_text(message["content"]))
         if any(asked.rewards):
             _say(f"  rewards: {asked.rewards}")
-
-
-class Words:
-    """Turns and what stands between them, in the words of a model's template if there is one."""
-
-    def __init__(
-        self, encoder: ChatEncoder, call_format: CallFormat, schemas: list[dict[str, Any]], seam: Seam | None
-    ) -> None:
-        self._encoder, self._seam, self.schemas = encoder, seam, schemas
-        self._format = call_format if schemas else NO_CALLS
-        self.has_model = seam is not None
-
-    def parsed(self, text: str) -> Parsed:
-        """A turn."""
-        return self._format.parse(text, self.schemas)
-
-    def context(self, end_token: int | None, turn: Parsed, messages: list[Message]) -> list[int]:
-        """Token ids of the seam behind a turn, which is shown; empty without a model."""
-        if self._seam is None:
-            return []
-        answered = any(message["role"] == "tool" for message in messages)
-        calls = [*turn.calls, *(Call("unreadable", {}) for _ in turn.problems)] if answered else []
-        ids = self._seam.context(end_token, calls, messages)
-        _head("seam, as the policy reads it")
-        _say(repr(self._encoder.decode_batch([ids], special=True)[0]))
-        return ids
 
 
 @command
@@ -254,31 +235,12 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 <= options.row < len(rows):
         raise DataError(f"--row {options.row}: {rows.paths} has the rows 0 to {len(rows) - 1}.")
     row = rows[options.row]
-    agent, schemas = encoder.row_tools.agent_of(row), encoder.row_tools.of(row)
     problem = encoder.row_tools.problem(row)
-    if agent == SINGLE_TURN:
+    if encoder.row_tools.agent_of(row) == SINGLE_TURN:
         problem = f"it is of {SINGLE_TURN}: nobody answers a turn."
     if problem:
         raise DataError(f"{rows.origin(options.row)}: {problem}")
-    written_format = cfg.actor_rollout_ref.rollout.multi_turn.format
-    # Without a model there is no template that says how calls are written.
-    guessed = written_format == "auto" and encoder.tools and not options.model
-    call_format = format_of("hermes" if guessed else written_format, encoder)
-    seam = Seam(encoder, encoder.tools, call_format) if options.model else None
-    for schema in schemas:
-        _say(json.dumps(schema, ensure_ascii=False, indent=1))
-    _say(f"calls are written as {call_format.name}" if schemas else "the prompt shows no tools")
-    _head(f"prompt, {rows.origin(options.row)}")
-    said = "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
-    _say(encoder.written(row.prompt, tools=schemas) if seam else said)
-    policy: Policy
-    if options.turns or seam is None:
-        policy = Written(_lines(options.turns), ask=not options.turns and sys.stdin.isatty())
-    else:
-        policy = Model(cfg, encoder, encoder.encode(row.prompt, tools=schemas), seam.stop_token_ids)
-    leader = agent if is_plugin(agent) else None
-    trial = Trial(cfg, row, leader, options.seed, policy, Words(encoder, call_format, schemas, seam))
-    return 0 if asyncio.run(trial.run(toolbox)) else 2
+    return 0 if asyncio.run(Trial(options, cfg, encoder, rows).run(toolbox)) else 2
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.tools.average import main
-from rltrain.tools.soup import search
+from rltrain.tools.average import main, search
 from tests.tiny import save_tiny_adapter, save_tiny_model
 
 _WEIGHTS = "model.safetensors"
@@ -100,7 +99,7 @@ def test_other_models_are_refused_by_what_differs(models, other, tmp_path, capsy
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] |= {"0": 6, "1": 5}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "other tokenizers (tokenizer.json)" in refused(capsys, tmp_path / "again", models[0], other)
+    assert "different tokenizers: 0 is 5 and 6; 1 is 6 and 5" in refused(capsys, tmp_path / "again", models[0], other)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,10 @@ def test_other_models_are_refused_by_what_differs(models, other, tmp_path, capsy
             "model.norm.weight has numbers that are not",
         ),
         (lambda weights: weights.pop("model.norm.weight"), "missing in model.safetensors: model.norm.weight"),
-        (lambda weights: weights.update({"score.weight": torch.ones(1, 32)}), "has no score.weight"),
+        (
+            lambda weights: weights.update({"score.weight": torch.ones(1, 32)}),
+            "different weights: score.weight is None and floating point [1, 32]",
+        ),
         (lambda weights: weights.update({"model.norm.weight": torch.ones(8)}), "not of one size"),
         (lambda weights: weights["model.norm.weight"].fill_(1e6), "the average in float16: model.norm.weight"),
     ],
@@ -128,12 +130,12 @@ def test_weights_that_cannot_be_averaged_are_named(models, other, tmp_path, caps
     [
         (["{0}"], "nothing to average with"),
         (["{0}", "{0}/nothing"], "there is no such folder"),
-        (["{0}", "{1}", "--weights", "1"], "are 1 and there are 2 models"),
-        (["{0}", "{1}", "--weights", "1,x"], "are no numbers"),
-        (["{0}", "{1}", "--weights", "1,-1"], "must be above 0"),
+        (["{0}", "{1}", "--weights", "1"], "give 2 numbers above 0"),
+        (["{0}", "{1}", "--weights", "1,x"], "give 2 numbers above 0"),
+        (["{0}", "{1}", "--weights", "1,-1"], "give 2 numbers above 0"),
         (["{0}", "{1}", "trainer.device=cpu"], "is for the validations of --greedy"),
         (["{0}", "{1}", "--greedy", "x.parquet", "--weights", "1,1"], "contradict each other"),
-        (["{0}", "{1}", "--greedy", "x.parquet", "data.val_files=y"], "is what --greedy says here"),
+        (["{0}", "{1}", "--greedy", "x.parquet", "data.val_files=y"], "data.val_files=y: with --greedy"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(models, tmp_path, capsys, words, said):
@@ -204,13 +206,13 @@ def test_adapters_that_have_no_mean_are_refused(models, tmp_path, capsys):
     one, two = (adapter(tmp_path / name, models[0], 1) for name in ("one", "two"))
     assert "is an adapter and" in refused(capsys, tmp_path / "out", one, models[0])
     changed(two, "adapter_config.json", base_model_name_or_path="another")
-    assert "are adapters to other models" in refused(capsys, tmp_path / "out", one, two)
+    assert "have different base models: base_model_name_or_path is " in refused(capsys, tmp_path / "out", one, two)
     changed(two, "adapter_config.json", use_dora=True)
-    assert "is not plain LoRA (it has use_dora=True)" in refused(capsys, tmp_path / "out", one, two)
+    assert "is not plain LoRA with finite numbers (it has use_dora=True)" in refused(capsys, tmp_path / "out", one, two)
 
 
 def test_a_greedy_soup_keeps_what_does_not_harm():
     values = {(0,): 0.4, (1,): 0.6, (2,): 0.5, (1, 2): 0.6, (1, 2, 0): 0.55}
-    soup = search(3, lambda numbers: numbers, lambda numbers: values[tuple(numbers)])
-    assert (soup.chosen, soup.score) == ([1, 2], 0.6)
-    assert [trial.get("stays") for trial in soup.trials] == [None, None, None, True, False]
+    chosen, found = search(3, lambda numbers: values[tuple(numbers)])
+    assert (chosen, found["score"]) == ([1, 2], 0.6)
+    assert [trial.get("stays") for trial in found["trials"]] == [None, None, None, True, False]

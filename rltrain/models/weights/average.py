@@ -2,28 +2,32 @@
 
 Files are mapped into memory and rows of all models are summed in float32, so memory for a handful of rows is enough for
 models of any size. Which entry of whose files is which weight says `Placing`: tied weights may stand under either name,
-and older folders have older names. Left out: averages of weights that are quantised, whose numbers are codes.
+and older folders have older names. Numbers of equal shapes have a mean whatever they are, so architectures and
+tokenizers are compared. Left out: averages of quantised weights, whose numbers are codes, and whether two models were
+trained from the same one. Only a score of their mean shows that.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from rltrain.base.errors import CheckpointError
+from rltrain.base.errors import CheckpointError, short
+from rltrain.base.logs import count
+from rltrain.models.files.digest import digest_of_files
 from rltrain.models.files.entries import Entries, NoEntries, read_entries
 from rltrain.models.files.folder import copy_small_files, write_shards
 from rltrain.models.files.hashed import Digests
 from rltrain.models.files.verl import Shards
 from rltrain.models.load import empty_model, load_config
 from rltrain.models.routing import CORRECTION_BIASES
-from rltrain.models.weights.alike import differing_small_files, refuse_other_config, refuse_other_tokenizer
 from rltrain.models.weights.export import source_folder
 from rltrain.models.weights.finite import all_finite
 from rltrain.models.weights.lacking import refuse
@@ -34,6 +38,14 @@ _KEY = "MODEL"  # what names a model in messages
 # Numbers of a weight that are summed at once: 16 MiB in float32.
 _PIECE = 2**22
 _HEADLESS = ("ForSequenceClassification", "ForTokenClassification")
+# Settings about how a model was saved or is served, and settings that only training reads.
+_NO_MATTER = {
+    "transformers_version", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "max_position_embeddings", "initializer_range", "output_attentions", "output_hidden_states", "return_dict",
+    "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "is_encoder_decoder", "architectures",
+}  # fmt: skip
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_SERVING = ("generation_config.json", "chat_template.jinja", "preprocessor_config.json")
 
 
 @dataclass(frozen=True)
@@ -52,22 +64,18 @@ class Part:
 
 
 def read_part(path: str) -> Part:
-    """A model whose weights are there and fit its configuration; no weight is read.
-
-    Raises ConfigError and CheckpointError.
-    """
+    """A model whose weights fit its configuration; no weight is read. Raises ConfigError and CheckpointError."""
     config = load_config(path, _KEY)
-    if getattr(config, "quantization_config", None):
-        raise CheckpointError(
-            f"{path}: its weights are quantised, and no numbers to average. Average the model itself."
-        )
     try:
         entries = read_entries(path, fetch=True)
     except NoEntries as error:
         raise CheckpointError(f"{path} cannot be averaged: {error}.") from error
-    placing = Placing(entries.empty, _empty_model(config))
-    refuse(_KEY, entries, placing)
-    return Part(path, source_folder(path, config), config, entries, _names(placing))
+    has_codes = any(empty.is_floating_point() and empty.dtype.itemsize == 1 for empty in entries.empty.values())
+    if has_codes or getattr(config, "quantization_config", None):
+        raise CheckpointError(
+            f"{path} has quantised weights, which are codes. Take the model from before it was quantised."
+        )
+    return _part(path, source_folder(path, config), config, entries)
 
 
 def read_shards(folder: Path) -> Part:
@@ -79,13 +87,16 @@ def read_shards(folder: Path) -> Part:
             "and the tokenizer of the model there."
         )
     config, shards = load_config(str(small_files), _KEY), Shards(folder)
-    model = _empty_model(config)
-    placing = Placing(shards.empty, model)
+    placing = Placing(shards.empty, _empty_model(config))
     one_to_one = {parts[0][0]: name for name, parts in placing.parts.items() if parts[0][1] is None}
     shards.settle({entry: placing.shapes[name] for entry, name in one_to_one.items()})
-    placing = Placing(shards.empty, model)
-    refuse(_KEY, shards, placing)
-    return Part(str(folder), small_files, config, shards, _names(placing))
+    return _part(str(folder), small_files, config, shards)
+
+
+def _part(path: str, small_files: Path, config: Any, entries: Entries) -> Part:
+    placing = Placing(entries.empty, _empty_model(config))
+    refuse(_KEY, entries, placing)
+    return Part(path, small_files, config, entries, _names(placing))
 
 
 def _empty_model(config: Any) -> Any:
@@ -117,19 +128,24 @@ class Average:
         self.notes: list[str] = []
         """What is worth knowing of models that can be averaged all the same."""
         for other in parts[1:]:
-            refuse_other_config((first.path, first.config.to_dict()), (other.path, other.config.to_dict()))
-            if note := refuse_other_tokenizer(first.small_files, other.small_files):
-                self.notes.append(note)
-            if names := differing_small_files(first.small_files, other.small_files):
-                self.notes.append(f"{', '.join(names)} of {other.path} differ: those of {first.path} are taken")
-            _refuse_other_weights(first, other)
-        if any(part.config.max_position_embeddings != first.config.max_position_embeddings for part in parts
-               if hasattr(first.config, "max_position_embeddings")):  # fmt: skip
+            refuse_differences(
+                "architectures",
+                first.path,
+                _leaves(first.config.to_dict()),
+                other.path,
+                _leaves(other.config.to_dict()),
+            )
+            refuse_differences("weights", first.path, _kinds(first), other.path, _kinds(other))
+            self.notes += _compare_small_files(first.small_files, other.small_files)
+        if len({getattr(part.config, "max_position_embeddings", None) for part in parts}) > 1:
             self.notes.append(f"max_position_embeddings differ: that of {first.path} is taken")
         self._weights = {entry: name for name, entry in first.names.items()}
-        dtypes = {entry: None if entry.endswith(CORRECTION_BIASES) else dtype for entry in self._weights}
-        self.empty = {entry: _cast(first.entries.empty[entry], dtypes[entry]) for entry in self._weights}
+        self.empty: dict[str, Tensor] = {}
         """The entries of the average, on the meta device."""
+        for entry in self._weights:
+            empty = first.entries.empty[entry]
+            is_cast = dtype is not None and empty.is_floating_point() and not entry.endswith(CORRECTION_BIASES)
+            self.empty[entry] = empty.to(dtype) if is_cast else empty
 
     def pieces(self, entry: str) -> Iterator[Tensor]:
         """The rows of an entry, some at a time. Raises CheckpointError for numbers that are not finite."""
@@ -140,25 +156,19 @@ class Average:
             yield self._mean(entry, first, min(first + step, num_rows))
 
     def _mean(self, entry: str, first: int, last: int) -> Tensor:
-        total: Tensor | None = None
-        for part, share in zip(self._parts, self._shares, strict=True):
-            name = part.names[self._weights[entry]]
-            rows = part.entries.rows(name, first, last)
-            if not rows.is_floating_point():
-                if total is not None and not torch.equal(total, rows):
-                    raise CheckpointError(
-                        f"{part.path}: {name} are whole numbers and differ from {self._parts[0].path}."
-                    )
-                total = rows
-                continue
-            _refuse_not_finite(part.path, name, rows)
-            if total is None:
-                total = torch.zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+        weight, all_rows = self._weights[entry], list[Tensor]()
+        for part in self._parts:
+            all_rows.append(part.entries.rows(part.names[weight], first, last))
+            _refuse_not_finite(part.path, part.names[weight], all_rows[-1])
+            if not all_rows[0].is_floating_point() and not torch.equal(all_rows[0], all_rows[-1]):
+                raise CheckpointError(f"{entry} has integers that differ in {self._parts[0].path} and {part.path}.")
+        if not all_rows[0].is_floating_point():
+            return all_rows[0]
+        total = torch.zeros(all_rows[0].shape, dtype=torch.promote_types(all_rows[0].dtype, torch.float32))
+        for rows, share in zip(all_rows, self._shares, strict=True):
             total.add_(rows, alpha=share)
-        assert total is not None
         mean = total.to(self.empty[entry].dtype)
-        if mean.is_floating_point():
-            _refuse_not_finite(f"the average in {mean.dtype}".replace("torch.", ""), entry, mean)
+        _refuse_not_finite(f"the average in {mean.dtype}".replace("torch.", ""), entry, mean)
         return mean
 
     def write(self, folder: Path, digests: Digests) -> None:
@@ -172,38 +182,71 @@ class Average:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _refuse_other_weights(first: Part, other: Part) -> None:
-    for having, lacking in ((first, other), (other, first)):
-        if names := sorted(having.names.keys() - lacking.names.keys()):
-            raise CheckpointError(
-                f"{lacking.path} has no {names[0]}, which {having.path} has ({len(names)} such weights). Save both the "
-                "same way."
-            )
-    for name, entry in first.names.items():
-        one, two = first.entries.empty[entry], other.entries.empty[other.names[name]]
-        if one.shape != two.shape or one.is_floating_point() != two.is_floating_point():
-            kinds = [f"{list(empty.shape)} of {empty.dtype}".replace("torch.", "") for empty in (one, two)]
-            raise CheckpointError(f"{entry} is {kinds[0]} in {first.path} and {kinds[1]} in {other.path}.")
-        if one.is_floating_point() and min(one.dtype.itemsize, two.dtype.itemsize) == 1:
-            raise CheckpointError(f"{entry} has numbers of 8 bits, which are codes. Average the models before that.")
+def refuse_differences(
+    what: str, first_path: str, first: Mapping[str, Any], other_path: str, other: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError if two models have different values under a name. what: a word for the names."""
+    odd = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
+    if odd:
+        values = "; ".join(f"{name} is {short(first.get(name))} and {short(other.get(name))}" for name in odd[:3])
+        raise CheckpointError(
+            f"{first_path} and {other_path} have different {what}: {values} ({count(len(odd), 'difference')}). Average "
+            "models that were trained from the same one and saved in the same way."
+        )
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in config.items():
+        if not (name.startswith("_") or name in _NO_MATTER or "dropout" in name):
+            leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return leaves
+
+
+def _kinds(part: Part) -> dict[str, str]:
+    empty = {name: part.entries.empty[entry] for name, entry in part.names.items()}
+    return {
+        name: f"{'floating point' if weight.is_floating_point() else weight.dtype} {list(weight.shape)}"
+        for name, weight in empty.items()
+    }
+
+
+def _compare_small_files(first: Path, other: Path) -> list[str]:
+    """Return notes on files that differ between two folders. Raises CheckpointError for different tokenizers."""
+    notes = [f"{first} and {other} have no tokenizer file in common, so no tokens are compared"]
+    for name in _TOKENIZERS:
+        if (first / name).is_file() and (other / name).is_file():
+            notes = []
+            refuse_differences("tokenizers", str(first), _tokens(first / name), str(other), _tokens(other / name))
+    if names := [name for name in _SERVING if _lines(first / name) != _lines(other / name)]:
+        notes.append(f"{', '.join(names)} of {other} differ: those of {first} are taken")
+    return notes
+
+
+def _tokens(file: Path) -> dict[str, Any]:
+    if file.name != "tokenizer.json":
+        return {file.name: digest_of_files([file])}
+    try:
+        # Read by the library, because its versions write the file in different ways.
+        tokenizer = Tokenizer.from_file(str(file))
+        return {**tokenizer.get_vocab(), "merges of BPE": json.loads(tokenizer.to_str())["model"].get("merges")}
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read ({error}). Copy it again.") from error
+
+
+def _lines(file: Path) -> list[str]:
+    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+    return [line for line in lines if "transformers_version" not in line]
 
 
 def _refuse_not_finite(path: str, name: str, rows: Tensor) -> None:
     if not all_finite(rows):
-        raise CheckpointError(
-            f"{path}: {name} has numbers that are not finite (NaN or infinity). Leave this model out."
-        )
-
-
-def _cast(empty: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return empty.to(dtype) if dtype is not None and empty.is_floating_point() else empty
+        raise CheckpointError(f"{path}: {name} has numbers that are not finite (NaN or infinity). Leave it out.")
 
 
 def _name_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Wherever a configuration names one."""
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("dtype", "torch_dtype"):
-            if key in part:
-                part[key] = dtype
-    if not {"dtype", "torch_dtype"} & config.keys():
-        config["dtype"] = dtype
+    """Set the dtype at the top of a configuration, and wherever else it names one."""
+    config.setdefault("dtype", dtype)
+    for section in (config, *config.values()):
+        if isinstance(section, dict):
+            section.update(dict.fromkeys({"dtype", "torch_dtype"} & section.keys(), dtype))

@@ -1,12 +1,16 @@
-"""Competition maths (Hendrycks et al. 2021): the last ``\\boxed{}``, as text, as an exact number, then by algebra."""
+"""Mathematics by the last ``\\boxed{}``, as text, as an exact number, then by algebra."""
 
 from typing import Any
 
 from rltrain.rewards.grading.ladder import equal
 from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.grading.verdict import Verdict, vote
+from rltrain.rewards.grading.verdict import Verdict, by_category, vote
 from rltrain.rewards.scorers.registry import scorer
+
+# verl's weights of answer and form, and its rewards of a wrong answer with tools.
+_ANSWER_WEIGHT, _FORMAT_WEIGHT = 0.9, 0.1
+_PER_TURN, _LEAST_LOSS = 0.1, -0.6
 
 
 def graded(solution: str, truth: Any) -> tuple[float, str]:
@@ -21,6 +25,45 @@ def graded(solution: str, truth: Any) -> tuple[float, str]:
     "numina_*",
 )  # fmt: skip
 def math_boxed(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """1 if the last box holds the ground truth, else 0."""
+    """1 if the last box holds the ground truth (Hendrycks et al. 2021), else 0."""
     right, pred = graded(solution_str, ground_truth)
     return {"score": right, "pred": pred}
+
+
+@scorer("hiyouga/geometry3k")
+def geometry3k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+    """0.9 for the right answer (``acc``), 0.1 for the form ``<think>…</think>…\\boxed{…}`` (``format``)."""
+    return answer_and_form(solution_str, ground_truth)
+
+
+@scorer("TIGER-Lab/ViRL39K", "virl39k")
+def virl39k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+    """The score of `geometry3k`, and ``acc_<category>`` of ``extra_info.category``."""
+    scored = answer_and_form(solution_str, ground_truth)
+    return scored | by_category(float(scored["acc"]), extra_info)
+
+
+def answer_and_form(solution: str, truth: Any) -> Verdict:
+    """``score`` and its two parts, ``acc`` and ``format``, each 0 or 1; ``pred``, which votes."""
+    acc, pred = graded(solution, truth)
+    form = float(has_format(solution))
+    return {"score": _ANSWER_WEIGHT * acc + _FORMAT_WEIGHT * form, "acc": acc, "format": form, "pred": pred}
+
+
+@scorer("retool/*")
+def retool(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+    """+1, or min(-0.6, -1 + 0.1 (num_turns - 2) / 2)   (Feng et al. 2025, as in verl's recipe); ``acc`` is 1 or 0."""
+    acc, pred = graded(solution_str, ground_truth)
+    # Two turns more for each call: the policy's, and the tool's.
+    called = (extra_info.get("num_turns", 2) - 2) / 2
+    return {"score": 1.0 if acc else min(_LEAST_LOSS, -1.0 + _PER_TURN * called), "acc": acc, "pred": pred}
+
+
+def has_format(solution: str) -> bool:
+    """Whether a solution begins with its thinking and has a box after it; nothing may stand before ``<think>``."""
+    if not solution.startswith("<think>"):
+        return False
+    # `find` and no regular expression, which would backtrack over a long answer without its end.
+    thought = solution.find("</think>")
+    box = solution.find("\\boxed{", thought) if thought >= 0 else -1
+    return box >= 0 and solution.find("}", box) >= 0

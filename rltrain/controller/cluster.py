@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from rltrain.base.clock import SYSTEM
 from rltrain.base.device import Device
 from rltrain.base.env import first_set, prepare_driver, ray_address, shipped, use_token
-from rltrain.base.errors import ConfigError, NodesMissing, WorkerLost
+from rltrain.base.errors import ConfigError, NodesMissing, WorkerLost, first_line
 from rltrain.base.logs import count
 from rltrain.config.schema import Config
 from rltrain.controller import lifeline
@@ -41,10 +41,11 @@ _POLL_S = 0.5
 _CONNECT_S = 5
 # Of the object store; what Ray makes of less is told nowhere.
 _LEAST_FILE_BYTES = 80 << 20
-_CLIENT_TRIES = 3
-# The last two: that process has died while Ray looked at it.
-_CLIENT_NOT_SERVED = (
-    "Starting Ray client server failed", "Proxy failed to Connect", "psutil.ZombieProcess", "psutil.NoSuchProcess"
+_TRIES = 3
+# The last two: the server of a client has died while Ray looked at it.
+_TOO_SLOW = (
+    "timed out during startup", "Starting Ray client server failed", "Proxy failed to Connect", "psutil.ZombieProcess",
+    "psutil.NoSuchProcess",
 )  # fmt: skip
 _FIRST_WORD_S, _SAY_EVERY_S = 2, 10
 _KEY = "ray_kwargs.ray_init"
@@ -215,15 +216,19 @@ def _without(parts: list[str]) -> Iterator[None]:
 
 
 def _init(arguments: dict[str, Any]) -> None:
-    """``ray.init``. A head that is busy may fail to start the process that serves a client, so that is tried again."""
-    for left in reversed(range(_CLIENT_TRIES)):
+    """Call ``ray.init``, and again if a busy machine was too slow for Ray's limits.
+
+    A head may fail to start the process that serves a client, and a local Ray gives its own start 30 s.
+    """
+    for left in reversed(range(_TRIES)):
         try:
             ray.init(**arguments)
             return
-        except ConnectionError as error:
-            if not left or not any(words in str(error) for words in _CLIENT_NOT_SERVED):
+        except Exception as error:
+            if not left or not any(words in str(error) for words in _TOO_SLOW):
                 raise
-            log.warning("Ray's client server at %s did not start; trying again", arguments["address"])
+            log.warning("Ray did not start in time (%s); trying again", first_line(error))
+            ray.shutdown()
 
 
 def _use_token() -> None:

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import ray
 
-from rltrain.controller.cluster import closed_folder
+from rltrain.controller.cluster import closed_folder, start_ray
 
 ROOT = Path(__file__).parents[2]
 # Two ranks. The second one has another key (or none), and sends an object that runs code when it is read.
@@ -15,6 +17,7 @@ import os, sys, pickle
 import torch.distributed as dist
 from rltrain.base.exchange import gather_json, sign_objects
 from rltrain.models.weights import finite
+from tests.tiny import small_config
 folder, rank, key = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode()
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
 assert gather_json(["rank", rank, "x" * rank]) == [["rank", 0, ""], ["rank", 1, "x"]]
@@ -62,3 +65,12 @@ def test_rays_folder_is_closed_to_other_users(tmp_path):
     assert other.stat().st_mode & 0o777 == 0o700
     session = "session_2026-11-29_20-52-46_806189_4194304/sockets/plasma_store"
     assert len(f"{closed_folder('/tmp')}/ray/{session}") <= 107
+
+
+def test_a_start_of_ray_that_is_too_slow_is_tried_again():
+    if ray.is_initialized():
+        ray.shutdown()  # the plain one of other modules
+    errors = [Exception("The current node timed out during startup."), None]
+    with patch("ray.init", side_effect=errors) as init:
+        assert start_ray(small_config())
+    assert init.call_count == 2

@@ -228,7 +228,10 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
             column = column.by_group(request.groups)  # replicas that answered one prompt have a copy each
         batch.update({name: column})
     batch.update(
-        {name: torch.from_numpy(np.require(values, requirements="CW")) for name, values in request.numbers.items()}
+        {
+            name: torch.from_numpy(np.require(values, requirements=["C", "W"]))
+            for name, values in request.numbers.items()
+        }
     )
     return batch
 

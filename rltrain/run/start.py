@@ -108,9 +108,10 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if needs_rows(cfg) else None})
         try_collectives(group)
     engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
-    model = model if plan.passes.trains else str(start.folder or model)
     ppo = validation = archive = None
-    with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
+    with logs.waiting(
+        f"loading {(not plan.passes.trains and start.folder) or model} on {workers}, with the {engine} engine"
+    ):
         if plan.passes.trains:
             ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase)
         else:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rltrain import __version__
 from rltrain.base import logs
 from rltrain.base.errors import DataError, Interrupted, RltrainError
-from rltrain.base.imports import importing
+from rltrain.base.imports import IMPORTING, importing
 from rltrain.base.plugin import save_object
 from rltrain.base.stop import Stop, listen
 from rltrain.config.check import check
@@ -200,7 +200,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         )
         for note in notes:
             log.warning("note: %s", note)
-        with importing():
+        with logs.waiting(IMPORTING), importing():
             from rltrain.run.build import build as put_together
             from rltrain.run.report.table import show_report
 
@@ -231,9 +231,11 @@ def _pictured(run_trainer: Trainer, stop: Stop) -> Iterator[None]:
     finally:
         if run_trainer.config.trainer.report and run_trainer.num_steps > before and not stop.at_once:
             try:
-                from rltrain.run.report.page import write_page
+                with logs.waiting("writing report.html"):
+                    from rltrain.run.report.page import write_page
 
-                log.info("the run as a page: %s", write_page(run_trainer.folder))
+                    page = write_page(run_trainer.folder)
+                log.info("the run as a page: %s", page)
             except Exception as error:  # noqa: BLE001 - whatever befalls a page, the run is what it is
                 log.warning("the page of the run cannot be written: %s: %s", type(error).__name__, error)
 

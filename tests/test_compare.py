@@ -70,6 +70,17 @@ def test_a_comparison_has_values_differences_and_settings(make, compare, tmp_pat
     assert sorted(file.name for file in (tmp_path / "compare").iterdir()) == ["compare.html", "compare.json"]
 
 
+def test_settings_of_roles_that_no_run_has_are_left_out(make, compare):
+    def settings(model, estimator="grpo"):
+        roles = {"critic": {"model": {"path": model}}, "distillation": {"teacher": {"model": {"path": model}}}}
+        return {"algorithm": {"adv_estimator": estimator}, **roles, "actor_rollout_ref": {"model": {"path": model}}}
+
+    folders = make("a", [0.5], settings=settings("/m1")), make("b", [0.6], settings=settings("/m2"))
+    assert [*compare(*folders)[2]["settings"]] == ["actor_rollout_ref.model.path"]
+    with_critic = make("c", [0.6], settings=settings("/m2", "gae"))
+    assert "critic.model.path" in compare(folders[0], with_critic)[2]["settings"]
+
+
 def test_the_interval_of_single_runs_is_that_of_ten_batches_of_steps(make, compare):
     """Noise that both runs share is in no paired difference."""
     shared, gaps = np.random.default_rng(0).normal(size=40), np.repeat(np.arange(10.0), 4)

@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+IMPORTING = "importing torch, Ray and transformers"
+"""The line of a log before them."""
+
 
 @contextmanager
 def importing() -> Iterator[None]:

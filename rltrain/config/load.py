@@ -38,7 +38,7 @@ def load_config(
 ) -> LoadedConfig:
     """Defaults < each file (or what one would hold) < each ``key=value``; later wins. Raises ConfigError with every
     problem found, after those that were found before (``problems``)."""
-    reader = Reader(problems=list(problems))
+    reader, unread = Reader(problems=list(problems)), False
     for file in files:
         reader.direct.clear()
         try:
@@ -47,6 +47,7 @@ def load_config(
                 reader.set(key, value)
         except ConfigError as error:
             reader.problems.append(str(error))
+            unread = True
     reader.direct.clear()
     for override in overrides:
         reader.override(override)
@@ -65,7 +66,9 @@ def load_config(
     notes = (*reader.renamed.values(), *reader.notes)
     loaded = LoadedConfig(config, frozenset(reader.explicit), notes, reader.written)
     if reader.problems:
-        raise ConfigError("\n".join([*dict.fromkeys(reader.problems), *_further(loaded, reader.wrong)]))
+        # Rules that settings of an unread file may satisfy are not judged.
+        further = [] if unread else _further(loaded, reader.wrong)
+        raise ConfigError("\n".join([*dict.fromkeys(reader.problems), *further]))
     return loaded
 
 

@@ -37,6 +37,12 @@ _VERL_CLIP = 0.2
 
 def without_effect(loaded: LoadedConfig) -> list[str]:
     """One line for each key the user set that changes nothing in the chosen mode."""
+    notes = unused_keys(loaded)
+    return [notes[key] for key in sorted(notes)]
+
+
+def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
+    """Return the keys that were set and change nothing in the chosen mode, each with its line."""
     notes: dict[str, str] = {}
     for source in (
         _not_read,
@@ -55,7 +61,7 @@ def without_effect(loaded: LoadedConfig) -> list[str]:
             off = key.endswith(_OFF_AT_ZERO) and get(loaded.config, key) == 0
             if (key in loaded.explicit or free_form_parent(key) in loaded.explicit) and not off:
                 notes.setdefault(key, f"{key}{_WITHOUT}{why}")
-    return [notes[key] for key in sorted(notes)]
+    return notes
 
 
 def join_by_reason(notes: Sequence[str]) -> list[str]:

@@ -86,7 +86,7 @@ def convert(options: argparse.Namespace) -> Splits:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    parser = arguments(__doc__ or "", output="~/data/arithmetic")
+    parser = arguments(__doc__ or "", output="data/arithmetic")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training problems")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out problems")
     parser.add_argument("--max-operand", type=at_least(1), default=99, help="operands are at most this")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 
 from rltrain.base.errors import DataError, RltrainError, first_line, lenient_output, plain, short
 from rltrain.base.image_files import file_bytes
+from rltrain.base.storage import replacing
 from rltrain.data.images import measured
 from rltrain.data.pictures import entries
 from rltrain.data.rows import read_rows
@@ -181,20 +181,14 @@ def write_splits(output: str | Path, splits: Splits) -> dict[str, Path]:
 
     Pages carry checksums, and a file appears whole or not at all. What was written is read back and checked.
     """
-    folder = Path(output).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    written = {}
+    folder, written = Path(output).expanduser(), {}
     for split, rows in splits.items():
         if not rows:
             continue
         path = folder / f"{split}.parquet"
-        temporary = folder / f".{split}.parquet.{os.getpid()}"
-        try:
+        with replacing(path) as temporary:
             _write(rows, temporary)
             read_rows(str(temporary))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
         written[split] = path
     return written
 
@@ -220,7 +214,7 @@ def converter(
 
     def main(argv: list[str] | None = None) -> int:
         choices = {name: hubs} if isinstance(hubs, Hub) else hubs
-        parser = arguments(description or "", output=f"~/data/{name}")
+        parser = arguments(description or "", output=f"data/{name}")
         if len(choices) > 1:
             parser.add_argument("--dataset", choices=list(choices), default=next(iter(choices)), help="which one")
         parser.add_argument("--input", help="folder with the data files, or one file; default: the hub")

@@ -76,7 +76,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Part]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = arguments(__doc__ or "", output="~/data/dynamath")
+    parser = arguments(__doc__ or "", output="data/dynamath")
     parser.add_argument("--input", help="folder with the files of all variants; default: the hub")
     wordings()(parser)
     return run(_convert, parser.parse_args(argv))

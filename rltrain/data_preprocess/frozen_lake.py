@@ -94,7 +94,7 @@ def convert(options: argparse.Namespace) -> Splits:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    parser = arguments(__doc__ or "", output="~/data/frozen_lake")
+    parser = arguments(__doc__ or "", output="data/frozen_lake")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training maps")
     parser.add_argument("--num-test", type=at_least(0), default=128, help="held-out maps")
     parser.add_argument("--sizes", type=at_least(2), nargs="+", default=[4], help="sides of the maps")

@@ -59,7 +59,7 @@ def convert(options: argparse.Namespace) -> Splits:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    parser = arguments(__doc__ or "", output="~/data/guess_number")
+    parser = arguments(__doc__ or "", output="data/guess_number")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training rows")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="test rows, each with another number")
     parser.add_argument("--low", type=int, default=1, help="the smallest number")

@@ -18,7 +18,7 @@ from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.grading.truths import solutions, why_unmatchable
 from rltrain.rewards.processes.slot import ScoringSlot
-from rltrain.rewards.scorers.registry import FORMS, check_sources, find_scorer
+from rltrain.rewards.scorers.registry import FORMS, OWN_SCORER, check_sources, find_scorer
 
 Findings = dict[str, list[str]]
 
@@ -249,13 +249,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--reward-file", metavar="FILE", help="custom_reward_function.path of the run")
     parser.add_argument("--reward-name", default="compute_score", help="custom_reward_function.name (%(default)s)")
     options = parser.parse_args(argv)
+    if keys := [word for word in options.files if re.match(r"[\w.]+=", word)]:
+        parser.error(
+            f"{keys[0]}: lint takes flags instead of keys (see --help); a dry run with the keys checks data too"
+        )
     if options.max_prompt_length and not options.tokenizer:
         parser.error("--max-prompt-length counts tokens; give --tokenizer FOLDER too")
     encoder = ChatEncoder(options.tokenizer) if options.tokenizer else None
     custom = CustomReward(options.reward_file, options.reward_name) if options.reward_file else None
     limit = options.max_prompt_length
     num_rows, findings = lint(options.files, encoder=encoder, max_prompt_length=limit, custom=custom)
-    sys.stdout.write(describe(findings))
+    sys.stdout.write(describe(findings).replace(OWN_SCORER, "--reward-file my_reward.py --reward-name compute_score"))
     num_problems = sum(map(len, findings.values()))
     sys.stdout.write(
         f"{_count(num_rows, 'usable row')}, {_count(num_problems, 'problem') if findings else 'no problems'}\n"

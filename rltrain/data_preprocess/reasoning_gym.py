@@ -130,7 +130,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    parser = arguments(__doc__ or "", output="~/data/reasoning_gym")
+    parser = arguments(__doc__ or "", output="data/reasoning_gym")
     parser.add_argument("--task", default="chain_sum", help="a reasoning-gym task, such as basic_arithmetic")
     parser.add_argument("--num-train", type=at_least(0), default=1024, help="training problems")
     parser.add_argument("--num-test", type=at_least(0), default=128, help="test problems")

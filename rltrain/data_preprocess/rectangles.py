@@ -78,7 +78,7 @@ def convert(options: argparse.Namespace) -> Splits:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    parser = arguments(__doc__ or "", output="~/data/rectangles")
+    parser = arguments(__doc__ or "", output="data/rectangles")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training images")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out images")
     parser.add_argument("--blank", action="store_true", help="white images: what can be learnt without seeing")

@@ -265,8 +265,5 @@ def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     by_rule = cfg.reward.judge.runs_rule or not (cfg.reward.judge.url or cfg.reward_model.judges)
     grade = cfg.reward_model.runs_scorers and by_rule and not (cfg.custom_reward_function.path or cfg.reward.url)
     text = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
-    number = sum(map(len, first))
-    return [
-        f"data: the first {number} rows (up to {_GRADED_ROWS} of a split)"
-        + (f"\n{text.rstrip()}" if text else ", nothing found")
-    ]
+    shares = [f"{min(_GRADED_ROWS, len(split)):,} of {len(split):,} {name}" for name, split in rows.items()]
+    return [f"data: looked at {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]

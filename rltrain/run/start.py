@@ -107,9 +107,9 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         # A Config object would arrive as a reference too; only the data is big enough to be shared.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if needs_rows(cfg) else None})
         try_collectives(group)
-    engine, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model.path
+    weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
     ppo = validation = archive = None
-    with logs.waiting(f"loading {model} on {workers}, with the {engine} engine"):
+    with logs.waiting(f"loading {weights} on {workers}, with the {cfg.actor_rollout_ref.rollout.name} engine"):
         if plan.passes.trains:
             ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase)
         else:

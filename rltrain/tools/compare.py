@@ -23,9 +23,11 @@ import pandas as pd
 from yaml import YAMLError, safe_load
 
 from rltrain.base.charts import Line, Section, Table, line_chart, save_page
-from rltrain.base.errors import DataError, command, short
+from rltrain.base.errors import DataError, RltrainError, command, short
 from rltrain.base.logs import count
 from rltrain.base.storage import patiently, read_json, write_json
+from rltrain.config.load import load_config
+from rltrain.config.notes import unused_keys
 from rltrain.config.verl.keys import leaves_of
 from rltrain.run.report.table import read_metrics
 from rltrain.tools.evaluate.report import console_of, write_table
@@ -56,6 +58,8 @@ class Run:
     """One row a step, one column a metric; NaN where a step has none."""
     settings: dict[str, Any]
     """Settings by dotted key and, as ``env.…``, versions and machine, without names of runs and folders."""
+    unused: frozenset[str] = frozenset()
+    """Settings without effect, such as those of roles that the run does not have."""
 
     @cached_property
     def seeds(self) -> str:
@@ -111,7 +115,7 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
             names = [run.name for run in group.runs] if group is groups[0] else [groups[0].name, group.name]
             raise DataError(f"{' and '.join(names)} have no step in common. Give runs of the same steps.")
     rows = [row for metric in metrics for row in metric_rows(metric, groups)]
-    keys = sorted({key for run in runs for key in run.settings})
+    keys = sorted({key for run in runs for key in run.settings} - frozenset.intersection(*(run.unused for run in runs)))
     settings = {key: {run.name: run.settings.get(key) for run in runs} for key in keys}
     differing = {
         key: row for key, row in settings.items() if len({json.dumps(v, default=str) for v in row.values()}) > 1
@@ -162,7 +166,15 @@ def _read(folder: Path, name: str) -> Run:
     found = (read_json(place / "env.json") for place in places)
     settings |= {f"env.{key}": value for key, value in (next(filter(None, found), None) or {}).items()}
     kept = {key: value for key, value in settings.items() if key not in _NAMES}
-    return Run(name, metrics.replace([np.inf, -np.inf], np.nan), kept)
+    return Run(name, metrics.replace([np.inf, -np.inf], np.nan), kept, _unused(settings))
+
+
+def _unused(settings: Mapping[str, Any]) -> frozenset[str]:
+    try:
+        loaded = load_config([], [{key: value for key, value in settings.items() if not key.startswith("env.")}])
+    except RltrainError:  # settings of another version: all of them are compared
+        return frozenset()
+    return frozenset(unused_keys(loaded))
 
 
 def _is_seed(key: str) -> bool:

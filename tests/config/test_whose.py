@@ -35,6 +35,43 @@ def test_whose_a_file_is_stands_in_one_sentence(tmp_path, trainer):
         assert f"this is a configuration of {trainer}, which rltrain does not read" in str(raised.value)
         assert PAGES.get(trainer, "docs/from-others.md") in str(raised.value)
         assert "unknown key" not in str(raised.value)
+        # Our names of the keys that have one, by section for the files that have sections.
+        assert ("\n  num_generations: actor_rollout_ref.rollout.n" in str(raised.value)) == (
+            "num_gen" in FILES[trainer]
+        )
+
+
+@pytest.mark.parametrize(
+    ("launch", "trainer", "name"),
+    [
+        ("ray job submit --address=h:1 -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 1 --prompt_data d",
+         "OpenRLHF", "prompt_data: data.train_files"),
+        ("deepspeed --module openrlhf.cli.train_ppo --pretrain m", "OpenRLHF", "pretrain: actor_rollout_ref.model"),
+        ("accelerate launch --config_file z.yaml g.py --model_name_or_path m --num_generations 8", "TRL",
+         "num_generations: actor_rollout_ref.rollout.n"),
+        ("trl grpo --config x.yaml", "TRL", ""),
+        ("swift rlhf --rlhf_type grpo --train_type full --num_generations=8", "ms-swift", "num_generations: actor_"),
+        ("llamafactory-cli train a.yaml", "LLaMA-Factory", ""),
+        ("python3 -m areal.launcher.local a.py --config a.yaml actor.path=m", "AReaL", ""),
+        ("python cli/train_grpo.py --config-name grpo_7b | tee log", "MindSpeed RL", ""),
+    ],
+)  # fmt: skip
+def test_a_launch_of_another_trainer_is_named_with_its_page(tmp_path, launch, trainer, name):
+    script = tmp_path / "run.sh"
+    script.write_text(f"pip install trl llamafactory\n{launch}\n")
+    with pytest.raises(ConfigError, match=f": this is a launch of {trainer}, which rltrain does not read") as raised:
+        port.__wrapped__([str(script)])
+    assert PAGES.get(trainer, "docs/from-others.md") in str(raised.value)
+    assert name in str(raised.value)
+    assert str(raised.value).count("this is a launch of") == 1
+
+
+def test_a_launch_of_verl_with_names_of_other_trainers_in_it_is_ported(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo data.train_files=/areal/trl/a.parquet "
+                      "actor_rollout_ref.model.path=/llamafactory/m\n")  # fmt: skip
+    assert port.__wrapped__([str(script)]) in (0, 2)
+    assert "/areal/trl/a.parquet" in capsys.readouterr().out
 
 
 def test_keys_and_launches_of_easyr1_name_its_page(tmp_path):

@@ -139,8 +139,28 @@ def test_a_file_says_where_yaml_reads_something_else(text, said, tmp_path):
         ("push_to_hub=True", "run `hf upload NAME FOLDER` with the exported folder"),
         ("trainer.hub_model_id=x", "run `hf upload NAME FOLDER` with the exported folder"),
         ("trainer.wandb.group=x", "WANDB_RUN_GROUP, WANDB_TAGS, WANDB_NOTES"),
+        ("data.curriculum.curriculum_class=x", "an old name of data.sampler.class_path"),
         ("mine.yaml", "Did you mean --config mine.yaml?"),
     ],
 )
 def test_words_of_other_programs_are_answered_with_the_way_here(word, said):
     assert said in refused(word)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.toml", "a = 1\n", "a.toml: TOML is not read"),
+        ("a.sh", "true\n", "rltrain port translates the launch scripts of verl"),
+        ("none.yaml", None, "none.yaml: there is no such file"),
+        ("a.yaml", "a: [1\n", "a.yaml is not valid YAML"),
+        ("a.yaml", "defaults: [mine, _self_]\n", "there is no mine.yaml"),
+    ],
+)
+def test_an_unreadable_file_is_an_error_without_its_consequences(name, text, said, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"unknown key 'x\.y'") as caught:
+        load_config(["x.y=1"], [str(tmp_path / name)])
+    assert said in str(caught.value)
+    assert "is not set" not in str(caught.value)

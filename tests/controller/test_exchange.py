@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from rltrain.controller.cluster import closed_folder, start_ray
+from tests.tiny import small_config
 
 ROOT = Path(__file__).parents[2]
 # Two ranks. The second one has another key (or none), and sends an object that runs code when it is read.

@@ -63,6 +63,21 @@ def test_small_problem_spaces_repeat_train_and_refuse_test(capsys):
     assert "division" in capsys.readouterr().err
 
 
+def test_files_go_below_the_current_folder_and_a_refused_write_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--num-train", "4", "--num-test", "2"]
+    assert arithmetic.main(options) == 0
+    assert sorted(file.name for file in (tmp_path / "data" / "arithmetic").iterdir()) == [
+        "test.parquet",
+        "train.parquet",
+    ]
+    capsys.readouterr()
+    (tmp_path / "file").write_text("")
+    assert arithmetic.main([*options, "--output", str(tmp_path / "file" / "here")]) == 74
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "train.parquet cannot be written" in line
+
+
 @pytest.mark.parametrize("module", [arithmetic, frozen_lake, guess_number, rectangles])
 def test_options_decide_the_bytes_and_the_seed_the_rows(tmp_path, module):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1), ("a", 0)):

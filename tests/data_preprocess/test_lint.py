@@ -190,7 +190,13 @@ def test_the_command_line_takes_the_run_s_reward_and_tokenizer(tmp_path, custom,
     file = write(tmp_path, [sum_row(1, data_source="mine")])
     options = ["--tokenizer", encoder.path, "--max-prompt-length", "99"]
     assert main([file, *options]) == 2
-    assert "data sources without a scorer: 1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "data sources without a scorer: 1" in said
+    assert "--reward-file my_reward.py" in said
+    assert "custom_reward_function" not in said
+    with pytest.raises(SystemExit):
+        main([file, f"custom_reward_function.path={custom.path}"])
+    assert "lint takes flags instead of keys" in capsys.readouterr().err
     assert main([file, *options, "--reward-file", custom.path]) == 0
     assert main([file, "--tokenizer", str(tmp_path / "none"), "--max-prompt-length", "9"]) == 2
     assert "no tokenizer" in capsys.readouterr().err

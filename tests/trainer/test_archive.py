@@ -155,6 +155,7 @@ def test_answers_of_several_turns_are_kept_as_conversations(make, tmp_path):
     assert json.loads(table["messages"][2]) == kept
     assert table["agent_failed"].tolist() == ["the agent's process ended", *[""] * 9]
     assert table["tool_s"].tolist() == [0.5] * 10
+    assert table["policy_turns"].tolist() == table["num_turns"].tolist() == [1] * 10
     assert 200_000 < len(table["messages"][1]) < 201_000, "of a conversation so much is kept"
     lines = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
     assert [line["agent_failed"] for line in lines] == table["agent_failed"].tolist()

@@ -63,6 +63,7 @@ def test_a_dry_run_looks_at_the_model(dry, another, role):
     [
         *((role, "tokenizer", "that of the policy '3'; 2 are others, so a KL to it means nothing") for role in ROLES),
         ("reference", "tokens", f"knows 10 tokens, and the policy writes {len(CHARACTERS) + len(SPECIALS)}"),
+        ("teacher", "tokens", "Use a model with the policy's tokenizer."),  # without the key there is no teacher
         ("reference", "weights", ""),
     ],
 )

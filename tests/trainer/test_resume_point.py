@@ -119,6 +119,9 @@ def test_a_checkpoint_of_0_1_0_resumes(folder, caplog):
     start = find_start(cfg, folder, ROWS)
     assert (start.step, start.progress.batches_drawn) == (4, 4)
     assert "4 steps are done, saved by rltrain 0.1.0" in caplog.text
+    cfg.trainer.val_only = True
+    find_start(cfg, folder, ROWS)
+    assert f"weights: {folder.step_folder(4)}: 4 steps are done" in caplog.messages[-1]
     with pytest.raises(
         CheckpointError, match=r"another run, saved by rltrain 0.1.0 \(training data: 2048 rows of train"
     ):

@@ -156,6 +156,16 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path, recorded, caplo
     assert "so trackers begin new runs" in caplog.text
 
 
+def test_a_run_without_a_name_has_one_of_folder_and_time_also_when_it_resumes(tmp_path, recorded):
+    keys = {"actor_rollout_ref.model.path": "/m", "data.train_files": "/d", "trainer.logger": ["wandb"]}
+    for first_step, changes in ((0, {}), (2, {}), (2, {"trainer.experiment_name": "mine"})):
+        with Tracker.of(load_config([], [keys | changes]).config, tmp_path, first_step, 4):
+            pass
+    first, resumed, named = (run.name for run, _ in recorded)
+    assert re.fullmatch(rf"{tmp_path.name}-\d{{8}}-\d{{6}}", first)
+    assert (resumed, named) == (first, "mine")
+
+
 @pytest.mark.fault("A tracker that cannot write is told once, and the run and its metrics.jsonl go on")
 def test_trackers_that_cannot_write_are_told_once(tmp_path, recorded, caplog):
     """A file is in the place of TensorBoard's folder, and a folder in that of the list of ids."""

@@ -60,9 +60,9 @@ class DataConfig:
 
     # Any, because OmegaConf has no union of a text and a list; see `check.as_list`.
     train_files: Any = key(None, only_with=TRAINS)
-    """Parquet file or list of files to train on (required, but for an evaluation)."""
+    """Data file or list of data files to train on: Parquet, JSON lines, JSON, CSV (required, but for an evaluation)."""
     val_files: Any = None
-    """Parquet file or list of files to validate on; null: no validation."""
+    """Data file or list of data files to validate on; null: no validation."""
     train_batch_size: int = key(1024, least=1, only_with=TRAINS)
     """Prompts per step. The incomplete tail of an epoch is left out."""
     gen_batch_size: int | None = key(

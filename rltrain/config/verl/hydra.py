@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
 
 from rltrain.base.errors import ConfigError
-from rltrain.config.verl.others import trainer_of
+from rltrain.config.verl.others import refusal, trainer_of
 from rltrain.config.verl.table import rows
 
 Tree = dict[str, Any]
@@ -47,6 +47,11 @@ _STOCK_GROUPS = (
     "transfer_queue",
 )
 
+_NOT_YAML = {
+    ".toml": "TOML is not read. Write the settings as YAML, into a file with the ending .yaml.",
+    ".sh": "a script is not read. rltrain port translates the launch scripts of verl.",
+}
+
 
 def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
     """The settings of a YAML file and of all files that its ``defaults:`` list names, later ones over earlier ones.
@@ -54,12 +59,9 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
     roots: folders to look in beside that of the file. Raises ConfigError with every file that is missing.
     """
     _refuse_recipe(f"--config {file}", file.stem)
-    if (trainer := trainer_of(read_yaml(file)[1])) is not None:
-        name, page = trainer
-        raise ConfigError(
-            f"--config {file}: this is a configuration of {name}, which rltrain does not read. Write its settings with "
-            f"the keys of rltrain, which {page} and --help list."
-        )
+    content = read_yaml(file)[1]
+    if (trainer := trainer_of(content)) is not None:
+        raise ConfigError(refusal(*trainer, f"--config {file}: this is a configuration", content))
     composer = _Composer([file.parent, *roots])
     composer.merge(file, "", "")
     if composer.problems:
@@ -210,6 +212,8 @@ class _Composer:
 
 def read_yaml(file: Path) -> tuple[str, Tree]:
     """Text and content of a file with a mapping. Raises ConfigError."""
+    if file.suffix in _NOT_YAML:
+        raise ConfigError(f"--config {file}: {_NOT_YAML[file.suffix]}")
     try:
         text = file.read_text(encoding="utf-8")
         content = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}

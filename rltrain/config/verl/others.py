@@ -47,6 +47,17 @@ def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
     return None
 
 
+def refusal(trainer: str, page: str, written: str, names: Collection[str]) -> str:
+    """Return the error for a configuration or a launch (``written``) of another trainer that has these keys."""
+    found = {name: own_name(name.replace("-", "_")) for name in names}
+    ours = "".join(f"\n  {name}: {key}" for name, key in found.items() if key)
+    table = f" Their names here (units may differ: see {page}):{ours}" if ours else ""
+    return (
+        f"{written} of {trainer}, which rltrain does not read. Write its settings with the keys "
+        f"of rltrain, which {page} and --help list.{table}"
+    )
+
+
 def recipes_named(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error for each name of a run, or path of its code, that names a recipe whose launches have no key of
     theirs: by the keys alone they would be plain PPO or GRPO."""

@@ -24,6 +24,8 @@ Scorer = Callable[[str, Any, dict[str, Any]], float | dict[str, Any]]
 Summary = Callable[[Sequence[dict[str, Any]], Sequence[float]], dict[str, float]]
 
 # Ways to write a reference answer down, one of which every scorer reads.
+# How a run is given a scorer, in errors.
+OWN_SCORER = "custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score"
 FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "#### {}", "<answer>{}</answer>", "[{}]")
 
 _scorers: dict[str, Scorer] = {}
@@ -96,5 +98,5 @@ def _match(data_source: str) -> str:
         return name
     raise RewardError(
         f"no scorer for data_source={data_source!r}. Known: {', '.join(known_sources())}. Give your own with "
-        "custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score."
+        f"{OWN_SCORER}."
     )

@@ -149,7 +149,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         content = "weights only" if weights_only else f"{start.step} steps are done"
         content += f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if continued else ""
-        log.info("resuming from %s: %s%s", folder, content, why)
+        log.info("%s %s: %s%s", "weights:" if trainer.val_only else "resuming from", folder, content, why)
     return start
 
 

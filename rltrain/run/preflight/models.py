@@ -120,7 +120,7 @@ def _image_problems(cfg: Config, why: str) -> Iterator[str]:
         if kinds[0] != kinds[1]:
             yield (
                 f"{other.section}.path={other.path} is a {kinds[1]}, and {why}, which are made for the "
-                f"policy's family, {kinds[0]}. Use a model of it, or leave the key out to start from the policy."
+                f"policy's family, {kinds[0]}. Use a model of it{_or_none(other)}."
             )
 
 
@@ -314,8 +314,14 @@ def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[
     if size < (written := min(written, encoder.model_vocab_size or written)):
         yield (
             f"{spec.section}.path={spec.path} knows {size:,} tokens, and the policy writes {written:,}. Use a model "
-            "with the policy's tokenizer, or leave the key out to start from the policy."
+            f"with the policy's tokenizer{_or_none(spec)}."
         )
+
+
+def _or_none(spec: ModelSpec) -> str:
+    """Return the other way out of a model that does not fit: without the key, critic and reference are the policy."""
+    is_needed = spec.section.startswith(("distillation.", "reward"))
+    return "" if is_needed else ", or leave the key out to start from the policy"
 
 
 def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> Iterator[str]:

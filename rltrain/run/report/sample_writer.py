@@ -130,6 +130,9 @@ class SampleWriter:
         columns |= {"sample": np.tile(np.arange(job.each), len(job.rows))} | of_prompts | {"answer": answers}
         columns |= _conversations(answers.tolist())
         columns |= {name: values for name, values in numbers.items() if not name.startswith(c.SCORER)}
+        if c.NUM_TURNS in columns:
+            # Metrics and extra_info count as verl does (prompt and replies too); this name says which turns it counts.
+            columns["policy_turns"] = columns[c.NUM_TURNS]
         columns["finish_reason"] = reasons
         for name, values in numbers.items():
             short = name.removeprefix(c.SCORER)

@@ -36,6 +36,8 @@ class RunInfo:
     first_step: int = 0
     run_id: str | None = None
     """The tracker's own id of a run to continue (None: a new run)."""
+    chosen: bool = True
+    """Whether the user chose the name."""
 
 
 class Sink:

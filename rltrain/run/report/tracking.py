@@ -23,7 +23,7 @@ from rltrain.base.errors import first_line
 from rltrain.base.storage import disk_errors, json_lines
 from rltrain.config.load import to_dict
 from rltrain.config.schema import Config
-from rltrain.config.schema.trainer import LOGGERS
+from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
 from rltrain.run.report.console import Console
 from rltrain.run.report.table import METRICS
 from rltrain.run.report.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
@@ -44,6 +44,8 @@ _GIVE_UP_AFTER = 5
 CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 # Each tracker's own name of a run.
 IDS_FILE = "tracking.json"
+# The entry of that file with the name of a run that was given none.
+_NAME = "run_name"
 
 
 class JsonLines:
@@ -197,6 +199,7 @@ class Tracker(Watcher):
         self._ids_file = run.folder / IDS_FILE
         # A run from step 0 is a new one: under the old name its steps would mix with those of the run before.
         self._ids = read_ids(self._ids_file) if run.first_step else {}
+        self._ids |= {} if run.chosen else {_NAME: run.name}
         self._ids_lock = threading.Lock()
         self._senders: list[Sender] = []
         # The summary is kept here: a tracker gets it whole at the end, whatever of the steps has arrived there.
@@ -213,8 +216,11 @@ class Tracker(Watcher):
     @classmethod
     def of(cls, cfg: Config, folder: Path, first_step: int, total_steps: int) -> Tracker:
         """Of a run in ``folder`` that goes on after ``first_step``."""
-        names = (cfg.trainer.project_name, cfg.trainer.experiment_name)
-        return cls(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder, first_step), total_steps)
+        names, chosen = (cfg.trainer.project_name, cfg.trainer.experiment_name), True
+        if names[1] == TrainerConfig.experiment_name:  # the default, under which all runs would have one name
+            kept = read_ids(folder / IDS_FILE).get(_NAME) if first_step else None
+            names, chosen = (names[0], kept or f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"), False
+        return cls(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder, first_step, chosen=chosen), total_steps)
 
     def _make(self, name: str, run: RunInfo) -> Sink:
         sink = TRACKERS[name](run)

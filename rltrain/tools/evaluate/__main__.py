@@ -23,10 +23,12 @@ from typing import Any
 
 from rltrain.base import logs
 from rltrain.base.errors import ConfigError
+from rltrain.base.imports import IMPORTING
 from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
+from rltrain.tools.evaluate.arguments import read_words
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,15 +37,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
-    # Imported here, so that --help need not wait for it.
-    from rltrain.api import look_over
-    from rltrain.base.storage import write_json
-    from rltrain.run.build import begin_ray
-    from rltrain.tools.evaluate.evaluation import evaluate_model, folder_of
-    from rltrain.tools.evaluate.kept import PAGE, RESULT, RESULTS
-    from rltrain.tools.evaluate.page import write_page
-    from rltrain.tools.evaluate.report import show
-    from rltrain.tools.evaluate.request import read_request
+    read_words(arguments.overrides, arguments.problems)
+    # Imported here, so that neither --help nor a missing word waits for it.
+    with logs.session(), logs.waiting(IMPORTING):
+        from rltrain.api import look_over
+        from rltrain.base.storage import write_json
+        from rltrain.run.build import begin_ray
+        from rltrain.tools.evaluate.evaluation import evaluate_model, folder_of
+        from rltrain.tools.evaluate.kept import PAGE, RESULT, RESULTS
+        from rltrain.tools.evaluate.page import write_page
+        from rltrain.tools.evaluate.report import show
+        from rltrain.tools.evaluate.request import read_request
 
     stop.says("nothing is answered yet: the same command begins anew")
     request = read_request(arguments.overrides, arguments.config, arguments.problems)

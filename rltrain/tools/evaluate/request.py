@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.schema.arguments import listed, read_arguments, required
-from rltrain.config.schema.fields import key
 from rltrain.data.files import files_of
 from rltrain.models.files.digest import digest_of_files, digests_of_values
+from rltrain.tools.evaluate.arguments import read_words
 from rltrain.tools.evaluate.models import Model, flat, models_of
 
-_ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
-# Short names of keys below it.
-_SHORT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop")
-_OTHER_WORDS = {
-    "trainer.val_only": "an evaluation never trains",
-    "trainer.default_local_dir": "out=FOLDER says where results go",
-    "trainer.resume_mode": "model=CHECKPOINT names the weights",
-    "trainer.resume_from_path": "model=CHECKPOINT names the weights",
-    "trainer.resume_weights_only": "model=CHECKPOINT names the weights",
-    "trainer.samples_freq": "all answers are kept",
-    "trainer.samples_max_prompts": "all answers are kept",
-    "data.val_files": "data=FILES names them",
-    "actor_rollout_ref.model.path": "model=PATH names it",
-}
 # What says which answers there are, and what they are worth. Anything else may change in the middle.
 _COMPARED = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.", "reward", "custom_reward_function.")
 _NOT_COMPARED = {
@@ -40,21 +25,6 @@ _NOT_COMPARED = {
         "enforce_eager", "free_cache_engine",
     )),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments of the command that are not keys of the trainer."""
-
-    model: list[str] = required("a Hugging Face folder, a checkpoint or a run")
-    data: list[str] = required("one or more data files")
-    out: str | None = None
-    n: int = key(0, least=1)
-    """Responses to each prompt; 0: as val_kwargs has it."""
-
-
-# All names without a dot that the command knows.
-NAMES = (*(each.name for each in fields(Arguments)), *_SHORT)
 
 
 @dataclass(frozen=True)
@@ -126,17 +96,7 @@ def _said(settings: dict[str, Any], key: str) -> str:
 
 def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[str]) -> Request:
     """Read the words of a command. Raises ConfigError with all that is wrong with them, and as `models_of` does."""
-    foreign = [word for word in words if word.partition("=")[0] in _OTHER_WORDS]
-    wrong = [*problems, *(f"{word}: {_OTHER_WORDS[word.partition('=')[0]]}. Leave the key out." for word in foreign)]
-    rest = list[str]()
-    wrong += [
-        f"{word}: results go into one folder." for word in words if word[:4] == "out=" and len(listed(word[4:])) > 1
-    ]
-    own = read_arguments(
-        Arguments, [word for word in words if word not in foreign], others=rest, elsewhere=_SHORT, problems=wrong
-    )
-    rest = [f"{_ANSWERS}{word}" if word.partition("=")[0] in _SHORT else word for word in rest]
-    rest += [f"{_ANSWERS}n={own.n}"] if own.n else []
+    own, rest = read_words(words, problems)
     out = Path(own.out).expanduser().resolve() if own.out else None
     return Request(models_of(own.model), own.data, rest, list(files), out)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from rltrain.base.errors import ConfigError
 from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import named
+from rltrain.config.verl.others import refusal, trainer_of
+from rltrain.config.verl.table import rows
 from rltrain.tools.port.shell import Call, inside_out
 from rltrain.tools.port.translate import ASKED, typed
 
@@ -21,9 +23,15 @@ _OTHERS = {
     r"model_merger": "a checkpoint's hf_model folder needs no merging here",
     r"trainer[./]main(?=\.py$|$)": "this is EasyR1's trainer: docs/from-easyr1.md translates its keys",
 }
+# What the launches of other trainers start.
+_LAUNCHERS = {
+    "OpenRLHF": r"openrlhf[./]cli", "TRL": r"^trl \w|\btrl[./]scripts",
+    "ms-swift": r"^swift \w|\bswift[./]cli", "AReaL": r"\bareal[./]",
+    "LLaMA-Factory": r"^llamafactory-cli|\bllamafactory[./]", "MindSpeed RL": r"\bcli/train_(grpo|ppo|dapo|dpo)\.py",
+}  # fmt: skip
 # The entry points whose trainer is the one here.
 _SAME = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main_ppo(_sync)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py")
-_PYTHON = re.compile(r"python|torchrun|accelerate|uv$")
+_PYTHON = re.compile(r"python|torchrun|accelerate|deepspeed|uv$")
 _KEY = re.compile(r"^\+{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 
 
@@ -48,7 +56,9 @@ def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launc
     notes: dict[str, None] = {}
     for call in calls:
         entry, rest = _entry(call.words)
-        if not entry:
+        if answer := _of_another_trainer(call.words, entry):
+            notes[answer] = None
+        if answer or not entry:
             continue
         reasons = (why for pattern, why in _OTHERS.items() if re.search(rf"({pattern})[^/.]*(\.py)?$", entry))
         reason = None if _SAME.fullmatch(entry) else next(reasons, None)
@@ -63,10 +73,23 @@ def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launc
     return list(runs.values()), list(notes)
 
 
+def _of_another_trainer(words: Sequence[str], entry: str) -> str:
+    """Return the answer to a launch of another trainer, by its program or its flags; "" for any other call."""
+    if _SAME.fullmatch(entry):
+        return ""
+    flags = [word[2:].partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
+    programs = f"{Path(words[0]).name} {' '.join(words[1:2])}", entry
+    name = next(
+        (name for name, pattern in _LAUNCHERS.items() if any(re.search(pattern, each) for each in programs)), ""
+    )
+    found = next(((row.key, row.to) for row in rows("trainer") if row.key == name), None) or trainer_of(flags)
+    return refusal(*found, f"{entry or programs[0]}: this is a launch", flags) if found else ""
+
+
 def _entry(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The module or file that a command starts, and the words after it."""
     for at, word in enumerate(words[:-1]):
-        if word == "-m" and any(_PYTHON.match(Path(before).name) for before in words[:at]):
+        if word in ("-m", "--module") and any(_PYTHON.match(Path(before).name) for before in words[:at]):
             return words[at + 1], words[at + 2 :]
     for at, word in enumerate(words):
         if word.endswith(".py") and "=" not in word and at:

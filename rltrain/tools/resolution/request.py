@@ -10,8 +10,9 @@ from rltrain.base.errors import ConfigError
 from rltrain.config.schema.arguments import read_arguments, required
 from rltrain.config.schema.fields import key
 from rltrain.data.files import files_of
+from rltrain.tools.evaluate.arguments import NAMES
 from rltrain.tools.evaluate.models import Model
-from rltrain.tools.evaluate.request import NAMES, Request, read_request
+from rltrain.tools.evaluate.request import Request, read_request
 
 _SPLITS = "dev=FILES is searched on, test=FILES is scored at the end"
 Bound = int | None

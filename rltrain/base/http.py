@@ -88,7 +88,6 @@ async def serve(
         while goes_on and (request := await _head(reader, writer)):
             try:
                 body = await _body(reader, writer, request, admit)
-                _unadmitted.pop(writer, None)
                 response = await answer(request, body)
             except Refused as refused:
                 if refused.leaves_body:
@@ -128,6 +127,9 @@ async def _head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> R
         method, path, version = line.split(" ")
         pairs = [each.split(":", 1) for each in lines]
         headers = {name.strip().lower(): value.strip() for name, value in pairs}
+        names = [name.strip().lower() for name, _ in pairs]
+        if any(names.count(name) > 1 for name in ("host", "content-length", "authorization")):
+            raise ValueError("which of two values counts is not clear")
     except asyncio.LimitOverrunError:
         raise Refused(431, "headers_too_large", f"headers have at most {MAX_HEAD_BYTES:,} bytes.") from None
     except ValueError:
@@ -153,8 +155,9 @@ async def _body(
     try:
         admit(request)
     except Refused:
-        await asyncio.wait_for(_discard(reader, int(length)), _REQUEST_S)
+        await asyncio.wait_for(_discard(reader, int(length)), _UNADMITTED_S if writer in _unadmitted else _REQUEST_S)
         raise
+    _unadmitted.pop(writer, None)
     return await asyncio.wait_for(reader.readexactly(int(length)), _REQUEST_S)
 
 

@@ -129,6 +129,8 @@ def _read(path: Path) -> bytes:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise DataError(f"{short(path, 60)!r} is not a regular file.")
+            if not found.st_size:  # files of /proc too, which may have no end
+                raise DataError(f"{short(path, 60)!r} is empty.")
             if found.st_size > _MAX_BYTES:
                 raise DataError(
                     f"{short(path, 60)!r} has {found.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
@@ -139,6 +141,8 @@ def _read(path: Path) -> bytes:
                 raise DataError(f"{short(path, 60)!r} does not begin as a file of an image does.")
             return head + file.read(_MAX_BYTES)
     except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise DataError(f"{short(path, 60)!r} is not a regular file.") from error
         if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and "." not in path.name):
             raise DataError(f"{short(path, 60)!r} is neither a file nor an image as base64.") from error
         error.filename = short(path)  # which is told where a file is opened, and not where it is read

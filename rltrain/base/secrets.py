@@ -17,10 +17,13 @@ _SECRET = re.compile(
 # Names of columns and of keys in data files.
 _COLUMNS = re.compile(
     r"(prompt|image|images|video|videos|audio|reward_fn|reward|answer|response|label|input|output|messages|group|sort"
-    r"|own|gdpo_reward|judge|data|chosen|rejected|score|index)_keys?",
+    r"|own|gdpo_reward|chosen|rejected)_keys?",
     re.IGNORECASE,
 )
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s\"']+@")
+# Variables whose names end like a password's.
+_FOLDERS = ("PWD", "OLDPWD")
+# A password may hold "/" and "@".
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^/@\s\"':]*:[^\s\"']*|[^/@\s\"']+)@")
 _PAIR = re.compile(r"(?<![\w.%-])([\w.%-]+)=([^\s&;,#\"'=]+)")
 _NUMBER = re.compile(r"[\d.,_eE+-]+")
 _BEARER = re.compile(r"\b(bearer|basic) +[\w.~+/=-]{8,}", re.IGNORECASE)
@@ -28,10 +31,14 @@ _REFERENCE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
 def is_secret(name: str, value: object = "") -> bool:
-    """Return whether the value of a key with this name is a secret. A number under a plural is a length."""
-    last = name.rpartition(".")[2]
-    is_length = last.lower().endswith(("tokens", "keys")) and _NUMBER.fullmatch(str(value))
-    return bool(_SECRET.search(last)) and not _COLUMNS.fullmatch(last) and not is_length
+    """Return whether the value of a key with this name, or below it, is a secret. A number under a plural is a
+    length."""
+
+    def is_named(part: str) -> bool:
+        is_length = part.lower().endswith(("tokens", "keys")) and _NUMBER.fullmatch(str(value))
+        return bool(_SECRET.search(part)) and not _COLUMNS.fullmatch(part) and not is_length
+
+    return name not in _FOLDERS and any(map(is_named, name.split(".")))
 
 
 def masked(value: Any, name: str = "") -> Any:

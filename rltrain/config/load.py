@@ -116,7 +116,7 @@ def masked_command(words: Sequence[str]) -> str:
             value = safe_load(flow(text))
         except (YAMLError, ValueError, RecursionError):  # the reader reports it
             value = text
-        shown = masked(value, "secret" if ".url_headers" in key else key.rpartition(".")[2])
+        shown = masked(value, "secret" if ".url_headers" in key else key.lstrip("+"))
         masked_words.append(word if shown == value else f"{key}={shown}")
     return shlex.join(masked_words)
 

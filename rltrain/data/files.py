@@ -184,7 +184,7 @@ def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
     number, text = next(lines, (0, ""))
     try:
         first = json.loads(text, object_pairs_hook=_object) if text else None
-    except ValueError:
+    except (ValueError, RecursionError):
         first = None
     if not isinstance(first, dict):  # not one record a line
         text = "".join([text, *(line for _, line in lines)])
@@ -199,7 +199,7 @@ def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
     for number, line in chain([second], lines):
         try:
             yield line, json.loads(line, object_pairs_hook=_object)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _no_json(number, error) from None
 
 
@@ -216,7 +216,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _no_json(number: int, error: ValueError) -> _Bad:
+def _no_json(number: int, error: Exception) -> _Bad:
     at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
     return _Bad(f"line {number} is no whole JSON ({short(getattr(error, 'msg', error))}{at}).")
 
@@ -227,7 +227,7 @@ def _documents(text: str, first_line_number: int) -> Iterator[Any]:
     while rest := re.compile(r"\S").search(text, at):
         try:
             value, at = decoder.raw_decode(text, rest.start())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             number = text.count("\n", 0, getattr(error, "pos", 0)) + first_line_number
             raise _no_json(number, error) from None
         yield value

@@ -156,10 +156,8 @@ def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
     takes the memory of the distinct texts only.
     """
     with pq.ParquetFile(file) as source:
-        schema, groups = source.metadata.schema, range(source.metadata.num_row_groups)
-        leaves = [schema.column(place).path for place in range(len(schema))]
-        first_row, most = 0, max(_MAX_FILE_BYTES, _MAX_EXPANSION * file.stat().st_size)
-        total = 8 * source.metadata.num_rows * len(leaves)
+        groups = range(source.metadata.num_row_groups)
+        first_row, total, most = 0, 0, max(_MAX_FILE_BYTES, _MAX_EXPANSION * file.stat().st_size)
         for group, about in ((group, source.metadata.row_group(group)) for group in groups):
             chunks = [about.column(place) for place in range(about.num_columns)]
             texts = [
@@ -169,6 +167,8 @@ def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
                 and chunk.path_in_schema.partition(".")[0] in columns
                 and chunk.num_values * chunk.total_uncompressed_size > _MAX_TEXT_BYTES
             ]
+            total += sum(8 * chunk.num_values for chunk in chunks)
+            total += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema not in texts)
             for leaf in texts:
                 with pq.ParquetFile(file, read_dictionary=[leaf]) as encoded:
                     sizes, rows = _text_sizes(encoded.read_row_group(group, columns=[leaf]).column(0))

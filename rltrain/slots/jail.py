@@ -55,13 +55,20 @@ userfaultfd 323 282 keyctl 250 219 add_key 248 217 request_key 249 218 kexec_loa
 init_module 175 105 finit_module 313 273 delete_module 176 106 reboot 169 142 sethostname 170 161
 setdomainname 171 162 settimeofday 164 170 clock_settime 227 112 clock_adjtime 305 266 adjtimex 159 171 iopl 172 -
 ioperm 173 - syslog 103 116 vhangup 153 58 modify_ldt 154 - uselib 134 - lookup_dcookie 212 18
+msgsnd 69 189 msgrcv 70 188 msgctl 71 187 semop 65 193 semctl 66 191 semtimedop 220 192 getxattr 191 8 lgetxattr 192 9
+fgetxattr 193 10 listxattr 194 11 llistxattr 195 12 flistxattr 196 13 statmount 457 457 listmount 458 458 flock 73 32
 """
 # The same for calls whose argument decides: the 32-bit word at ``word`` of the arguments, masked, must (not) be equal.
 _CONDITIONS = (
     *(("clone", 56, 220, 0, 0x10000, 0, True),),  # without CLONE_THREAD
     *(("open", 2, -1, 2, 0o1003, 0o1000, True), ("openat", 257, 56, 4, 0o1003, 0o1000, True)),  # truncates when read
-    *(("fcntl", 72, 25, 2, -1, command, True) for command in (8, 10, 15)),  # signals by SETOWN, SETSIG, SETOWN_EX
-    *(("ioctl", 16, 29, 2, -1, command, True) for command in (0x8901, 0x8902, 0x5412)),  # FIOSETOWN, SIOCSPGRP, TIOCSTI
+    # Signals by SETOWN, SETSIG, SETOWN_EX; leases.
+    *(("fcntl", 72, 25, 2, -1, command, True) for command in (8, 10, 15, 1024)),
+    # FIOSETOWN, SIOCSPGRP, TIOCSTI; attributes of files (two forms of SETFLAGS, FSSETXATTR, ENABLE_VERITY).
+    *(
+        ("ioctl", 16, 29, 2, -1, command, True)
+        for command in (0x8901, 0x8902, 0x5412, 0x40086602, 0x40046602, 0x401C5820, 0x40806685)
+    ),
     ("prctl", 157, 167, 0, -1, _PR_SET_PDEATHSIG, True),
     *(("prlimit64", 302, 261, word, -1, 0, False) for word in (4, 5)),  # new limits
 )

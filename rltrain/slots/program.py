@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -91,7 +92,7 @@ def end_of_program(
     # Files and no pipes: a program that prints without end is stopped by the limit on file sizes, and nobody must read
     # meanwhile.
     with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        _scratch() as folder,
         tempfile.TemporaryFile() as stdin_file,
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as spec,
@@ -119,6 +120,16 @@ def end_of_program(
         stdout.seek(0)
         output = stdout.read(MAX_FILE_BYTES).decode(errors="replace")
         return Ending(output, process.returncode if in_time else None, layers)
+
+
+@contextmanager
+def _scratch() -> Iterator[str]:
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        # A program may nest folders deeper than Python's recursion goes.
+        subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def _layers(spec: IO[bytes]) -> dict[str, int]:

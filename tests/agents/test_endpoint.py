@@ -329,6 +329,7 @@ def test_what_is_no_request_is_refused_and_stops_nobody(room, address):
         b"hello\r\n\r\n": b"400",
         b"GET / HTTP/1.1\r\nx: " + b"y" * (1 << 18): b"431",
         head + b"Content-Length: -1\r\n\r\n": b"400",
+        head + b"Host: evil\r\nHost: ours\r\nContent-Length: 0\r\n\r\n": b"400",
         head + b"Content-Length: 99999999999\r\n\r\n": b"413",
         head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n": b"411",
         head + b"Connection: close\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000: b"400",

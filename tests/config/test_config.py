@@ -280,6 +280,8 @@ def test_secrets_are_masked_and_lengths_are_not(monkeypatch):
     secrets += [f"{kwargs}.database='host=h password=abc123'", f"{kwargs}.header='Bearer abcdefgh'"]
     env_vars = "ray_kwargs.ray_init.runtime_env.env_vars"
     secrets += [f"{env_vars}.AZURE_OPENAI_KEY=abc123", f"{env_vars}.DATABASE=postgres://me:abc123@h/x"]
+    secrets += [f"{kwargs}.secrets.x=abc123", f"{kwargs}.api_key.prod=abc123", f"{kwargs}.judge_key=abc123"]
+    secrets += [f"{env_vars}.OTHER=postgres://me:p@abc123@h/x", f"{env_vars}.THIRD=postgres://me:p/abc123@h/x"]
     headers = ["reward.url_headers.Authorization='Bearer ${oc.env:JUDGE_TOKEN}'", f"{header}=me"]
     config = load_config([*BASE, *secrets, *headers, *(f"{kwargs}.{word}" for word in PLAIN)]).config
     assert config.reward.url_headers == {"Authorization": "Bearer abc", "X-Me": "me"}

@@ -1,6 +1,7 @@
 """Paths of images that lead to no image file."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +9,12 @@ from rltrain.base.errors import DataError
 from rltrain.base.image_files import file_bytes
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "no image"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "no image", "/proc/self/mem"])
 def test_a_path_that_is_no_plain_image_file_is_refused_at_once(tmp_path, kind):
     file = tmp_path / "x.png"
-    if kind == "pipe":
+    if kind.startswith("/"):
+        file = Path(kind)
+    elif kind == "pipe":
         os.mkfifo(file)
     elif kind == "folder":
         file.mkdir()
@@ -19,5 +22,5 @@ def test_a_path_that_is_no_plain_image_file_is_refused_at_once(tmp_path, kind):
         with open(file, "wb") as stream:
             stream.write(b"GIF89a" if kind == "large" else b"")
             stream.truncate((3 << 30) if kind == "large" else (2 << 20))
-    with pytest.raises(DataError, match=r"regular file|has 3,221,225,472 bytes|does not begin as|directory"):
+    with pytest.raises(DataError, match=r"regular file|is empty|has 3,221,225,472 bytes|does not begin as|directory"):
         file_bytes({"path": "/dev/zero" if kind == "device" else file})

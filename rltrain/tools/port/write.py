@@ -72,7 +72,7 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
 def _holds_secret(name: str, value: str, placeholders: Mapping[str, str]) -> bool:
     """Return whether a value is a secret in plain text, and not a variable of the user's."""
     plain = re.sub(r"\$\{\w+\}", "", restored(value, placeholders))
-    return "${oc.env:" not in value and bool(plain) and masked(plain, name.rpartition(".")[2]) != plain
+    return "${oc.env:" not in value and bool(plain) and masked(plain, name.lstrip("+")) != plain
 
 
 def _comment(note: str, placeholders: Mapping[str, str]) -> str:

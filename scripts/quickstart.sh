@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a model that GRPO has taught to add: environment, data, a small model, training, report. Nothing is
-# downloaded but Python packages; under five minutes on two CPU cores.
+# downloaded but Python packages; four to eight minutes on two CPU cores.
 # Each call trains in a new folder under outputs/quickstart (the data and the small model are made once). Extra key=value
 # arguments are handed to rltrain.main_ppo, e.g.: bash scripts/quickstart.sh trainer.total_training_steps=200
 # Environment: OUT  folder for everything (default: outputs/quickstart)

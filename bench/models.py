@@ -375,8 +375,9 @@ weights. It computes the copy plainly, one sample at a time, and packed with a s
 training with gradients, and it decodes with the embedded engine. What would come out wrong is refused in one sentence
 with the way out. That takes about a second on a CPU and little memory, whatever the model's size.
 
-A family that is not in the table is tried in the same way. Where no small copy can be made, as of some models with code
-of their own, the run says so and goes on. Images are not part of it; see [vlm.md](vlm.md).
+A family that is not in the table is tried in the same way. If no small copy can be computed, as for some models with
+code of their own, the run is refused: `trainer.allow_unchecked_models=True` starts it all the same, and then compare
+its log-probs yourself. Images are not part of the check; see [vlm.md](vlm.md).
 
 In training, layers compute as in evaluation: noise of routers and dropout are left out, because with them the
 importance ratio of an unchanged policy would differ from 1.

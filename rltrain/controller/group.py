@@ -363,5 +363,6 @@ class WorkerGroup:
         )
         return WorkerLost(
             f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
-            f"{self.deadlines.keys}).{stacks_file} All workers were ended. " + (different_collectives(stacks) or AGAIN)
+            f"{self.deadlines.keys}).{stacks_file} All workers were ended. "
+            + (different_collectives(stacks, self.world) or AGAIN)
         )

@@ -82,13 +82,14 @@ class Deadlines:
         return f" Stacks of those that answer: {file}."
 
 
-def different_collectives(stacks: Mapping[int, str]) -> str:
-    """A sentence if all ranks wait in collectives, and not all in the same one; else "".
+def different_collectives(stacks: Mapping[int, str], world: int) -> str:
+    """A sentence if all ``world`` ranks wait in collectives, and not all in the same one; else "".
 
-    Ranks that issue different collectives never meet, however often the command is run.
+    Ranks that issue different collectives never meet, however often the command is run. A missing rank may be the one
+    that all others rightly wait for.
     """
     names = {rank: found[0] for rank, stack in sorted(stacks.items()) if (found := _COLLECTIVE.findall(stack))}
-    if len(names) < len(stacks) or len(set(names.values())) < 2:
+    if len(names) < world or len(set(names.values())) < 2:
         return ""
     waits = ", ".join(f"rank {list(names.values()).index(name)} in {name}" for name in dict.fromkeys(names.values()))
     return (

@@ -62,15 +62,15 @@ def enlarged(small: pa.Table) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=small.schema)
 
 
-def train(out: Path, steps: int) -> dict[str, str]:
-    """Return the model of a search: the last checkpoint, and the mean of the last ones."""
+def train(out: Path, steps: int, names: list[str]) -> dict[str, str]:
+    """Return the models to search for: the last checkpoint, and the mean of the last ones if ``names`` has it."""
     run = out / "run"
     if not (run / f"global_step_{steps}").is_dir():
         files = [f"data.train_files={out}/data/train.parquet", f"actor_rollout_ref.model.path={out}/model"]
         own = [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
         call("-m", "rltrain.main_ppo", *TRAINED, *files, *own)
     last = [str(run / f"global_step_{step}") for step in range(steps - EVERY * (AVERAGED - 1), steps + 1, EVERY)]
-    if not (out / "mean").is_dir():
+    if "mean" in names and not (out / "mean").is_dir():
         call("-m", "rltrain.average", out / "mean", *last)
     return {"last": f"model={last[-1]}", "mean": f"model={out}/mean"}
 
@@ -109,11 +109,12 @@ def main() -> None:
     out = options.work
     out.mkdir(parents=True, exist_ok=True)
     prepare(out, options.num_dev, options.num_test)
-    models = train(out, options.steps)
+    names = options.models.split(",")
+    models = train(out, options.steps, names)
     rows = [
         row
         for size in options.sizes.split(",")
-        for name in options.models.split(",")
+        for name in names
         for row in search(out, name, models[name], size)
     ]
     titles = ["model", "images", "bounds", "image tokens", "prompts", "dev", "test", "gain", ""]

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import sys
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from rltrain.base.columns import names as c
 from tests.clock import PATIENCE_S
-from tests.tiny_tools import CALL_ID, END_ID, TOOLS, save_calling_model, tool_run
+from tests.tiny_tools import CALL_ID, END_ID, TOOLS, tool_run
 from tests.trainer.steps import generated
 from tests.workers import sglang_double
 
@@ -140,10 +141,12 @@ def test_an_answer_whose_tool_ends_the_process_is_left_out(process_group, tiny_t
     assert numbers.failure == "the agent's process ended with exit code 1"
 
 
-def test_a_stop_text_ends_a_turn_and_a_call_before_it_is_answered(process_group, tiny_trainer, tools, tmp_path):
+def test_a_stop_text_ends_a_turn_and_a_call_before_it_is_answered(
+    process_group, tiny_trainer, calling, tools, tmp_path
+):
     """Where the call is no end token, a stop text that it holds ends the turn, and all goes on as if it were one."""
     expected, _, numbers = generated(tiny_trainer(**tools))
-    model = save_calling_model(tmp_path / "other")
+    model = shutil.copytree(calling, tmp_path / "other")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [END_ID]}))
     stopped = {**tools, "actor_rollout_ref__model__path": model, R + "stop": "['</tool_call>']"}
     found, _, others = generated(tiny_trainer(**stopped))

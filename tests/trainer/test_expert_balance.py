@@ -117,4 +117,4 @@ def test_what_cannot_be_balanced_is_refused(tiny_trainer, tiny_model, moe, biase
         (biased, {RATE: 0.1, **half}, None),  # GLM-4-MoE's is float32 all the same
     ):
         look_at_models(load_config(small_run(model, arithmetic_files, tmp_path, **changes)).config, found := Findings())
-        assert [words in line for line in found.problems] == [True] * bool(words)
+        assert [words in line for line in found.problems] == [True] * bool(words), found.problems

@@ -85,7 +85,8 @@ def frozen_spec(cfg: Config, device: Device, images: bool = False, role: Role = 
     """Return the spec of a frozen policy: the initial one, or the model that ``role`` names, sharded like the actor."""
     actor, section = actor_spec(cfg, device, images), ROLES[role].section
     path = get(cfg, f"{section}.model.path") or actor.path
-    # A master dtype wider than the compute dtype is useless for frozen weights, unless updates are below its precision.
+    # A master dtype wider than the compute dtype is useless for frozen weights, unless they get updates below the
+    # compute dtype's precision.
     ref = cfg.actor_rollout_ref.ref
     mixes = role == "ref" and ref.update_every_steps and ref.update_mix < 1
     return replace(

@@ -51,7 +51,7 @@ def load_training_state(
             moments(optimizer, parameter)  # DCP loads into existing tensors
     state, saved = training_state(packed, optimizer, loss_scale), read_metadata(folder).state_dict_metadata
     for name in _biases(packed):
-        # A folder without biases has not changed them from model.path.
+        # If the folder has no biases, they are unchanged from model.path.
         if f"model.{name}" not in saved:
             del state["model"][name]
     notes = [] if texts_alone else _settle_tower(packed, state, folder)

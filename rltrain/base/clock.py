@@ -1,4 +1,4 @@
-"""Time for code that waits or measures. It takes a `Clock`, so that tests can control the time."""
+"""Time for code that waits or measures. Such code takes a `Clock`, so that tests can control the time."""
 
 from __future__ import annotations
 

@@ -274,8 +274,7 @@ def resolve_dtype(name: str, device: Device) -> torch.dtype:
 
 
 def threads_per_worker(workers_on_this_node: int) -> int:
-    """Return the CPU threads of a worker: OMP_NUM_THREADS if the user has set it, else its share of this process's
-    cores.
+    """Return the CPU threads of a worker: OMP_NUM_THREADS if set, else its share of this process's cores.
 
     Oversubscribed OpenMP threads spin and are ten times slower.
     """

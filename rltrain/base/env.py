@@ -103,9 +103,7 @@ def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs:
 
 
 def driver_environment(*more: str | None) -> dict[str, str]:
-    """Return the driver's variables for workers (see `adopt`), and the variables ``more``. Some are secrets: do not
-    log.
-    """
+    """Return the driver's variables for workers (see `adopt`), and variables ``more``. Some are secrets: do not log."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -174,8 +172,7 @@ def first_set(*names: str) -> str:
 
 
 def see_own_device(given: Mapping[str, Sequence[str]]) -> None:
-    """Restrict a worker to the devices that Ray has assigned, by resource (NPU, GPU). Call it before torch looks for
-    devices.
+    """Restrict a worker to the devices from Ray, by resource (NPU, GPU), before torch looks for devices.
 
     Ray does so itself, except with RAY_EXPERIMENTAL_NOSET_*_VISIBLE_DEVICES, which verl's launchers set: all workers of
     a node would then use its first device.
@@ -186,10 +183,10 @@ def see_own_device(given: Mapping[str, Sequence[str]]) -> None:
 
 
 def devices_here(device: str, none: int = 1) -> int:
-    """Return the default of ``trainer.n_gpus_per_node``: the devices of this kind (auto, npu, cuda) on this machine, or
-    ``none``.
+    """Return the default of ``trainer.n_gpus_per_node``: the machine's devices of this kind, or ``none``.
 
-    It uses the variable that selects devices, SLURM's count or the device files, but neither torch nor a driver.
+    device: auto, npu or cuda. They are counted from the variable that selects devices, SLURM's count or the device
+    files, without torch or a driver.
     """
     for kind, (variable, pattern) in _ACCELERATORS.items():
         if device not in (kind, "auto"):
@@ -261,9 +258,7 @@ def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
 
 
 def memory_left(root: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the bytes that the memory limits of this process's cgroup and its parents still allow; infinite without
-    one.
-    """
+    """Return the bytes that the memory limits of this process's cgroup and its parents still allow, or infinity."""
     lines = [line.split(":", 2) for line in mine.read_text("utf-8").splitlines()] if mine.is_file() else []
     left = [math.inf]
     for _, controllers, path in lines:
@@ -296,8 +291,7 @@ def slot_environment() -> dict[str, str]:
 
 
 def prepare_driver(**of_workers: str) -> dict[str, str]:
-    """Prepare the environment of the driver, before Ray starts. of_workers: the user's variables for workers and
-    driver.
+    """Prepare the driver's environment before Ray starts. of_workers: the user's variables for workers and driver.
 
     Returns the variables for Ray's runtime environment, which Ray logs. Secrets are sent to workers by `adopt`.
     """
@@ -376,8 +370,6 @@ def ray_address() -> str | None:
 
 
 def volcengine_account() -> dict[str, str]:
-    """Return the account for Volcengine's machine learning platform, by verl's names. Raises KeyError for a missing
-    variable.
-    """
+    """Return the account for Volcengine's platform, by verl's names. Raises KeyError for a missing variable."""
     names = {"ak": "VOLC_ACCESS_KEY_ID", "sk": "VOLC_SECRET_ACCESS_KEY", "region": "MLP_TRACKING_REGION"}
     return {argument: os.environ[name] for argument, name in names.items()}

@@ -268,9 +268,7 @@ def short(value: object, most: int = 100) -> str:
 
 
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorate a program's ``main(argv)``: print an RltrainError, or the result of `system_error`, and return its exit
-    code.
-    """
+    """Decorate a program's ``main(argv)``: print an RltrainError (see `system_error`) and return its exit code."""
 
     @wraps(main)
     def guarded(argv: list[str] | None = None) -> int:

@@ -33,8 +33,7 @@ def begins_as_image(data: bytes) -> bool:
 
 
 def image_entry(image: Any, folder: Path) -> Mapping[str, Any]:
-    """Return an image as a dictionary with ``bytes`` or ``path``. Others are returned unchanged; `file_bytes` rejects
-    them.
+    """Return an image as a dictionary with ``bytes`` or ``path``. Others stay unchanged; `file_bytes` rejects them.
 
     A path without bytes is relative to ``folder``.
     """
@@ -85,8 +84,7 @@ def _encoded(text: str, *, is_data: bool) -> bytes | None:
 
 
 def data_address(image: Any) -> str:
-    """Return an image as a ``data:`` URL, for transfer between processes. image: in the forms of rows, or a Pillow
-    image.
+    """Return an image as a ``data:`` URL, for other processes. image: in the forms of rows, or a Pillow image.
 
     A path is relative to the working directory. Raises DataError if it is not an image.
     """
@@ -107,9 +105,7 @@ def file_of(address: str) -> bytes:
 
 
 def file_bytes(image: Any) -> bytes:
-    """Return the file of an image from {"bytes", "path"}, bytes or a path, without checking its content. Raises
-    DataError if there is none.
-    """
+    """Return the file of an image ({"bytes", "path"}, bytes or a path), unchecked. Raises DataError without one."""
     with reading():
         entry: Mapping[str, Any] = (
             image if isinstance(image, Mapping) else {"bytes": image} if isinstance(image, bytes) else {"path": image}

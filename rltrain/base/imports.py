@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 IMPORTING = "importing torch, Ray and transformers"
-"""Log line before them."""
+"""Log line before these imports."""
 
 
 @contextmanager

@@ -69,8 +69,7 @@ class _ConsoleLines(logging.Handler):
 
 
 class _Output:
-    """Standard output whose failures do not end a run: a full disk, a closed terminal or pipe, or unencodable
-    characters.
+    """Standard output that survives a full disk, a closed terminal or pipe, and unencodable characters.
 
     train.log has the lines too. Writers without log lines, such as a bar or a callback, also use it.
     """
@@ -97,8 +96,8 @@ class _Output:
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[bool]:
-        """Yield whether the stream is free. A signal handler may run in the middle of another line, and Python's buffer
-        raises on reentry.
+        """Yield whether the stream is free: a signal handler may interrupt a line, and Python's buffer is not
+        reentrant.
         """
         is_free = not getattr(self._is_used, "now", False)
         self._is_used.now = True

@@ -60,8 +60,7 @@ def sample_seeds(
 
 
 def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Return numbers ``start`` (one, or one per seed) to ``start + count`` of each stream, in [0, 1): [len(seeds),
-    count].
+    """Return numbers ``start`` (or one per seed) to ``start + count`` of each stream, in [0, 1): [len(seeds), count].
 
     They are counter-based: SplitMix64 (Steele et al. 2014) at position ``start + i``, except for the addition in
     `_mix`.

@@ -3,8 +3,8 @@
 An interrupted step is lost, and schedulers signal minutes before they kill. Therefore the first signal lets the current
 step finish and be saved. A second signal ends the run at once, and so does the first one if nothing would be lost. The
 signal handler only records the request or raises, because the program may be anywhere when the signal arrives. If the
-time until the kill is known (`Stop.notice_s`), a step that does not fit into it is abandoned, and the run ends when it
-is over.
+time until the kill is known (`Stop.notice_s`), a step that does not fit into it is abandoned, and the run ends when
+that time is over.
 """
 
 from __future__ import annotations

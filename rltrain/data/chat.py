@@ -177,8 +177,7 @@ class ChatEncoder:
         sizes: Sequence[Sequence[tuple[int, int]]],
         tools: Tools = None,
     ) -> list[tuple[list[int], int, int]]:
-        """Encode conversations, with placeholders repeated for each image token. Returns token ids, rows of pixels and
-        image tokens of each.
+        """Encode conversations, with a placeholder per image token. Returns ids, pixel rows and image tokens of each.
 
         sizes: width and height of the images of each conversation, within the bounds. Pixels are not read. tools: see
         `encode`.

@@ -303,11 +303,11 @@ def blank_image() -> Any:
 
 
 def bounded_size(size: tuple[int, int], min_pixels: int | None, max_pixels: int | None, unit: int) -> tuple[int, int]:
-    """Scale width and height to at least ``min_pixels`` and at most ``max_pixels`` (None: no bound), keeping
-    proportions.
+    """Scale width and height to at least ``min_pixels`` and at most ``max_pixels`` (None: no bound).
 
-    unit: edge of one token in pixels. A scaled edge is a multiple of it. Sizes that would exceed the bounds after
-    rounding to it are scaled too. The formula is the same as in Qwen2-VL's processor, which then changes nothing.
+    Proportions are kept. unit: edge of one token in pixels. A scaled edge is a multiple of it. Sizes that would exceed
+    the bounds after rounding to it are scaled too. The formula is the same as in Qwen2-VL's processor, which then
+    changes nothing.
     """
     width, height = size
     rounded = [max(unit, round(edge / unit) * unit) for edge in size]
@@ -346,8 +346,7 @@ def one_each(tokens: np.ndarray, placeholder: int) -> np.ndarray:
 
 
 def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, merge: int) -> np.ndarray:
-    """Compute positions [3, n] of a prompt in time, height and width, as `get_rope_index` of Qwen2-VL and its
-    successors.
+    """Compute positions [3, n] of a prompt in time, height and width, like `get_rope_index` of Qwen2-VL and later.
 
     Text tokens increase all rows by one. An image's tokens have grid positions that start after the preceding text, and
     the following text continues after the longer edge. grids [images, 3], in patches; merge: edge of a token, in

@@ -26,7 +26,7 @@ from rltrain.data.files import files_of
 from rltrain.data.pictures import Look, PictureFile, Pictures, entries, look_through, seal
 from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
 
-# Column of tool arguments, in which missing keys are omitted.
+# Field of tool arguments. Its null keys are dropped, because they are not arguments.
 _OF_TOOLS = "tools_kwargs"
 _NUM_SHOWN = 5
 # The columns of verl's files.
@@ -150,9 +150,7 @@ class Rows:
         return np.searchsorted(self._starts, self._index, side="right") - 1
 
     def fingerprint(self) -> str:
-        """Return a digest of the rows' content and order. Their distribution over files and other columns do not
-        matter.
-        """
+        """Return a digest of the rows' content and order. Files and other columns do not matter."""
         digest = hashlib.sha256(f"{self._keys}\n".encode())
         # Digests per row, so that order and selection can change without reading the files again.
         digest.update(np.ascontiguousarray(self._checks.digests[self._index]).tobytes())

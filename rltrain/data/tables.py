@@ -213,8 +213,8 @@ def unreadable(path: str, error: Exception) -> RltrainError:
 
 
 def drawn(total: int, most: int, seed: int | None) -> np.ndarray:
-    """Return at most ``most`` of the numbers below ``total`` (0 or less: all), drawn by ``seed`` (None: the first),
-    ascending [n], int64.
+    """Return at most ``most`` of the numbers below ``total`` (0 or less: all), drawn by ``seed`` (None: the first).
+    Sorted, [n], int64.
     """
     if not 0 < most < total:
         return np.arange(total)
@@ -235,7 +235,8 @@ def chosen(files: list[Table], max_rows: int, seed: int | None) -> list[Table]:
 
 
 def _taken(file: Table, rows: np.ndarray) -> Table:
-    # Batch by batch, because Arrow may concatenate all chunks of a column before taking rows, and images are too large.
+    # Batch by batch, because Arrow may concatenate all chunks of a column before taking rows, and images are too large
+    # for one chunk.
     batches = file.table.to_batches()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
     pieces = zip(batches, pairwise(starts), strict=True)

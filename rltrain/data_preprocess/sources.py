@@ -38,8 +38,7 @@ def open_splits(
     test_given: str | None = None,
     mended: Callable[[int], object] = lambda row: None,
 ) -> dict[str, tuple[str, Iterable[Record]]]:
-    """Return name and records of every split, from ``--input`` (a file, a pattern, or a folder like on the hub), or the
-    hub.
+    """Return name and records of every split, from ``--input`` (file, pattern, or folder like on the hub) or the hub.
 
     mended(row): see `records`. Raises DataError for an input without usable files, with a fix.
     """

@@ -114,8 +114,7 @@ class PolicyModel(PackedModel):
         *,
         states_only: bool = False,
     ) -> TokenLogProbs | Tensor:
-        """Compute log-probs of the labels under softmax(logits / temperature): the sampling distribution before top-k
-        and top-p.
+        """Compute log-probs of the labels under softmax(logits / temperature), the distribution before top-k and top-p.
 
         reference: also return the exact KL to it. with_squares: also return the sum over the vocabulary of pi^2.
         with_experts: also return the experts of the tokens. states_only: return only the hidden states at the
@@ -144,8 +143,7 @@ class PolicyModel(PackedModel):
         return outputs if balance is None else outputs._replace(balance_loss=whole_sum(balance, self.group))
 
     def _routed(self, inputs: PackedInputs, times: Tensor | None, *, record: bool) -> tuple[Tensor, Tensor | None]:
-        """Compute hidden states with the experts in ``inputs``. With ``record``, also return the experts that were
-        used.
+        """Compute hidden states with the experts in ``inputs``. With ``record``, also return the experts used.
 
         times: number of times that each token counts for the load.
         """
@@ -206,8 +204,8 @@ def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.
 def model_numbers(policy: PackedModel) -> dict[str, float]:
     """Return model sizes for counting FLOPs.
 
-    num_parameters: all; trained_parameters: those with a gradient. matmul_parameters: the ones that a token is
-    multiplied with (including the head and its routed experts, without the input embedding and vision tower).
+    num_parameters: all; trained_parameters: those with a gradient. matmul_parameters: weights that a token is
+    multiplied with (with the head and the token's routed experts, without the input embedding and the vision tower).
     expert_parameters: of all experts; idle_share: fraction of them that a token is not routed to. attention_width:
     layers x heads x head size. cache_width: numbers that an engine caches per token. num_experts: per layer. If prompts
     may have images, also the sizes of `tower_numbers`.

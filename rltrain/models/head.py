@@ -128,8 +128,7 @@ def token_log_probs(
     in_fp32: bool = False,
     with_squares: bool = False,
 ) -> TokenLogProbs:
-    """Compute log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), and the other requested
-    outputs.
+    """Compute log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), and other requested outputs.
 
     in_fp32: compute the head's product in float32; the gradients are rounded to the dtype of their tensors as usual.
     """

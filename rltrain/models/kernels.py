@@ -102,8 +102,7 @@ def kernels_of(device: Device, wanted: bool) -> Kernels | None:
 
 
 def fuse(model: PreTrainedModel, kernels: Kernels) -> Counter[str]:
-    """Replace the norms, MLPs and rotary embeddings of ``model`` by ``kernels``. Returns the number of replacements by
-    name.
+    """Replace the norms, MLPs and rotary embeddings of ``model`` by ``kernels``. Returns their numbers by name.
 
     The model may be on the meta device. Functions of its modeling file are replaced for all models of the process, and
     are unchanged on a CPU.

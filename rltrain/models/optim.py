@@ -25,8 +25,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig, device:
 
 
 def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of trainer step ``step`` (from 0): linear warm-up, then constant or cosine to
-    ``min_lr_ratio``.
+    """Return the learning rate of step ``step`` (from 0): linear warm-up, then constant or cosine to ``min_lr_ratio``.
 
     It depends only on the step, so a resumed run needs no scheduler state. All optimizer steps of a trainer step use
     it.

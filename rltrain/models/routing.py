@@ -168,8 +168,7 @@ class Routing:
         return self._load.total if self._load and self._load.covers_all else None
 
     def _go_around(self) -> None:
-        """Wrap the forward of the blocks that make and use the choice, so that recomputation of activations is
-        included.
+        """Wrap the forward of the blocks that make and use the choice, to include recomputation of activations.
 
         Only on demand, because compiled layers would be compiled with the wrapper.
         """
@@ -230,9 +229,7 @@ class _Load:
 
 
 class _Choice(TorchFunctionMode):
-    """Interceptor of ``torch.topk`` over expert scores [tokens, experts]: it records the choice or replaces it by
-    ``given``.
-    """
+    """Interceptor of ``torch.topk`` over expert scores [tokens, experts]: it records the choice or gives ``given``."""
 
     def __init__(self, num_experts: int, num_groups: int, given: Tensor | None, *, with_shares: bool) -> None:
         super().__init__()

@@ -24,9 +24,7 @@ RowNumbers: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class DictionaryColumn:
-    """Column of n samples that stores each value once: sample i has ``values[index[i]]``. values: k rows; index: [n],
-    int64.
-    """
+    """Column of n samples that stores each value once: sample i has ``values[index[i]]``. index: [n], int64."""
 
     __slots__ = ("index", "values")
 

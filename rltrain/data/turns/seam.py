@@ -81,9 +81,7 @@ class Seam:
         return [end, *ids]
 
     def _hidden(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-        """Replace texts of special tokens in messages by placeholders. Returns the messages, and the texts by
-        placeholder.
-        """
+        """Replace texts of special tokens in messages by placeholders. Returns messages, and texts by placeholder."""
         if not all(isinstance(message.get("content"), str | list) for message in messages):
             raise DataError("what a tool or a user says between two turns is text, or parts of texts and images.")
         said = [text for message in messages for text in texts_in(message["content"])]
@@ -132,9 +130,7 @@ class Seam:
         raise DataError(f"the chat template cannot go on behind a turn of the assistant: {refusal}")
 
     def _asked(self, calls: Sequence[Call], messages: Sequence[Message]) -> list[Call]:
-        """Return the calls, and one more for each result without a call, because templates require a call before a
-        result.
-        """
+        """Return the calls, and one more per result without a call, because templates need a call before a result."""
         results = [message for message in messages if message["role"] == "tool"]
         names = [str(result.get("name") or self._a_tool()) for result in results[len(calls) :]]
         calls = [*calls, *(Call(name, {}) for name in names)]

@@ -147,7 +147,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
 def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     """Split ``tensor`` [1, kv heads, tokens, d] into the keys that each segment sees.
 
-    It is cut by split, because the gradient of a slice is as large as the whole tensor.
+    It uses split, because the gradient of a slice is as large as the whole tensor.
     """
     parts = tensor.split(plan.query_lengths, dim=2)
     # A prefix is always a whole earlier segment, so its keys are one of the parts.
@@ -159,9 +159,7 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
-    """Compute attention of query [1, heads, n, d] over key, value [1, kv heads, m, d]; queries are the last n
-    positions.
-    """
+    """Compute attention of query [1, heads, n, d], the last n positions of key, value [1, kv heads, m, d]."""
     groups, length, window = query.shape[1] // key.shape[1], query.shape[2], kind.window
     if query.is_cpu and query.dtype.itemsize < 4 and key.shape[2] <= _FEW_KEYS:
         return _segment(query.float(), key.float(), value.float(), kind).to(query.dtype)

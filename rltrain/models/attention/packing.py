@@ -27,9 +27,7 @@ from rltrain.models.attention.packed_images import PackedImages
 
 
 class Segment(NamedTuple):
-    """Queries [start, stop), which see the keys of ``prefix`` (the range of an earlier segment) and themselves,
-    causally.
-    """
+    """Queries [start, stop). They see the keys of ``prefix`` (an earlier segment's range) and, causally, themselves."""
 
     start: int
     stop: int
@@ -115,8 +113,7 @@ class AttentionPlan:
         return {}
 
     def chunked(self, size: int) -> AttentionPlan:
-        """Return this plan for layers where a token sees only keys of the same chunk of ``size`` positions of its
-        sample.
+        """Return this plan for layers where tokens see only keys of the same chunk of ``size`` positions of a sample.
 
         Each chunk becomes a segment. The first one of a response continues the last chunk of its prompt.
         """

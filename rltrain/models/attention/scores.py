@@ -71,9 +71,7 @@ def tempered(module: nn.Module, query: Tensor, places: Callable[[torch.device], 
 
 
 def count_places_here(model: nn.Module) -> None:
-    """Make `tempered` scale the queries of Llama 4, because transformers would use positions in the packed row instead
-    of the sample.
-    """
+    """Make `tempered` scale the queries of Llama 4, because transformers would use positions in the packed row."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             vars(module).update({"attn_temperature_tuning": False, _TEMPERED: True})

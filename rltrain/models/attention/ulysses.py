@@ -53,9 +53,7 @@ def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
 
 @cache
 def _neighbours(world: ProcessGroup, size: int) -> ProcessGroup:
-    """Return one group for all models of a process. ``world``: part of the cache key, so that a new world is split
-    again.
-    """
+    """Return one group for all models of a process. ``world``: cache key, so that a new world is split again."""
     group, _ = dist.new_subgroups(size, world, COLLECTIVE_TIMEOUT)
     return group
 
@@ -67,8 +65,7 @@ Sizes = list[int] | None
 
 
 def exchange(rows: Tensor, group: ProcessGroup, sent: Sizes = None, received: Sizes = None) -> Tensor:
-    """Exchange rows [n, ...] by all-to-all. Returns the rows that the ranks of ``group`` send to this rank, in rank
-    order.
+    """Exchange rows [n, ...] by all-to-all. Returns the rows from all ranks of ``group``, in rank order.
 
     sent: number of rows for each rank, which are in rank order; received: number of rows from each rank. None: equal
     numbers.
@@ -144,7 +141,7 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
         for tensor in (inputs.tokens, inputs.positions)
     )
     images = None if inputs.images is None else inputs.images.within(start, length)
-    # Padding tokens get zeros.
+    # Padding tokens are routed to expert 0.
     experts = None if inputs.experts is None else slice_of_row(inputs.experts, group)
     # Indices within the slice. Predictors of other ranks are outside of it.
     predictors = inputs.host_predictors - start

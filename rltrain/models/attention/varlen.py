@@ -173,9 +173,7 @@ def _operators() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: Kind) -> Tensor:
-    """Call npu_fusion_attention with layout TND and host lengths; sparse_mode 3 is causal and 4 a band, both
-    bottom-right.
-    """
+    """Call the kernel with layout TND and host lengths; sparse_mode 3 is causal and 4 a band, both bottom-right."""
     where = plan.on_device(query.device)[2]
     rows = [_gathered(tensor, plan, where) for tensor in (key, value)]
     options: dict[str, Any] = {"sparse_mode": 3}

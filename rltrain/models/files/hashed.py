@@ -71,9 +71,7 @@ class HashedFile(io.IOBase):
         return self._digest.hexdigest()
 
     def _put(self, piece: Any) -> None:
-        """Write ``piece`` after the buffered bytes. One call writes both, because each call releases the GIL to the
-        step.
-        """
+        """Write ``piece`` after the buffered bytes. One call writes both, because each call releases the GIL."""
         parts, self._few = (self._few, piece), bytearray()
         written = os.writev(self._file.fileno(), parts)
         for part in parts:

@@ -75,7 +75,7 @@ def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dty
 
 
 def exclusion_note(model: PreTrainedModel, lora: Lora) -> str | None:
-    """Return a note on an exclusion that matches no layer, or None."""
+    """Return a note on an exclusion that matches no layer (peft allows it), or None."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     key = f"{lora.section}.exclude_modules"
     if not isinstance(lora.exclude_modules, str) or matching(key, lora.exclude_modules, names, required=False):
@@ -246,9 +246,7 @@ def write_adapter(
 
 
 def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
-    """Return the names of linear layers that get adapters, without the head, because log-probs use only the head's
-    weight.
-    """
+    """Return the linear layers that get adapters, without the head, because log-probs use only its weight."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if lora.path:

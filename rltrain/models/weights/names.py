@@ -218,9 +218,7 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
 
 
 def _is_of_rank(weight: Tensor) -> bool:
-    """Return whether the weight is sharded in two directions: experts that are distributed over ranks
-    (`models.experts`).
-    """
+    """Return whether the weight is sharded in two directions, like experts distributed by `models.experts`."""
     return isinstance(weight, DTensor) and sum(placement.is_shard() for placement in weight.placements) > 1
 
 
@@ -238,5 +236,5 @@ def _num_shards(weight: Tensor) -> int:
 
 
 def _shard_size(weight: Tensor) -> int:
-    """Return the elements of the largest shard. FSDP2 shards rows like torch.chunk: only the last may be shorter."""
+    """Return the elements of the largest shard. FSDP2 shards like torch.chunk: full, one shorter, then empty ones."""
     return -(-weight.shape[0] // _num_shards(weight)) * math.prod(weight.shape[1:]) if weight.dim() else 1

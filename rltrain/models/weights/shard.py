@@ -58,8 +58,7 @@ class Mesh(NamedTuple):
 
 
 def make_mesh(device: Device, fsdp_size: int = -1, expert_parallel_size: int = 1) -> Mesh:
-    """Return the mesh: all ranks in one shard group, or with ``fsdp_size`` replicas of shard groups of that size
-    (HSDP).
+    """Return a mesh: all ranks in one shard group, or replicas of shard groups of size ``fsdp_size`` (HSDP).
 
     expert_parallel_size: number of neighbouring ranks that share the experts of each layer.
     """
@@ -153,9 +152,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """Compile every block for any number of tokens, except attention and gated delta nets, which read the plan of the
-    row.
-    """
+    """Compile every block for any number of tokens, except attention and gated delta nets, which read the plan."""
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in decoder_layers(model):
         if net := getattr(layer, "linear_attn", None):
@@ -188,7 +185,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
             log.warning("note: ranks cannot read slices of %s (%s): rank 0 reads it whole, for all", spec.path, why)
             kinds: Any = {"trust_remote_code": spec.trust_remote_code, "decoder_only": isinstance(packed, ScalarModel)}
             model = read_weights(spec.path, config, spec.master_dtype, **kinds)
-            # Buffers too: sharding also emptied those that are not in checkpoints, such as rotary frequencies.
+            # Buffers too: `to_empty` also emptied buffers that are not in checkpoints, such as rotary frequencies.
             weights |= dict([*model.named_parameters(), *model.named_buffers()]) | weights
         _hand_out(packed, weights if dist.get_rank() == 0 else None)
 

@@ -73,9 +73,7 @@ class Tags:
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
-        """Regular expressions for the start of a call, the start of a parameter, and the ends of its value and the
-        call.
-        """
+        """Regular expressions for the starts of a call and a parameter, and the ends of a value and the call."""
         name = rf"\s{{0,9}}(?P<name>{NAME})\s{{0,9}}"
         kind = r'(?:\s{1,9}string\s{0,9}=\s{0,9}"(?P<kind>true|false)")?'
         parameter = any_of([self.parameter.partition("VALUE")[0].rstrip()]).replace("KEY", name)

@@ -1,7 +1,7 @@
 """Call formats defined by a user's function, which reads the calls of a turn.
 
 The function gets arbitrary output of the policy. Therefore its exceptions count as unreadable calls, like all errors
-between two turns. Only its results for plain texts are checked before the run, and raise ConfigError.
+between two turns. Only plain texts are checked before the run: calls found in them raise ConfigError.
 """
 
 import logging

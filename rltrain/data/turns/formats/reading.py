@@ -165,8 +165,7 @@ def tools_of(schemas: Schemas) -> Tools:
 
 
 def typed(name: str, value: str, schema: Any, otherwise: str, place: int) -> Any:
-    """Return the value of the argument ``name``. Raises Unreadable with ``place`` if it does not have the schema's
-    type.
+    """Return the value of the argument ``name``. Raises Unreadable with ``place`` if it has the wrong type.
 
     A string is the text as written. otherwise: type for a schema without one; "any" is JSON if it can be parsed, else a
     string.

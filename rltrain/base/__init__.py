@@ -1,1 +1,1 @@
-"""What every room may use: errors, the environment, devices, logs, storage, plug-ins."""
+"""Shared basis of all packages: errors, environment, devices, logs, storage, plug-ins."""

@@ -1,4 +1,4 @@
-"""Reports of a program to `rltrain.supervise`, which has started it: lines of JSON in a file."""
+"""Reports of a program to its parent `rltrain.supervise`: JSON lines in a file."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# The variable that names the file.
+# Environment variable with the path of the file.
 ATTEMPT = "RLTRAIN_ATTEMPT"
 WITHOUT_A_WORD = "the program has ended without a word (exit code 1)"
 
 
 def tell_supervisor(**facts: Any) -> None:
-    """Report to the supervisor if there is one: ``pid``, ``folder``, ``error`` and whether it is ``passing`` (waiting
-    may remove its cause), the exit code with which it ``ends`` after its cleanup, the code with which it has
-    ``ended``, and whether this node was ``stopped`` by a request from another node."""
+    """Report to the supervisor, if there is one.
+
+    ``pid``, ``folder``, ``error``, and whether waiting may remove its cause (``passing``); the exit code that it
+    ``ends`` with after its cleanup, the code that it has ``ended`` with, and whether a request from another node
+    ``stopped`` this node.
+    """
     if file := os.environ.get(ATTEMPT):
         with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(facts) + "\n")
 
 
 def told_supervisor(file: str | Path) -> dict[str, Any]:
-    """Return the reports in ``file``; of ``pids`` the outermost program comes first."""
+    """Return the reports in ``file``. ``pids`` starts with the outermost program."""
     report: dict[str, Any] = {"pids": []}
-    # A line that was cut off when the program died is not whole JSON.
+    # A line that was cut off when the program died is not valid JSON.
     with suppress(OSError):
         for line in Path(file).read_text("utf-8", "replace").splitlines():
             with suppress(ValueError):
@@ -42,8 +45,11 @@ def shell_code(returncode: int) -> int:
 
 
 def interpret_exit(code: int, report: dict[str, Any]) -> tuple[int, str]:
-    """Return exit code and cause of a program that ended with ``code``. A library may have ended it below Python with
-    another code than the program's, as Ray does when its processes are gone."""
+    """Return exit code and cause of a program that ended with ``code``.
+
+    A library may have ended it below Python with another code than the program's, as Ray does when its processes are
+    gone.
+    """
     cause = str(report.get("error", ""))
     if code != 1 or not report["pids"] or "ended" in report:
         return code, cause
@@ -52,7 +58,7 @@ def interpret_exit(code: int, report: dict[str, Any]) -> tuple[int, str]:
 
 @contextmanager
 def attempt_file() -> Iterator[str]:
-    """The file through which a command below this process tells about itself: the supervisor's, where there is one."""
+    """Yield the file for the reports of a child command: the supervisor's, if there is one."""
     if file := os.environ.get(ATTEMPT):
         yield file
         return

@@ -1,8 +1,8 @@
-"""Jobs that storage may hold up, in a thread of their own while the rest goes on.
+"""Background threads for jobs that storage may block.
 
-A call of storage that does not answer cannot be cut short, by no signal and no time-out: whoever makes it waits, and so
-may the end of the process. Choice: such work is a background job of a thread that nobody has to wait for, and the
-driver's watch (`controller.lifeline`) asks here for how long each has come no further.
+A storage call that does not return cannot be interrupted by a signal or timeout. It blocks its caller, and possibly the
+exit of the process. Therefore such work runs in a daemon thread that no caller has to wait for. The driver's watchdog
+(`controller.lifeline`) reads here how long each job has made no progress.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any, Generic, TypeVar
 from rltrain.base.clock import SYSTEM, Clock
 
 T = TypeVar("T")
-# How long whoever adds a line waits for storage that has answered so far.
+# Maximum wait of a caller that adds a line, in seconds, while storage is responsive.
 PATIENCE_S = 1.0
 _running: set[BackgroundJob[Any]] = set()
 
 
 class WorkerThread(threading.Thread):
-    """A thread that does one job after the other until `end`: it is there when the process has no memory for another,
-    where `Thread.start` would wait for ever."""
+    """Thread that runs jobs in sequence until `end`.
+
+    It is started early, because `Thread.start` would wait forever if the process has no memory for another thread.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -35,24 +37,24 @@ class WorkerThread(threading.Thread):
     def run(self) -> None:
         while job := self._jobs.get():
             job()
-            del job  # whoever gave it may go
+            del job  # drops references of the job
 
     def end(self) -> None:
-        """Once it has done what it was given."""
+        """End the thread after its queued jobs."""
         self.submit(None)
 
 
 class BackgroundJob(Generic[T]):
-    """Does ``work`` once, from now on, by a thread of its own or by ``thread``. The process may end before it has."""
+    """One call of ``work``, in a new thread or in ``thread``. It does not keep the process alive."""
 
     def __init__(
         self, name: str, work: Callable[[], T], thread: WorkerThread | None = None, clock: Clock = SYSTEM
     ) -> None:
         self.name, self._work, self.clock = name, work, clock
-        self.ident: int | None = None  # of the thread, once it works
+        self.ident: int | None = None  # of the thread, after it has started
         self._found: list[T] = []
         self._error: BaseException | None = None
-        # Not `join`: where a signal raises in it, Python 3.11 takes a thread that runs for one that has ended.
+        # Instead of `join`: if a signal raises in it, Python 3.11 treats a running thread as finished.
         self._over = threading.Event()
         self.beat = clock.monotonic()
         _running.add(self)
@@ -72,11 +74,11 @@ class BackgroundJob(Generic[T]):
             self._over.set()
 
     def ready(self, wait_s: float = 0.0) -> bool:
-        """Whether it is done, or is within that time. A signal cuts the wait short."""
+        """Return whether it is done, or finishes within ``wait_s``. A signal ends the wait early."""
         return self.clock.wait(self._over, wait_s)
 
     def result(self) -> T:
-        """Wait for it. Returns what the work returned, raises what it raised."""
+        """Wait for the work. Returns its result or raises its exception."""
         self._over.wait()
         if self._error:
             raise self._error
@@ -84,22 +86,22 @@ class BackgroundJob(Generic[T]):
 
 
 def heartbeat() -> None:
-    """The job that calls this has come further, however long it may still take."""
+    """Record progress of the calling job, however long it may still take."""
     for job in running():
         if job.ident == threading.get_ident():
             job.beat = job.clock.monotonic()
 
 
 def running() -> list[BackgroundJob[Any]]:
-    """The jobs that are not done yet."""
+    """Return the unfinished jobs."""
     return list(_running)
 
 
 class Appender:
-    """A file that lines are added to, on storage that may be full or may not answer.
+    """File for appended lines, on storage that may be full or unresponsive.
 
-    Whoever adds one waits for a second at most, and not at all while an earlier one is still being written. What could
-    not be written is kept, and goes with a later line.
+    A caller waits for at most a second, and not at all while an earlier line is still being written. Unwritten lines
+    are kept and written with a later line.
     """
 
     def __init__(self, file: Path, clock: Clock = SYSTEM) -> None:
@@ -110,16 +112,16 @@ class Appender:
 
     @property
     def num_late(self) -> int:
-        """Lines that are not written yet."""
+        """Number of unwritten lines."""
         return sum(chunk.count(b"\n") for chunk in list(self._late))
 
     def add(self, text: str) -> OSError | None:
-        """Add ``text``. Returns why not all that was added so far is written."""
+        """Add ``text``. Returns the reason why not all added text is written, or None."""
         self._late.append(text.encode(errors="backslashreplace"))
         return self._push(PATIENCE_S)
 
     def close(self, wait_s: float) -> OSError | None:
-        """Write what is not written yet, as far as that can be within the time. Returns as `add`."""
+        """Write the remaining lines, for at most ``wait_s``. Returns like `add`."""
         if self._writing:
             self._writing.ready(wait_s)
         error = self._push(wait_s) if self._late else None
@@ -139,7 +141,7 @@ class Appender:
 
     def _write(self) -> OSError | None:
         try:
-            # Unbuffered, so that it is known how much has arrived; opened anew, as a handle may be lost with a server.
+            # Unbuffered, so that the written length is known; reopened, because a handle may be lost with a server.
             with open(self._file, "ab", buffering=0) as file:
                 while self._late:
                     self._late[0] = self._late[0][file.write(self._late[0]) :]

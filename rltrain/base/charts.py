@@ -1,7 +1,7 @@
-"""Charts for an HTML page that opens offline: thin words over Bokeh, and the page that holds them.
+"""Charts for an HTML page that opens offline: a thin layer over Bokeh, and the page template.
 
-Bokeh draws them, with its script embedded, so that nothing is fetched. A chart has no colours of its own behind it and
-grey letters, which can be read on a white page and on a dark one.
+Bokeh's script is embedded, so that nothing is fetched. Charts have a transparent background and grey text, which is
+readable on white and dark pages.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 
 from rltrain.base.storage import replacing
 
-# Okabe and Ito's, which the colour-blind tell apart, without black and yellow, which one of the two pages would hide.
+# Okabe and Ito's colour-blind safe palette, without black and yellow, which would be invisible on one of the two pages.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7fd6", "#7f8c8d")
 _INK = "#8b929a"
 _TEMPLATE = Path(__file__).with_name("page.html")
-# A line that hops needs its points seen; of a long one they would be a band.
+# Noisy lines need visible points, but in a long line they would merge into a band.
 _MOST_MARKED = 40
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve. low, high: an interval around it."""
+    """Curve of a chart. low, high: bounds of an interval around it."""
 
     label: str
     x: Any
@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a head."""
+    """Rows of text with a header."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -44,7 +44,7 @@ class Table:
 
 @dataclass
 class Section:
-    """A part of a page: a title, what is said of it, charts beside each other, tables and ready HTML below them."""
+    """Part of a page: a title, a note, charts side by side, and tables and HTML below them."""
 
     title: str
     note: str = ""
@@ -54,21 +54,21 @@ class Section:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """True if there is nothing to show."""
         return not (self.charts or self.tables or self.answers)
 
 
 def colours(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each name with a colour; there are eight, then they come again."""
+    """Pair each name with a colour. The eight colours repeat."""
     return ((name, COLOURS[place % len(COLOURS)]) for place, name in enumerate(names))
 
 
 def new_chart(title: str, unit: str = "", *, height: int = 230, **settings: Any) -> Any:
-    """An empty Bokeh figure as wide as its place on the page. settings: of `bokeh.plotting.figure`."""
+    """Return an empty Bokeh figure with the page's width. settings: of `bokeh.plotting.figure`."""
     from bokeh.models.annotations import Title
     from bokeh.plotting import figure
 
-    # No tool drags by itself: on a phone that would catch the finger that scrolls.
+    # No drag tool is active, because on a phone it would prevent scrolling.
     chart = figure(height=height, sizing_mode="stretch_width", tools="box_zoom,reset,save",
                    toolbar_location="right", background_fill_alpha=0, border_fill_alpha=0, outline_line_alpha=0,
                    **settings)  # fmt: skip
@@ -86,7 +86,7 @@ def new_chart(title: str, unit: str = "", *, height: int = 230, **settings: Any)
 
 
 def line_chart(title: str, lines: Sequence[Line], unit: str = "", x_label: str = "step", **settings: Any) -> Any:
-    """Return lines over the steps (or ``x_label``), with their values under the pointer."""
+    """Return a line chart over steps (or ``x_label``), with values on hover."""
     from bokeh.models import HoverTool
 
     chart = new_chart(title, unit, **settings)
@@ -126,7 +126,7 @@ def interval_chart(title: str, lines: Sequence[Line], unit: str = "", **settings
 def stacked_bars(
     title: str, x: Any, parts: Mapping[str, Any], unit: str = "", width: float = 0.9, **settings: Any
 ) -> Any:
-    """A bar over every value of ``x``, of the parts on each other."""
+    """Return bars of stacked parts, one for every value of ``x``."""
     from bokeh.models import HoverTool
 
     names, chart = list(parts), new_chart(title, unit, height=260, **settings)
@@ -143,7 +143,7 @@ def stacked_bars(
 
 
 def spans_chart(title: str, rows: Mapping[str, Sequence[tuple[str, float, float]]]) -> Any:
-    """What happened when: a row for each name, its spans of (what, begin, end) in seconds."""
+    """Return a timeline with one row per name, which has spans (what, begin, end) in seconds."""
     from bokeh.models import HoverTool
 
     names = list(rows)
@@ -167,12 +167,12 @@ def spans_chart(title: str, rows: Mapping[str, Sequence[tuple[str, float, float]
 def heat_chart(
     title: str, counts: Any, steps: tuple[float, float], levels: tuple[float, float], **settings: Any
 ) -> Any:
-    """How often each level was seen in each step. counts [levels, steps]; steps, levels: the ends of the two axes."""
+    """Return a heat map of counts [levels, steps]. steps, levels: the ranges of the two axes."""
     from bokeh.models import LinearColorMapper
     from bokeh.palettes import Blues256
 
     chart = new_chart(title, height=260, x_range=steps, y_range=levels, **settings)
-    # The palette begins with the darkest; nothing at all is no colour.
+    # The palette starts with the darkest colour. Zero is transparent.
     mapper = LinearColorMapper(palette=Blues256[200:40:-1], low=0.5, high=255, low_color="rgba(0,0,0,0)")
     largest = np.asarray(counts).max(initial=1)
     shown = np.ceil(np.sqrt(np.asarray(counts) / largest) * 255).astype(np.uint8)
@@ -182,7 +182,7 @@ def heat_chart(
 
 
 def page(title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
-    """The whole page as HTML. facts: names and values at its head."""
+    """Return the page as HTML. facts: names and values in its header."""
     from bokeh.embed import components
     from bokeh.resources import Resources
     from jinja2 import Environment
@@ -208,7 +208,7 @@ def save_page(file: Path, title: str, subtitle: str, sections: Sequence[Section]
 
 
 def _small(values: Any) -> Any:
-    """Half the bytes: no eye sees the other half."""
+    """Convert to float32, which halves the size without a visible difference."""
     return np.asarray(values, dtype=np.float32)
 
 

@@ -1,14 +1,13 @@
-"""What each accelerator can reach at most: dense bf16 FLOP/s, memory bandwidth, and its memory. The one place
-that knows.
+"""Peak numbers of accelerators: dense bf16 FLOP/s, memory bandwidth, and memory size.
 
-A share of peak is worth as much as the peak it is taken of, and variants of one chip differ by a third. So every
-variant has a row of its own, and a name that fits none has no peak rather than a neighbour's.
+A fraction of peak is only as accurate as the peak, and variants of one chip differ by a third. Therefore every variant
+has a separate row, and a name without a row has no peak instead of a similar chip's.
 
-Sources. NVIDIA: the data sheet of each card; a figure "with sparsity" is halved. H20,
-H20-3e, H800, A800 and L20 have no public sheet of NVIDIA's: server makers' figures. Ascend: the files
-``data/platform_config/<name>.ini`` of CANN 8.1, FLOP/s = cores x 16^3 multiply-adds x 2 x clock (910B2: 24 cores of 1.8
-GHz). Product names round up: "Atlas 800T A2 376T" adds the vector cores. Bandwidth is that of the Atlas A2 and A3
-product pages (a 910C is two dies, each a device of 1.6 TB/s).
+Sources. NVIDIA: the data sheet of each card; a figure "with sparsity" is halved. H20, H20-3e, H800, A800 and L20 have
+no public data sheet from NVIDIA: server vendors' figures. Ascend: the files ``data/platform_config/<name>.ini`` of CANN
+8.1, FLOP/s = cores x 16^3 multiply-adds x 2 x clock (910B2: 24 cores of 1.8 GHz). Product names round up: "Atlas 800T
+A2 376T" includes the vector cores. Bandwidth is from the Atlas A2 and A3 product pages (a 910C has two dies, each a
+device of 1.6 TB/s).
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Words of variants that have no row.
+# Name parts of variants without a row.
 _OTHERS = {"MIG", "D", "TI", "LAPTOP"}
-# All words of a row's name must be among those of the device's name; the row with the most words counts.
+# All words of a row's name must be in the device's name. The row with the most words is used.
 _TABLE = """
 name                 TFLOP/s   TB/s    GB
 H100                   989.4   3.35    80
@@ -66,7 +65,7 @@ Ascend910_9362         245.8   1.6     64
 
 @dataclass(frozen=True)
 class Chip:
-    """One variant."""
+    """Variant of an accelerator."""
 
     name: str
     peak_flops: float
@@ -74,11 +73,11 @@ class Chip:
     peak_bandwidth: float
     """Bytes/s."""
     memory_bytes: float
-    """By the data sheet; a driver shows a little more or less."""
+    """From the data sheet; drivers show a slightly different size."""
 
     @property
     def kind(self) -> str:
-        """What ``trainer.device`` calls it."""
+        """Name in ``trainer.device``."""
         return "cpu" if self.name == "CPU" else "npu" if self.name.startswith("Ascend") else "cuda"
 
 
@@ -96,9 +95,9 @@ CHIPS = _rows()
 
 
 def find_chip(name: str) -> Chip | None:
-    """The chip with the name that torch or a data sheet gives it: "NVIDIA A100-SXM4-80GB", "Ascend910B3", "H100 PCIe".
+    """Return the chip by its name in torch or in a data sheet: "NVIDIA A100-SXM4-80GB", "Ascend910B3", "H100 PCIe".
 
-    None for one that is not listed, or a part of one (MIG).
+    None for an unlisted one, or a part of one (MIG).
     """
     words = _words(name)
     fitting = [] if words & _OTHERS else [row for row in CHIPS if row <= words]

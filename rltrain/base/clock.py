@@ -1,4 +1,4 @@
-"""Time, for code that waits or measures: it takes a `Clock`, so that tests can pass one that they move themselves."""
+"""Time for code that waits or measures. Such code takes a `Clock`, so that tests can control the time."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ T = TypeVar("T")
 
 
 class Clock:
-    """The machine's clock. Seconds everywhere."""
+    """System clock. All times are in seconds."""
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment."""
+        """Return seconds since a fixed moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep."""
         time.sleep(seconds)
 
     def wait(self, event: threading.Event, seconds: float | None) -> bool:
-        """Wait until the event is set, at most so long (None: without limit). Returns whether it is set."""
+        """Wait until the event is set, for at most ``seconds`` (None: no limit). Returns whether it is set."""
         return event.wait(seconds)
 
     def poll(self, condition: Callable[[], T], within_s: float, every_s: float = 0.1) -> T:
-        """Call condition() until it returns something true, and return that; after within_s, the last false value."""
+        """Call condition() until it returns a true value, and return it, or after within_s the last false value."""
         end = self.monotonic() + within_s
         while not (value := condition()) and self.monotonic() < end:
             self.sleep(every_s)
         return value
 
     async def pause(self, seconds: float) -> None:
-        """Wait, in a coroutine."""
+        """Sleep in a coroutine."""
         await asyncio.sleep(seconds)
 
     async def within(self, awaitable: Awaitable[T], seconds: float | None) -> T:
-        """Return the result of an awaitable. Cancels it and raises asyncio.TimeoutError after so many seconds."""
+        """Return the result of an awaitable. Cancels it and raises asyncio.TimeoutError after ``seconds``."""
         return await asyncio.wait_for(awaitable, seconds)
 
 

@@ -1,4 +1,4 @@
-"""The commands of ``rltrain NAME`` and their modules, which ``python -m rltrain.NAME`` finds as well."""
+"""Commands ``rltrain NAME`` and their modules, which ``python -m rltrain.NAME`` also finds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COMMANDS = {
     "collect": ("rltrain.tools.collect", "collect the files of a run for a bug report"),
     "env": ("rltrain.run.report.env_report", "versions, machine and devices, for a bug report"),
 }
-# Commands of earlier versions -> the sentence that answers them.
+# Commands of earlier versions -> error message.
 REMOVED: dict[str, str] = {
     "replay": "rltrain replay was removed: docs/recovery.md has the lines that load a saved mini-batch.",
     "sync": "rltrain sync was removed: type wandb sync RUN/wandb/offline-run-* (docs/logging.md).",
@@ -47,13 +47,13 @@ _OTHER_NAMES = {"env_report": "env"}
 
 
 def home(name: str) -> str | None:
-    """Return the module of the command that is called ``rltrain.NAME``; None if there is none."""
+    """Return the module of the command ``rltrain.NAME``, or None if there is none."""
     command = name.removeprefix("rltrain.").replace(".", " ")
     return COMMANDS.get(_OTHER_NAMES.get(command, command), (None, ""))[0]
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives the module of a command, so that a class in it is one class under both names."""
+    """Loader of a command's module, so that its classes are the same under both names."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if spec.name in ("rltrain.evaluate", "rltrain.train"):  # functions: see rltrain.__init__
@@ -65,7 +65,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # It has run already, and keeps its own name.
+        # It has been executed already, and keeps its name.
         module.__spec__ = self._own_spec
 
     def get_code(self, fullname: str) -> CodeType:
@@ -88,5 +88,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return ModuleSpec(fullname, _Loader(), origin=found.origin) if found else None
 
 
-# Last: a real module comes first.
+# Last, so that real modules have priority.
 sys.meta_path.append(_Finder())

@@ -1,7 +1,7 @@
-"""The one file that knows NPU, CUDA and CPU.
+"""Devices: the only module with code that is specific to NPU, CUDA or CPU.
 
-Everything else asks this module for a `Device` and uses its methods. The NPU branch is written against the signatures
-of torch_npu's real wheels and has not been run on Ascend hardware; the CUDA branch has not been run either.
+All other modules get a `Device` here and use its methods. The NPU branch follows the signatures of torch_npu's wheels
+and has not been run on Ascend hardware; the CUDA branch has not been run either.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from rltrain.base.chips import Chip, find_chip
 from rltrain.base.env import chosen_threads, cpu_quota
 from rltrain.base.errors import ConfigError
 
-# How long a rank waits for others. The driver has deadlines of its own, which come first and say more.
+# Timeout of collectives. The driver's deadlines are shorter and have better messages.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device: a row of `DEVICES`.
+    """One kind of device: an entry of `DEVICES`.
 
-    A worker process sees exactly one of it (Ray sets the visible devices).
+    A worker process sees exactly one device (Ray sets the visible devices).
     """
 
     kind: str
     backend: str
-    """Of the process group, with gloo beside it for CPU tensors."""
+    """Backend of the process group, with gloo for CPU tensors."""
     ray_resource: str
     attention: str
-    """The kernel for packed sequences (`models.attention`)."""
+    """Kernel for packed sequences (`models.attention`)."""
     logits_elements: int = 2**26
     sampling_elements: int = 2**26
-    """Both: logits that training and sampling work on at a time. Accelerators want many (2^26 are 256 MiB; a pass holds
-    about three such tensors): a launch costs, and the gradient of the head is read and written once per chunk. A CPU
-    wants what its caches hold."""
+    """Logits per chunk in training and in sampling. Accelerators need many (2^26 take 256 MiB; a pass holds about three
+    such tensors), because launches are expensive, and each chunk reads and writes the gradient of the head. On a CPU, a
+    chunk should fit into the caches.
+    """
     cache_columns: int = 512
-    """Columns per block of the embedded engine's key-value cache; few on a CPU, where reading masked columns costs."""
+    """Columns per block of the embedded engine's KV cache. Few on a CPU, where reading masked columns is slow."""
     searches: bool = True
-    """It finds places in sorted rows by a kernel of its own (on an NPU torch_npu leaves that to its host processor)."""
+    """True if it has a kernel for searchsorted (on an NPU, torch_npu runs it on the host)."""
     fused_optimizer: bool = False
-    """AdamW has a kernel of its own."""
+    """True if it has a fused AdamW kernel."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -61,15 +62,15 @@ class Device:
 
     @property
     def count(self) -> int:
-        """How many devices of this kind torch sees on this machine: 0 where it was built without them, 1 for a CPU."""
+        """Number of devices of this kind that torch sees on this machine: 0 without support in torch, 1 for a CPU."""
         if self.is_cpu:
             return 1
-        # Without torch_npu, torch has no module named npu that could be asked.
+        # Without torch_npu, torch has no module npu.
         return int(self._module().device_count()) if self.kind == "cuda" or _npu_available() else 0
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What ``dtype=auto`` means here: bf16 on accelerators, fp32 on CPU."""
+        """dtype for ``dtype=auto``: bf16 on accelerators, fp32 on CPU."""
         return torch.float32 if self.is_cpu else torch.bfloat16
 
     def _module(self) -> Any:
@@ -81,86 +82,86 @@ class Device:
             self._module().set_device(0)
 
     def synchronize(self) -> None:
-        """Wait for queued kernels, so that a clock read afterwards is true."""
+        """Wait for queued kernels, so that a time measured afterwards is correct."""
         if not self.is_cpu:
             self._module().synchronize()
 
     def new_stream(self) -> Any:
-        """A queue of work beside that of the kernels (accelerators alone)."""
+        """Return a stream next to that of the kernels (accelerators only)."""
         return self._module().Stream()
 
     def current_stream(self) -> Any:
-        """The queue that work of this thread goes to (accelerators alone)."""
+        """Return the current stream of this thread (accelerators only)."""
         return self._module().current_stream()
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work goes to ``stream`` (accelerators alone)."""
+        """Return a context in which work goes to ``stream`` (accelerators only)."""
         manager: AbstractContextManager[Any] = self._module().stream(stream)
         return manager
 
     def empty_cache(self) -> None:
-        """Hand cached blocks back, so that another allocator can have them."""
+        """Release cached blocks, so that another allocator can use them."""
         if not self.is_cpu:
             self._module().empty_cache()
 
     def grow_segments(self) -> None:
-        """Let cached memory grow in place from now on (expandable segments). For an NPU on which vLLM is up: before,
-        vllm-ascend refuses it, and elsewhere the environment has said so (`rltrain.base.env`). Not run on hardware.
+        """Enable expandable segments from now on. For an NPU after vLLM has started: vllm-ascend rejects them before,
+        and on other devices the environment has enabled them (`rltrain.base.env`). Not run on hardware.
         """
         change = getattr(self._module().memory, "_set_allocator_settings", None) if self.kind == "npu" else None
         if change:
             change("expandable_segments:True")
 
     def free_memory_bytes(self) -> int:
-        """Memory that is free now: of the device, or what the operating system says programs can still have."""
+        """Return the free memory of the device, or the available memory of the operating system."""
         if self.is_cpu:
             return _machine_memory()["MemAvailable"]
-        # The device counts blocks that torch only caches as used.
+        # The device counts torch's cached blocks as used.
         self.empty_cache()
         return int(self._module().mem_get_info()[0])
 
     def allocated_bytes(self) -> int:
-        """What tensors of this process have now; 0 on a CPU, where nobody counts."""
+        """Return the memory of this process's tensors; 0 on a CPU, which does not count it."""
         return 0 if self.is_cpu else int(self._module().memory_allocated())
 
     def total_memory_bytes(self) -> int:
-        """Memory of the device, or of the machine."""
+        """Return the total memory of the device, or of the machine."""
         return _machine_memory()["MemTotal"] if self.is_cpu else int(self._module().mem_get_info()[1])
 
     @cached_property
     def logits_at_once(self) -> int:
-        """`logits_elements` of a device of this size."""
+        """`logits_elements` for the memory size of this device."""
         return self.logits_elements if self.is_cpu else self.sized_for(self.total_memory_bytes()).logits_elements
 
     def sized_for(self, memory: int | None) -> Device:
-        """With ``logits_elements`` for so many bytes: on accelerators two and four times as many from 30 and 75 GB."""
+        """Scale ``logits_elements`` to this memory size: on accelerators by 2 from 30 GB and by 4 from 75 GB."""
         size = 0 if self.is_cpu or memory is None else memory
         return replace(self, logits_elements=self.logits_elements * (1 + (size >= 30e9) + 2 * (size >= 75e9)))
 
     def host_memory_gb(self) -> dict[str, float]:
-        """``perf/cpu_memory_*`` in GiB: the peak of this process since it started, and what the machine uses now."""
+        """Return ``perf/cpu_memory_*`` in GiB: the peak of this process, and the current use of the machine."""
         # Linux gives ru_maxrss in KiB.
         memory = {"perf/cpu_memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         machine = _machine_memory()
         return memory | {"perf/cpu_memory_used_gb": (machine["MemTotal"] - machine["MemAvailable"]) / 2**30}
 
     def take_peaks(self) -> tuple[int, int]:
-        """Bytes that tensors of this process took, and that its allocator held, at most since the last call. Not on a
-        CPU.
-        """
+        """Return the peak bytes of this process's tensors and of its allocator since the last call. Not on a CPU."""
         module = self._module()
         peaks = int(module.max_memory_allocated()), int(module.max_memory_reserved())
         module.reset_peak_memory_stats()
         return peaks
 
     def bytes_of_others(self) -> int:
-        """What others have of the device: an engine's process, the driver. Not on a CPU."""
+        """Return the device memory used by others, such as an engine's process or the driver. Not on a CPU."""
         free, total = self._module().mem_get_info()
         return int(total - free - self._module().memory_reserved())
 
     def profiler(self, name: Path) -> Any:
-        """A profiler that has not begun: start, stop, and torch's then export_chrome_trace and events. torch_npu's
-        writes a folder ``name`` when it stops, with trace and tables of its own."""
+        """Return a profiler that has not started, with start, stop, and torch's export_chrome_trace and events.
+
+        torch_npu's profiler instead writes a folder ``name`` when it stops, with trace and tables.
+        """
         if self.kind != "npu":
             activities = [torch.profiler.ProfilerActivity.CPU]
             activities += [] if self.is_cpu else [torch.profiler.ProfilerActivity.CUDA]
@@ -173,23 +174,23 @@ class Device:
         return profiler.profile(activities=activities, on_trace_ready=handler)
 
     def record_memory_history(self, on: bool) -> None:
-        """Begin or end to note who allocates what; nothing on a CPU."""
+        """Start or stop recording of allocations; nothing on a CPU."""
         if not self.is_cpu:
             self._module().memory._record_memory_history("all" if on else None)
 
     def dump_memory(self, file: str) -> bool:
-        """Write what was noted, for pytorch.org/memory_viz; False on a CPU, which has nothing to note."""
+        """Write the recording, for pytorch.org/memory_viz. Returns False on a CPU, which has none."""
         if not self.is_cpu:
             self._module().memory._dump_snapshot(file)
         return not self.is_cpu
 
     @property
     def name(self) -> str:
-        """What torch calls this device: "NVIDIA H200", "Ascend910B3", "CPU"."""
+        """Device name in torch: "NVIDIA H200", "Ascend910B3", "CPU"."""
         return "CPU" if self.is_cpu else str(self._module().get_device_name(0))
 
     def chip(self) -> Chip | None:
-        """What this device reaches at most, or None when unknown (always on CPU)."""
+        """Return the peak numbers of this device, or None if unknown (always on CPU)."""
         return find_chip(self.name)
 
 
@@ -201,15 +202,15 @@ DEVICES = {
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    """The device that holds a tensor."""
+    """Return the device that holds a tensor."""
     return DEVICES[tensor.device.type]
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``, at once where it is there already.
+    """Return ``tensor`` on ``device``, without a copy if it is already there.
 
-    To an accelerator the host goes on while the copy waits its turn behind the queued kernels. A copy from ordinary
-    memory would make it wait, so the tensor goes through page-locked memory, which torch keeps until the copy is done.
+    A copy to an accelerator is queued after its kernels, and the host does not wait for it. A copy from pageable memory
+    would wait, so the tensor goes through pinned memory, which torch keeps until the copy is done.
     """
     if device.type == "cpu" or not tensor.is_cpu:
         return tensor.to(device)
@@ -217,7 +218,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _machine_memory() -> dict[str, int]:
-    """Bytes under Linux's names. They are the machine's: the memory limit of a container is not looked at."""
+    """Return bytes under Linux's names. They are for the machine, without the memory limit of a container."""
     with open("/proc/meminfo", encoding="utf-8") as file:
         fields = dict(line.split(":") for line in file)
     return {name: int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")}
@@ -225,7 +226,7 @@ def _machine_memory() -> dict[str, int]:
 
 @cache
 def detect() -> str:
-    """The kind of accelerator in this process: npu, cuda or cpu."""
+    """Return the kind of accelerator in this process: npu, cuda or cpu."""
     if _npu_available():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -241,20 +242,20 @@ def _npu_available() -> bool:
 
 
 def load_backend(backend: str) -> None:
-    """Import what brings the process group's backend. Torch does so unless TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
+    """Import the package of the process group's backend. Torch does so unless TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
     if "hccl" in backend:
         import torch_npu  # noqa: F401
 
 
 def torch_npu() -> Any:
-    """The package, for its fused operators."""
+    """Import and return torch_npu, for its fused operators."""
     import torch_npu
 
     return torch_npu
 
 
 def get_device(name: str) -> Device:
-    """``trainer.device``: auto, cpu, cuda or npu."""
+    """Return the device for ``trainer.device``: auto, cpu, cuda or npu."""
     kind = detect() if name == "auto" else name
     if kind not in DEVICES:
         raise ConfigError(f"trainer.device={name} is not a device rltrain knows. Use auto, npu, cuda or cpu.")
@@ -262,7 +263,7 @@ def get_device(name: str) -> Device:
 
 
 def resolve_dtype(name: str, device: Device) -> torch.dtype:
-    """A dtype key: auto, float32/fp32, bfloat16/bf16 or float16/fp16."""
+    """Return the dtype for a config value: auto, float32/fp32, bfloat16/bf16 or float16/fp16."""
     short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     names = {name: name for name in short.values()} | short
     if name == "auto":
@@ -273,20 +274,20 @@ def resolve_dtype(name: str, device: Device) -> torch.dtype:
 
 
 def threads_per_worker(workers_on_this_node: int) -> int:
-    """CPU threads of one worker: OMP_NUM_THREADS if the user has set it, else its share of the cores of this process.
+    """Return the CPU threads of a worker: OMP_NUM_THREADS if set, else its share of this process's cores.
 
-    Oversubscribed OpenMP threads spin and cost a factor of ten.
+    Oversubscribed OpenMP threads spin and are ten times slower.
     """
     return chosen_threads() or max(1, int(min(len(os.sched_getaffinity(0)), cpu_quota()) / workers_on_this_node))
 
 
 def host_memory(tensors: Sequence[torch.Tensor], locked: bool = True) -> list[torch.Tensor]:
-    """Host tensors of these shapes; ``locked``: page-locked, as copies from and to a device want it."""
+    """Allocate host tensors of these shapes; ``locked``: pinned, for copies from and to a device."""
     sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
     left, block, host_tensors = sum(sizes), torch.empty(0, dtype=torch.uint8), []
     for tensor, size in zip(tensors, sizes, strict=True):
         if size > len(block):
-            # Blocks of 2^k bytes, to which torch would round up each tensor.
+            # Blocks of 2^k bytes, because torch would round up each tensor separately.
             exponent = max(left.bit_length() - 1, (size - 1).bit_length())
             block = torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=locked)
         host_tensors.append(block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))

@@ -1,6 +1,6 @@
-"""The surroundings of the program: environment variables, CPU limits, device files, shipped files.
+"""Environment of the program: environment variables, CPU limits, device files, shipped files.
 
-Every variable that rltrain sets is set here; one that the user has set is left alone.
+This module sets all variables that rltrain sets. Variables set by the user stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,51 +20,52 @@ from pathlib import Path
 
 from rltrain.base.secrets import masked
 
-# Ascend, as vllm-ascend's and HCCL's documentation ask for reinforcement learning. Not verified on hardware.
+# Ascend settings from the documentation of vllm-ascend and HCCL for reinforcement learning. Not verified on hardware.
 _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
-    # Longer than the driver's own deadline, whose message names who is late (trainer.hang_floor_s).
+    # Longer than the driver's deadline, whose message names the late ranks (trainer.hang_floor_s).
     "HCCL_EXEC_TIMEOUT": "17340",
-    # Processes of a node collide at a fixed port, and a range of our own might be one that Linux gives to others.
+    # Processes of a node collide at a fixed port, and Linux may give a range of ours to others.
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
-    # Early vllm-ascend puts code of its own in the place of Qwen2.5-VL's, which all published recipes turn off.
+    # Early vllm-ascend replaces Qwen2.5-VL's code by its own, which all published recipes turn off.
     "USE_OPTIMIZED_MODEL": "0",
     # Weights in the NZ layout cannot be overwritten in place.
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
-# The session of a worker's Ray: shared memory that may outlive the worker has it in its name.
+# Ray session of a worker. It is part of the name of shared memory that may outlive the worker.
 SESSION = "RLTRAIN_SESSION"
-# Activations come and go: their memory must not go back to the kernel each time. Waiting OpenMP threads must not spin.
+# Activations are allocated repeatedly, so malloc should not return memory to the kernel. Waiting OpenMP threads must
+# not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
-# A user who sets one of these for the driver means the workers too, on every node,
+# Prefixes of variables that are copied from the driver to all workers, on every node,
 _PASSED_ON = (
     *("ASCEND_", "GLOO_", "HCCL_", "HF_", "NCCL_", "PYTORCH_", "SGLANG_", "TORCH_", "VLLM_"),
     *("CLEARML_", "MLFLOW_", "SWANLAB_", "TRACKIO_", "WANDB_"),
 )
-# but not those that differ from node to node or from worker to worker.
+# except variables that differ between nodes or workers.
 _EACH_ITS_OWN = ("_VISIBLE_DEVICES", "_IP")
-# Names of the user's variables for workers that Ray must not write down.
+# Names of user variables for workers that Ray must not log.
 _SECRETS: set[str] = set()
-# The variable that chooses devices, and the pattern of their files.
+# Variable that selects devices, and pattern of their device files.
 _ACCELERATORS = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES", "/dev/davinci[0-9]*"),
     "cuda": ("CUDA_VISIBLE_DEVICES", "/dev/nvidia[0-9]*"),
 }
-# Linux's request for the IPv4 address of a network card.
+# ioctl of Linux for the IPv4 address of a network card.
 _SIOCGIFADDR = 0x8915
-# Folder and files of a cgroup's memory, by the controllers that /proc names: version 2, and version 1.
+# Folder and files of a cgroup's memory, by the controllers in /proc: version 2, and version 1.
 _MEMORY_FILES = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 _BY_DEVICE = {"npu": _NPU, "cuda": {}, "cpu": _CPU}
-# Micro-batches differ in length, so an allocator of fixed segments is left with holes that no tensor fits into.
+# Micro-batches differ in length, so fixed segments would be fragmented into unusable holes.
 _GROWING = "expandable_segments:True"
 
 
 def shipped(name: str) -> str:
-    """The path of a page or script of the project: ``docs/rewards.md`` in a checkout, else where pip has put it."""
+    """Return the path of a project page or script: ``docs/rewards.md`` in a checkout, else its installed path."""
     if (Path(__file__).parents[2] / name).is_file():
         return name
     file = shipped_file(name)
@@ -72,7 +73,7 @@ def shipped(name: str) -> str:
 
 
 def shipped_file(name: str) -> Path | None:
-    """Where a page or script of the project is, from wherever this runs; None where it was not installed."""
+    """Return the absolute path of a page or script of the project, or None if it is not installed."""
     path = Path(__file__).parents[2] / name
     if path.is_file():
         return path
@@ -84,26 +85,25 @@ def shipped_file(name: str) -> Path | None:
 
 
 def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs: bool = False) -> dict[str, str]:
-    """Environment of a worker process on ``device`` (npu, cuda, cpu) with ``threads`` CPU threads.
+    """Return the environment of a worker process on ``device`` (npu, cuda, cpu) with ``threads`` CPU threads.
 
-    graphs: the ``engine`` captures some on an accelerator.
+    graphs: the ``engine`` captures graphs on an accelerator.
     """
     variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_BY_DEVICE[device]}
     if device == "npu":
-        # Level 2 launches fastest, but torch_npu captures no graph under it.
+        # Level 2 launches fastest, but torch_npu cannot capture graphs with it.
         variables["TASK_QUEUE_ENABLE"] = "1" if graphs else "2"
-    # SGLang's memory saver does not go together with it. vLLM switches it off around its own memory; vllm-ascend
-    # refuses the variable, so there it is set once the engine is up (`Device.grow_segments`).
+    # SGLang's memory saver is incompatible with it. vLLM disables it around its own memory. vllm-ascend rejects the
+    # variable, so there it is set after the engine has started (`Device.grow_segments`).
     if (device, engine) in (("cuda", "hf"), ("cuda", "vllm"), ("npu", "hf")):
         names = [f"PYTORCH_{device.upper()}_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
         variables |= {names[0]: _GROWING} if not any(name in os.environ for name in names) else {}
-    # This becomes Ray's runtime environment, which overrides what is set elsewhere, so the user's own value has to be
-    # in it.
+    # Ray's runtime environment overrides other settings, so it must include the user's values.
     return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 def driver_environment(*more: str | None) -> dict[str, str]:
-    """What workers take over from the driver (`adopt`), and the variables ``more``. Some are secrets: log none."""
+    """Return the driver's variables for workers (see `adopt`), and variables ``more``. Some are secrets: do not log."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -112,27 +112,27 @@ def driver_environment(*more: str | None) -> dict[str, str]:
 
 
 def adopt(environment: dict[str, str]) -> None:
-    """In a worker: take over the driver's variables, but for those that this node sets itself."""
+    """Set the driver's variables in a worker, except variables that this node has set."""
     for name, value in environment.items():
         os.environ.setdefault(name, value)
 
 
 def chosen_threads() -> int | None:
-    """OMP_NUM_THREADS, where the user has set it."""
+    """Return OMP_NUM_THREADS if the user has set it."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isdigit() and int(value) else None
 
 
 def use_interface(address: str, num_nodes: int) -> None:
-    """Make gloo, NCCL and HCCL meet over the network card with this address, unless the user has named another.
+    """Make gloo, NCCL and HCCL use the network card with this address, unless the user has set another.
 
-    By itself gloo takes the address of the host's name, which many a system's /etc/hosts says is 127.0.1.1: no other
-    node gets there. The other two take the first card they find, be it a bridge of containers. On a single node with a
-    Ray of its own gloo alone is told: to stay on the loopback.
+    By default, gloo uses the address of the host's name, which is 127.0.1.1 in many /etc/hosts files and unreachable
+    from other nodes. NCCL and HCCL use the first card, which may be a container bridge. On a single node with a local
+    Ray, only gloo is configured, for the loopback.
     """
     for name, card_address in _interfaces():
         if card_address == address:
-            # "=": this card, and not all whose names begin so. Only the meeting goes over it, data over RoCE too.
+            # "=": exactly this card instead of a prefix. It is used only for rendezvous; data may use RoCE.
             if num_nodes > 1 or address.startswith("127."):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             for variable in ("NCCL", "HCCL") if num_nodes > 1 else ():
@@ -140,11 +140,11 @@ def use_interface(address: str, num_nodes: int) -> None:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Name and IPv4 address of every network card that has one."""
+    """Yield name and IPv4 address of every network card that has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         for _, name in socket.if_nameindex():
             try:
-                # The answer is Linux's `struct ifreq`: 16 bytes of name, family and port of two bytes each, then the
+                # The result is Linux's `struct ifreq`: 16 bytes of name, family and port of two bytes each, then the
                 # address.
                 ifreq = fcntl.ioctl(line, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # a card without an address
@@ -153,29 +153,29 @@ def _interfaces() -> Iterator[tuple[str, str]]:
 
 
 def address_towards(other: str | None) -> str | None:
-    """This node's address on the network card that leads to another host, or (None) out of this node.
+    """Return this node's address on the network card towards another host, or (None) towards the outside.
 
-    None where there is no way. The first address of a machine may be that of a bridge of containers.
+    None without a route. The first address of a machine may belong to a container bridge.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
-        # Nothing is sent: the kernel only looks up the route. The address stands for any host that is far away.
+        # Nothing is sent: the kernel only looks up the route. The address represents any remote host.
         line.connect((other or "203.0.113.1", 9))
         return line.getsockname()[0]
-    # Nodes of an isolated network have no way out, and meet on the card that they have.
+    # Nodes of an isolated network have no route out, and use their card.
     cards = [address for name, address in _interfaces() if not name.startswith(("lo", "docker", "br-", "virbr", "cni"))]
     return cards[0] if cards and not other else None
 
 
 def first_set(*names: str) -> str:
-    """The value of the first of these variables that is set and not empty, or an empty text."""
+    """Return the first non-empty value of these variables, or ""."""
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def see_own_device(given: Mapping[str, Sequence[str]]) -> None:
-    """In a worker, before torch looks for devices: see those that Ray has given it, by resource (NPU, GPU).
+    """Restrict a worker to the devices from Ray, by resource (NPU, GPU), before torch looks for devices.
 
-    Ray does so itself, but not where RAY_EXPERIMENTAL_NOSET_*_VISIBLE_DEVICES is set, as launchers of verl's do: all
-    workers of a node would then take its first device.
+    Ray does so itself, except with RAY_EXPERIMENTAL_NOSET_*_VISIBLE_DEVICES, which verl's launchers set: all workers of
+    a node would then use its first device.
     """
     for kind, resource in (("npu", "NPU"), ("cuda", "GPU")):
         if devices := given.get(resource):
@@ -183,10 +183,10 @@ def see_own_device(given: Mapping[str, Sequence[str]]) -> None:
 
 
 def devices_here(device: str, none: int = 1) -> int:
-    """What ``trainer.n_gpus_per_node`` is by default: the devices of this kind (auto, npu, cuda) that this machine
-    shows, or else ``none``.
+    """Return the default of ``trainer.n_gpus_per_node``: the machine's devices of this kind, or ``none``.
 
-    From the variable that chooses devices, SLURM's count or the device files: neither torch nor a driver is asked.
+    device: auto, npu or cuda. They are counted from the variable that selects devices, SLURM's count or the device
+    files, without torch or a driver.
     """
     for kind, (variable, pattern) in _ACCELERATORS.items():
         if device not in (kind, "auto"):
@@ -202,27 +202,27 @@ def devices_here(device: str, none: int = 1) -> int:
 
 
 def nodes_here() -> int:
-    """What ``trainer.nnodes`` is by default: the nodes that scripts/ray_start.sh has gathered, or else 1."""
+    """Return the default of ``trainer.nnodes``: the nodes that scripts/ray_start.sh has gathered, or 1."""
     return int(os.environ.get("RLTRAIN_NNODES", "1"))
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be found; it is not imported."""
+    """Return whether a package can be found, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def engine_here(device: str, devices_per_engine: int) -> str:
-    """What ``actor_rollout_ref.rollout.name`` is by default, for ``trainer.device`` and the devices of an engine.
+    """Return the default of ``actor_rollout_ref.rollout.name``, for ``trainer.device`` and the devices of an engine.
 
-    A device that is named counts as there: the driver may run on a node that has none of them. The answer stands in the
-    configuration that workers are given, so they never ask for themselves.
+    A named device counts as available, because the driver's node may not have it. Workers get the result in their
+    configuration.
     """
     accelerated = devices_here(device, none=0) > 0 if device == "auto" else device != "cpu"
     return "vllm" if devices_per_engine > 1 or (accelerated and installed("vllm")) else "hf"
 
 
 def chosen_devices(device: str) -> list[str]:
-    """The devices that this process may see, as the variable that chooses them names them. None where it is not set."""
+    """Return the visible devices of this process from the variable that selects devices, or [] if it is not set."""
     # An empty list or -1 hides all devices.
     entries = os.environ.get(_ACCELERATORS[device][0], "").split(",")
     return [entry for entry in entries if entry.strip() not in ("", "-1")]
@@ -230,10 +230,10 @@ def chosen_devices(device: str) -> list[str]:
 
 @contextmanager
 def showing(device: str, devices: Sequence[str]) -> Iterator[None]:
-    """Inside, processes that are started see these devices ("": what this one sees).
+    """Show these devices to processes that are started inside the context ("": this process's devices).
 
-    Afterwards this process's variables are as before, but for new ones of SGLang's: what it sets for NCCL would part
-    this rank from the others.
+    Afterwards, variables are restored, except new ones of SGLang: its settings for NCCL would separate this rank from
+    the others.
     """
     before = dict(os.environ)
     if all(devices):
@@ -249,7 +249,7 @@ def showing(device: str, devices: Sequence[str]) -> Iterator[None]:
 
 
 def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Cores that the container's CPU quota (cgroup v2) allows; infinite without one."""
+    """Return the cores that the container's CPU quota (cgroup v2) allows; infinite without one."""
     try:
         quota, period = file.read_text("utf-8").split()
         return int(quota) / int(period)
@@ -258,13 +258,13 @@ def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
 
 
 def memory_left(root: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes that the memory limits of this process's cgroup and of those above it still allow; infinite without one."""
+    """Return the bytes that the memory limits of this process's cgroup and its parents still allow, or infinity."""
     lines = [line.split(":", 2) for line in mine.read_text("utf-8").splitlines()] if mine.is_file() else []
     left = [math.inf]
     for _, controllers, path in lines:
         base, *names = _MEMORY_FILES.get(controllers, ("",))
         folder = root / base / path.strip("/")
-        # A container may see its own group as the root, at a path that is not there.
+        # A container may see its own group as the root, at a path that does not exist.
         left += [
             _memory_left(cgroup, *names)
             for cgroup in (folder, *folder.parents)
@@ -275,7 +275,7 @@ def memory_left(root: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/se
 
 def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
     try:
-        # Pages of files count as used, and the kernel gives them up.
+        # Page cache counts as used, but the kernel can reclaim it.
         stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
         return int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8")) + int(stat[files])
     except (OSError, ValueError, KeyError):  # no such file, or "max"
@@ -283,51 +283,51 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
 
 
 def slot_environment() -> dict[str, str]:
-    """Environment of a process for a user's functions: more threads, or arenas, would only eat its address space."""
-    # What the user has set stands last and wins; but no proxy reaches this machine's own address.
+    """Return the environment of a process for user functions. More threads or arenas would waste address space."""
+    # User variables override, but this machine's address never goes through a proxy.
     own = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
     return few | os.environ | dict.fromkeys(("no_proxy", "NO_PROXY"), own)
 
 
 def prepare_driver(**of_workers: str) -> dict[str, str]:
-    """Environment of the driver, before Ray starts. of_workers: the user's variables for workers count here too.
+    """Prepare the driver's environment before Ray starts. of_workers: the user's variables for workers and driver.
 
-    Return those for Ray's runtime environment, which Ray writes into its logs. Secrets reach workers by `adopt`.
+    Returns the variables for Ray's runtime environment, which Ray logs. Secrets are sent to workers by `adopt`.
     """
     os.environ.update(of_workers)
     secret = {name for name, value in of_workers.items() if masked(value, name) != value}
     _SECRETS.update(secret)
     if job := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        # The command came by `ray job submit`. What it sets for workers goes before what the job sets,
+        # Started by `ray job submit`. The command's settings for workers override the job's,
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-        # and a single thread is Ray's choice for a process without CPU slots, unless the job has asked for it.
+        # and a single thread is Ray's default for a process without CPU slots, unless the job has requested it.
         variables = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
         if "OMP_NUM_THREADS" not in variables | of_workers and os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
-    # Ray warns that it will stop hiding devices from actors that ask for none; that is what we want.
+    # Ray warns that it will stop hiding devices from actors without devices, which is what we want.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray runs its workers at low priority, which starves training as soon as anything else runs on the machine.
+    # Ray runs its workers at low priority, which starves training if anything else runs on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ray's GCS keeps a record of 100,000 calls for a dashboard that is not there: 65 kB a step in the soak.
+    # Ray's GCS records 100,000 calls for a dashboard that is not used: 65 kB per step in the soak test.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Ray starts a process a core beforehand, which would serve nobody: ours have environments of their own.
+    # Ray prestarts a process per core, which would be unused, because our workers have other environments.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # those behind the one that ends the run, and is told
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # later errors; the first ends the run and is reported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     return {name: value for name, value in of_workers.items() if name not in secret}
 
 
 def use_token(token: str) -> None:
-    """Reach the Ray of another node with its token."""
+    """Set the token of the Ray of another node."""
     os.environ["RAY_AUTH_TOKEN"] = token
 
 
 def prepare_vllm(rank: int, world: int) -> None:
-    """Environment of a worker process before vLLM is imported: its engine is launched by us, inside this process."""
+    """Set the environment of a worker before vLLM is imported, whose engine runs inside this process."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # GiB of key-value cache on the CPU backend, whose threads are those of the worker.
+        # GiB of key-value cache on the CPU backend, which uses the worker's threads.
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
@@ -335,23 +335,23 @@ def prepare_vllm(rank: int, world: int) -> None:
     }
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    # As torchrun would set them; the process group exists already, so the address is read by nobody.
+    # As torchrun would set them. The process group exists already, so the address is unused.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
-    # The newer runner, the default on GPUs, has no place for a sampler of our own.
+    # The newer runner, the default on GPUs, does not support a custom sampler.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "1")
 
 
 def prepare_sglang(num_devices: int) -> None:
-    """Environment of a worker process before SGLang starts an engine over so many devices."""
+    """Set the environment of a worker process before SGLang starts an engine over ``num_devices`` devices."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     variables = {
-        # Its context may be a few tokens longer than the positions that the model knows; no sequence gets there.
+        # Its context may exceed the model's positions by a few tokens, which no sequence reaches.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        # Trainers leave a little more on one device than on another; SGLang would refuse more than a tenth.
+        # Trainers use slightly different memory per device, but SGLang rejects more than a tenth.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-        # On the CPU it would want a socket (NUMA node) for each of several processes.
+        # On the CPU, it would require a socket (NUMA node) for each of several processes.
         **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_devices)} if num_devices > 1 else {}),
     }
     for name, value in variables.items():
@@ -359,17 +359,17 @@ def prepare_sglang(num_devices: int) -> None:
 
 
 def work_offline() -> None:
-    """The hub cannot be reached: neither this process nor the workers need try it again."""
-    # Set for the driver and with it for the workers, since HF_ is passed on.
+    """Disable hub access in this process and the workers, because the hub is unreachable."""
+    # Set for the driver, and thereby for the workers, which get all HF_ variables.
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def ray_address() -> str | None:
-    """The cluster that RAY_ADDRESS points at, or None."""
+    """Return the cluster address in RAY_ADDRESS, or None."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def volcengine_account() -> dict[str, str]:
-    """The account for Volcengine's machine learning platform, by verl's names. KeyError names a variable not set."""
+    """Return the account for Volcengine's platform, by verl's names. Raises KeyError for a missing variable."""
     names = {"ak": "VOLC_ACCESS_KEY_ID", "sk": "VOLC_SECRET_ACCESS_KEY", "region": "MLP_TRACKING_REGION"}
     return {argument: os.environ[name] for argument, name in names.items()}

@@ -1,21 +1,21 @@
-"""Every error rltrain raises on purpose.
+"""All errors that rltrain raises on purpose.
 
 RltrainError                  exit code
 ├── ConfigError               2     a key, a value, or two keys that contradict each other
 ├── DataError                 2     a file, row or field that cannot be used
-├── RewardError               2     a reward function that is missing, wrong, or failing on most answers
+├── RewardError               2     a reward function that is missing, wrong, or failing on most responses
 ├── CheckpointError           2     a checkpoint that is incomplete, damaged, or of another run
 ├── NonFiniteError            70    NaN or infinity in a loss, gradient or reward
 ├── DiskError                 74    not enough space, or a write that the system refuses
-├── WorkerError               1     a worker raised: ours to fix, or the user's own code
+├── WorkerError               1     a worker raised: a bug in rltrain or in the user's code
 ├── SyncError                 75    the rollout engine does not have the trainer's weights: safe to run again
 ├── AgentError                75    tools, environments or agents fail, not the policy: safe to run again
-│   └── AgentBug              1     an exception of the agent's own code ended every trajectory: it would come again
-├── JudgeError                75    a judge that does not answer, or whose replies are no scores: safe to run again
-├── StorageError              75    storage that does not answer now, to a read or a write: safe to run again
+│   └── AgentBug              1     an exception in the agent's code ended every trajectory, and would occur again
+├── JudgeError                75    a judge that does not reply, or whose replies are not scores: safe to run again
+├── StorageError              75    storage that does not respond to a read or a write: safe to run again
 ├── WorkerLost                75    a worker process or node is gone, hung or out of memory: safe to run again
-│   └── NodesMissing          75    nodes or devices that were waited for in vain: they may come
-└── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): not finished, the same command goes on
+│   └── NodesMissing          75    a timeout of waiting for nodes or devices: they may still join
+└── Interrupted               75    stopped by SIGTERM, 130 by Ctrl-C (SIGINT): the same command resumes the run
 """
 
 import errno
@@ -28,8 +28,7 @@ from typing import Any, TextIO, cast
 
 from rltrain.base.attempt import tell_supervisor
 
-# What the system says where it does not get through to storage, network storage above all. All else it says of a write,
-# such as that there is no space, would be said again.
+# Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would occur again.
 _NO_ANSWER = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ENETRESET, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
@@ -39,23 +38,23 @@ _NO_ANSWER = {
 # Only files raise these. The next ones concern a file if the error has a file name.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NOT_GIVEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
-# As Ray, the C library, torch, Python, C++, the loader of libraries and Pillow say it.
+# Messages of Ray, the C library, torch, Python, C++, the library loader and Pillow.
 _NO_HOST_MEMORY = (
     "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
     "mmap error", "failed to map segment", "out of memory error when reading",
 )  # fmt: skip
-# What it then does stands in the last line (`Stop.kept`).
+# The last line explains the effect (`Stop.kept`).
 AGAIN = "Run the same command again."
-# C0 and C1 but for tab and line feed; line and paragraph separators; embeddings, overrides and isolates of direction.
+# C0 and C1 except tab and line feed; line and paragraph separators; direction embeddings, overrides and isolates.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class RltrainError(Exception):
-    """Base class. ``str(error)`` is the whole message a user sees: what is wrong, where, and what to type."""
+    """Base class. ``str(error)`` is the complete user message: the problem, its location, and the fix."""
 
     exit_code = 1
     passing = False
-    """Whether waiting may mend it."""
+    """True if waiting may resolve it."""
 
 
 class ConfigError(RltrainError):
@@ -71,31 +70,31 @@ class DataError(RltrainError):
 
 
 class RewardError(RltrainError):
-    """A reward function that cannot be loaded or fails on most answers."""
+    """A reward function that cannot be loaded or fails on most responses."""
 
     exit_code = 2
 
 
 class CheckpointError(RltrainError):
-    """A checkpoint that cannot be loaded as asked."""
+    """A checkpoint that cannot be loaded as requested."""
 
     exit_code = 2
 
 
 class NonFiniteError(RltrainError):
-    """A loss, gradient or reward is NaN or infinite; no optimizer step was made from it."""
+    """A loss, gradient or reward is NaN or infinite. No optimizer step was made from it."""
 
     exit_code = 70
 
 
 class DiskError(RltrainError):
-    """A file could not be written, and will not be as things are."""
+    """A file could not be written, and a retry would fail too."""
 
     exit_code = 74
 
 
 class WorkerError(RltrainError):
-    """A worker raised an exception; the message carries role, rank and the worker's traceback."""
+    """A worker raised an exception. The message contains role, rank and the worker's traceback."""
 
     exit_code = 1
 
@@ -107,44 +106,44 @@ class WorkerLost(RltrainError):
 
 
 class NodesMissing(WorkerLost):
-    """Nodes or devices are not there, or not yet."""
+    """Nodes or devices are missing, or have not joined yet."""
 
     passing = True
 
 
 class StorageError(RltrainError):
-    """Storage does not let a file be read or written; nothing is known of the file itself."""
+    """Storage does not allow reading or writing a file. The state of the file is unknown."""
 
     exit_code = 75
     passing = True
 
 
 class SyncError(RltrainError):
-    """The rollout engine does not compute with the trainer's weights. A new process, which starts a new engine, may."""
+    """The rollout engine does not use the trainer's weights. Restarting the process, with a new engine, may help."""
 
     exit_code = 75
 
 
 class AgentError(RltrainError):
-    """Most trajectories of a step could not go on: what runs tools, environments or agents does not work now."""
+    """Most trajectories of a step failed, because tools, environments or agents currently do not work."""
 
     exit_code = 75
 
 
 class AgentBug(AgentError):
-    """An exception of the agent's own code ended every trajectory of a step."""
+    """An exception in the agent's code ended every trajectory of a step."""
 
     exit_code = 1
 
 
 class JudgeError(RltrainError):
-    """The judge (``reward.judge.url``) does not answer now, or its replies to most answers of a step are no scores."""
+    """The judge (``reward.judge.url``) does not reply now, or most of its replies in a step are not scores."""
 
     exit_code = 75
 
 
 class Interrupted(RltrainError):
-    """Stopped by a signal. 130 after Ctrl-C; 75 after SIGTERM, whose sender may start the run again."""
+    """Stopped by a signal. Exit code 130 after Ctrl-C, 75 after SIGTERM, whose sender may restart the run."""
 
     def __init__(self, message: str, exit_code: int = 130) -> None:
         super().__init__(message)
@@ -152,33 +151,33 @@ class Interrupted(RltrainError):
 
 
 def storable(text: str) -> str:
-    """``text`` that every file takes: half of a surrogate pair, as JSON that was cut has it, is replaced."""
-    # A pair whose halves came one by one is one sign again.
+    """Return ``text`` in a form that can be encoded: a lone surrogate, as in truncated JSON, is replaced."""
+    # A pair whose halves arrived separately becomes one character again.
     return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def plain(text: str) -> str:
-    """Return ``text`` for a terminal: text of a model or of data may hold sequences that steer one."""
+    """Return ``text`` without control sequences, which text from a model or data may contain."""
     return _CONTROLS.sub("\ufffd", storable(text))
 
 
 class PlainOutput:
-    """Standard output of a command: everything that is written is `plain`.
+    """Standard output of a command, with all text converted by `plain`.
 
-    rich writes its own sequences, and looks for this attribute to find the stream inside; `logs.PlainConsole` makes its
-    texts plain.
+    rich writes its own sequences and uses this attribute to find the wrapped stream. `logs.PlainConsole` converts its
+    texts.
     """
 
     def __init__(self, stream: Any) -> None:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        """See `io.TextIOBase`."""
+        """Write ``text`` (see `io.TextIOBase`)."""
         self.rich_proxied_file.write(plain(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """See `io.IOBase`."""
+        """Write ``lines`` (see `io.IOBase`)."""
         self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
@@ -186,18 +185,20 @@ class PlainOutput:
 
 
 def lenient_output() -> None:
-    """Have standard output and error show a sign that their encoding lacks as an escape: by itself Python raises, and
-    what a model writes would end the program. Standard output becomes `PlainOutput`."""
+    """Escape characters that standard output and error cannot encode. Standard output becomes `PlainOutput`.
+
+    By default Python raises, and a model's text would end the program.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, PlainOutput):
             continue
-        if not hasattr(stream, "reconfigure"):  # a program has put something of its own there
+        if not hasattr(stream, "reconfigure"):  # the program has replaced it
             continue
         try:
             stream.reconfigure(errors="backslashreplace")
         except OSError:
-            # The descriptor leads elsewhere since Python started (dup2), from a file into a pipe, which has no place.
+            # The descriptor was redirected (dup2) from a file to a pipe, which cannot seek.
             raw = io.FileIO(stream.fileno(), "w", closefd=False)
             lenient = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, lenient)
@@ -206,9 +207,9 @@ def lenient_output() -> None:
 
 
 def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
-    """The error to raise of a file that could not be written, as ``what`` says: StorageError where storage is away.
+    """Return the error for a file that could not be written: StorageError if storage is unreachable, else DiskError.
 
-    way_out(): what a user shall do about the disk.
+    what: the message. way_out(): the user's fix for the disk.
     """
     if isinstance(cause, StorageError) or (isinstance(cause, OSError) and cause.errno in _NO_ANSWER):
         then = ". The storage does not answer: see to it, and run the same command again." if way_out else ""
@@ -217,19 +218,21 @@ def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None
 
 
 def lacks_memory(error: BaseException, said: str = "") -> bool:
-    """Whether a host, and not a device, has had no memory for what has failed. said: what else is known of it."""
+    """Return whether the host, instead of a device, ran out of memory. said: additional text about the failure."""
     text = f"{error} {said}".lower()
     return isinstance(error, MemoryError) or any(words in text for words in _NO_HOST_MEMORY)
 
 
 def no_memory(told: str) -> str:
-    """The beginning of a sentence about a host that has no memory left."""
+    """Return the beginning of a message about a host without free memory."""
     return f"the host has no memory left: {told}. Give it (or the container) more, end other programs there"
 
 
 def host_error(error: BaseException) -> RltrainError | None:
-    """The error to tell where this host has no memory left, or its storage gives no answer: what was read may be as it
-    should. None of any other."""
+    """Return the error if this host is out of memory or its storage does not respond, else None.
+
+    In these cases, the data that was read may be intact.
+    """
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RltrainError):
         return None
@@ -242,7 +245,7 @@ def host_error(error: BaseException) -> RltrainError | None:
 
 
 def system_error(error: BaseException) -> RltrainError | None:
-    """`host_error`, and the error to tell where the system refuses a file."""
+    """Return `host_error`, or DiskError if the system does not allow access to a file."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL or (number in _NOT_GIVEN and _names_file(error)):
         return DiskError(f"{first_line(error)}. Mend that, and run the same command again.")
@@ -254,19 +257,18 @@ def _names_file(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its text; the name of its type where it has none."""
+    """Return the first line of the error's text, or the name of its type without text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
 
 
 def short(value: object, most: int = 100) -> str:
-    """The text of a value, in the middle of a sentence: its beginning where it is long. Values may be megabytes."""
+    """Return the text of a value for a message, truncated to ``most`` characters. Values may be megabytes."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
-    """Decorator of a program's ``main(argv)``: an RltrainError is printed, and its exit code returned; so is what
-    `system_error` makes of another."""
+    """Decorate a program's ``main(argv)``: print an RltrainError (see `system_error`) and return its exit code."""
 
     @wraps(main)
     def guarded(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""Values that ranks exchange: as JSON, and where torch itself exchanges objects, only with the signature of the run.
+"""Exchange of values between ranks: as JSON, or for torch's object collectives only with the signature of the run.
 
-torch's collectives of objects send pickles, which run code when they are read, and neither a store nor gloo asks for a
-key. So whoever reaches their ports could run code as another rank.
+torch's object collectives send pickles, which can run code when they are loaded, and neither a store nor gloo requires
+authentication. Any process that reaches their ports could run code as another rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rltrain.base.errors import WorkerLost
 
 
 def gather_json(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks of ``group``, in their order (a collective). JSON makes lists of tuples."""
+    """Return the values of all ranks of ``group``, in rank order (a collective). JSON converts tuples to lists."""
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(own)]), group)
@@ -30,7 +30,7 @@ def gather_json(value: Any, group: Any = None) -> list[Any]:
 
 
 def sign_objects(key: bytes) -> None:
-    """Make torch's collectives of objects send a signature by ``key``, and refuse objects without it unread."""
+    """Make torch's object collectives add a signature by ``key``, and reject unsigned objects without loading them."""
 
     class Signing:
         def __init__(self, stream: io.BytesIO) -> None:

@@ -1,8 +1,8 @@
-"""As much of HTTP/1.1 as the libraries need that speak with a model: requests whose length is told, one behind another.
+"""Subset of HTTP/1.1 for libraries that call a model: sequential requests with a Content-Length.
 
-Requests may come from any process of this machine. So sizes and waits are bounded, and the body of a request that is
-refused by its headers is not kept. Until a request with a key was admitted, a connection may be silent for seconds
-only, and the oldest of too many such connections is closed, so that they do not use up the file descriptors.
+Requests may come from any process of this machine. Therefore sizes and waits are bounded, and the body of a request
+that is rejected by its headers is not stored. Until a request with a valid key, a connection may be idle only for
+seconds, and the oldest of too many such connections is closed, so that they do not exhaust the file descriptors.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
-# A connection that is kept may be silent for long; one that has begun a request may not.
+# A kept-alive connection may be idle for long, but a started request may not.
 _IDLE_S, _REQUEST_S, _UNADMITTED_S = 3600.0, 60.0, 10.0
 _MAX_UNADMITTED = 64
 _LINGER_S = 1.0
 
 
-# Connections of this process without an admitted request, the oldest first.
+# Connections of this process without an admitted request, oldest first.
 _unadmitted: dict[asyncio.StreamWriter, None] = {}
 
 
 class Refused(Exception):
-    """A request is answered with an error: ``status`` of HTTP, ``code`` for programs, ``text`` for people.
+    """Error response to a request: HTTP ``status``, ``code`` for programs, ``text`` for people.
 
-    ``leaves_body``: what follows on the connection is no request.
+    ``leaves_body``: an unread body follows on the connection.
     """
 
     def __init__(self, status: int, code: str, text: str, *, leaves_body: bool = False) -> None:
@@ -38,18 +38,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A request, but for its body."""
+    """Request without its body."""
 
     method: str
     path: str
-    """Without what stands behind a question mark."""
+    """Path without the query."""
     headers: dict[str, str]
-    """By names in small letters."""
+    """Headers by lower-case name."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What a request is answered with."""
+    """Response to a request."""
 
     body: bytes
     kind: str = "application/json"
@@ -58,12 +58,12 @@ class Response:
 
     @classmethod
     def of(cls, value: Any) -> Response:
-        """As JSON."""
+        """Return a JSON response."""
         return cls(json.dumps(value).encode())
 
     @classmethod
     def refusing(cls, refused: Refused) -> Response:
-        """As OpenAI's servers write errors. The code is the reason too, which some libraries show alone."""
+        """Return an error in OpenAI's format. The reason is the code, because some libraries show only the reason."""
         error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}
         return cls(json.dumps({"error": error}).encode(), status=refused.status, reason=refused.code)
 
@@ -74,9 +74,9 @@ async def serve(
     admit: Callable[[Request], None],
     answer: Callable[[Request, bytes], Awaitable[Response]],
 ) -> None:
-    """Answer the requests of a connection until it ends. reader: with `MAX_HEAD_BYTES` as its limit.
+    """Serve the requests of a connection until it ends. reader: its limit must be `MAX_HEAD_BYTES`.
 
-    admit: raises Refused before a body is read. answer: takes it, and may raise Refused.
+    admit: raises Refused before a body is read. answer: takes request and body, and may raise Refused.
     """
     goes_on = True
     _unadmitted[writer] = None
@@ -95,23 +95,23 @@ async def serve(
                 response = Response.refusing(refused)
             except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
                 raise
-            except Exception as error:  # noqa: BLE001 - who asks is told of it, rather than hung up on
+            except Exception as error:  # noqa: BLE001 - the client gets the error instead of a closed connection
                 response = Response.refusing(Refused(500, "error", f"{type(error).__name__}: {error}"))
             goes_on = goes_on and request.headers.get("connection", "").lower() != "close"
             await _write(writer, response, goes_on)
     except Refused as refused:
         await _write(writer, Response.refusing(refused), goes_on=False)
-        # A connection that is closed before it was read to the end takes the response with it.
+        # Closing a connection with unread data would discard the response.
         await asyncio.wait_for(_discard(reader, _MAX_BODY_BYTES), _LINGER_S)
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-        return  # nobody is there to be told; and asyncio logs a cancelled end as an error
+        return  # the client is gone; and asyncio logs a cancelled end as an error
     finally:
         _unadmitted.pop(writer, None)
         writer.close()
 
 
 def check_host(request: Request, host: str) -> None:
-    """Raise Refused for a request to another host's name: a web page can have a browser ask here under its own name."""
+    """Raise Refused for a request with another Host header, which a web page could send through a browser."""
     if request.headers.get("host", host).lower() not in (host, host.replace("127.0.0.1", "localhost")):
         raise Refused(421, "another_host", f"this server is {host}.")
 
@@ -172,7 +172,7 @@ async def _write(writer: asyncio.StreamWriter, response: Response, goes_on: bool
         f"Content-Type: {response.kind}",
         f"Content-Length: {len(response.body)}",
         f"Connection: {'keep-alive' if goes_on else 'close'}",
-        # What is refused once is refused again, and libraries ask up to three times.
+        # A rejected request would be rejected again, but libraries retry up to three times.
         *(["x-should-retry: false"] if response.status >= 400 else []),
     ]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + response.body)

@@ -1,7 +1,7 @@
-"""The file of an image, in whichever of its forms it was given: bytes, a path, base64, or a dictionary of one of them.
+"""Image files in all supported forms: bytes, a path, base64, or a dictionary of one of them.
 
-Rows of data, tools and environments give images alike, so what an image may be is known here alone. Nothing is opened
-as an image: that takes Pillow, and processes that call tools need not import it.
+Data rows, tools and environments use the same forms, so only this module defines them. Images are not decoded here,
+because that requires Pillow, which processes that call tools need not import.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 from rltrain.base.errors import DataError, host_error, short
 
 _MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)
-# An image as base64: its letters, those in addresses, and fewer than the smallest file has.
+# Base64 of an image: its characters, their URL-safe variants, and a length below that of the smallest file.
 _CODE, _URL_SAFE, _LEAST_CODE = re.compile(r"[A-Za-z0-9+/]+"), str.maketrans("-_", "+/"), 40
 
-# Of a file: what 67 million pixels take without compression.
+# Maximum file size: 67 million pixels without compression.
 _MAX_BYTES, _SMALL_BYTES = 256 << 20, 1 << 20
 
 
 def begins_as_image(data: bytes) -> bool:
-    """Whether the first bytes are those of an image that is read."""
+    """Return whether the first bytes match a supported image format."""
     return _MAGIC.match(data) is not None
 
 
 def image_entry(image: Any, folder: Path) -> Mapping[str, Any]:
-    """An image as a dictionary of ``bytes`` or ``path``; what names neither is returned for `file_bytes` to refuse.
+    """Return an image as a dictionary with ``bytes`` or ``path``. Others stay unchanged; `file_bytes` rejects them.
 
-    A path without bytes is taken from ``folder``.
+    A path without bytes is relative to ``folder``.
     """
     entry = image if isinstance(image, Mapping) else {"path": image} if isinstance(image, str) else {"bytes": image}
     data = entry.get("bytes")
@@ -43,7 +43,7 @@ def image_entry(image: Any, folder: Path) -> Mapping[str, Any]:
         return {**entry, "bytes": _decoded(data)}
     if data and not isinstance(data, str):
         return entry
-    # verl's own files name an image by "image", and those of conversations by the address of a part.
+    # verl's files use the key "image", and conversations use the URL of a part.
     url = entry.get("image_url")
     name = data or entry.get("path") or entry.get("image") or entry.get("url")
     name = name or (url.get("url") if isinstance(url, Mapping) else url)
@@ -58,16 +58,16 @@ def image_entry(image: Any, folder: Path) -> Mapping[str, Any]:
 
 
 def _decoded(data: bytes) -> bytes:
-    """The file that stands in bytes, be it as base64; what it is where it is none."""
+    """Decode bytes that contain base64. Others are returned unchanged."""
     text = "" if begins_as_image(data) or not data.isascii() else data.decode()
     return _encoded(text, is_data=False) or data
 
 
 def _encoded(text: str, *, is_data: bool) -> bytes | None:
-    """The file that stands in a text as base64, bare or as a ``data:`` address; None where the text is a name.
+    """Decode a text that is base64, bare or as a ``data:`` URL. Returns None if the text is a name.
 
-    A bare one must begin as an image does, unless it can be no name (``is_data``). What cannot be decoded is what it
-    is, and no image.
+    A bare text must begin like an image, unless it cannot be a name (``is_data``). Text that cannot be decoded is
+    returned as bytes, which are not an image.
     """
     head, comma, code = text.partition(",")
     is_address = text[:5].lower() == "data:"
@@ -84,9 +84,9 @@ def _encoded(text: str, *, is_data: bool) -> bytes | None:
 
 
 def data_address(image: Any) -> str:
-    """An image as a ``data:`` address, as it travels between processes. image: as rows have it, or one of Pillow.
+    """Return an image as a ``data:`` URL, for other processes. image: in the forms of rows, or a Pillow image.
 
-    A path is taken from the current folder. Raises DataError for what is no image.
+    A path is relative to the working directory. Raises DataError if it is not an image.
     """
     if callable(getattr(image, "getbands", None)):
         file = BytesIO()
@@ -100,14 +100,12 @@ def data_address(image: Any) -> str:
 
 
 def file_of(address: str) -> bytes:
-    """What `data_address` was made of."""
+    """Return the image file of a `data_address`."""
     return base64.b64decode(address.partition(",")[2])
 
 
 def file_bytes(image: Any) -> bytes:
-    """The file of an image, whatever it holds: of {"bytes", "path"}, bytes or a path. Raises DataError where there is
-    none.
-    """
+    """Return the file of an image ({"bytes", "path"}, bytes or a path), unchecked. Raises DataError without one."""
     with reading():
         entry: Mapping[str, Any] = (
             image if isinstance(image, Mapping) else {"bytes": image} if isinstance(image, bytes) else {"path": image}
@@ -124,19 +122,19 @@ def file_bytes(image: Any) -> bytes:
 
 def _read(path: Path) -> bytes:
     try:
-        # Without O_NONBLOCK a pipe is waited for when it is opened.
+        # Without O_NONBLOCK, opening a pipe would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise DataError(f"{short(path, 60)!r} is not a regular file.")
-            if not found.st_size:  # files of /proc too, which may have no end
+            if not found.st_size:  # also files of /proc, which may be endless
                 raise DataError(f"{short(path, 60)!r} is empty.")
             if found.st_size > _MAX_BYTES:
                 raise DataError(
                     f"{short(path, 60)!r} has {found.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
                 )
             head = file.read(16)
-            # The rest of a small file is read for the message of who opens it.
+            # A small file is read completely, so that the opener can report its error.
             if found.st_size > _SMALL_BYTES and not begins_as_image(head):
                 raise DataError(f"{short(path, 60)!r} does not begin as a file of an image does.")
             return head + file.read(_MAX_BYTES)
@@ -145,13 +143,13 @@ def _read(path: Path) -> bytes:
             raise DataError(f"{short(path, 60)!r} is not a regular file.") from error
         if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and "." not in path.name):
             raise DataError(f"{short(path, 60)!r} is neither a file nor an image as base64.") from error
-        error.filename = short(path)  # which is told where a file is opened, and not where it is read
+        error.filename = short(path)  # open errors have a file name, but read errors do not
         raise
 
 
 @contextmanager
 def reading(*errors: type[Exception]) -> Iterator[None]:
-    """Inside, what reading a file raises, or one of ``errors``, becomes a DataError or what the host's trouble is."""
+    """Convert errors of reading a file, or ``errors``, to DataError or `host_error` inside the context."""
     unreadable: tuple[type[Exception], ...] = (OSError, ValueError, *errors)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Importing torch, Ray and transformers: seconds, of which looking for garbage takes a fifth."""
+"""Faster imports of torch, Ray and transformers, which take seconds, a fifth of it for garbage collection."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 IMPORTING = "importing torch, Ray and transformers"
-"""The line of a log before them."""
+"""Log line before these imports."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, nobody looks for garbage: modules are never freed. Afterwards what was made inside counts as old: as new
-    it would be looked through three times before the next step."""
+    """Disable garbage collection inside the context, because modules are never freed.
+
+    Afterwards, the new objects are moved to the oldest generation. Otherwise they would be scanned three times before
+    the next step.
+    """
     was = gc.isenabled()
     gc.disable()
     try:

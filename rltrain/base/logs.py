@@ -1,7 +1,7 @@
-"""Log lines of all processes: the console, RUN/train.log, and RUN/logs/rank_00017.log per worker.
+"""Logs of all processes: the console, RUN/train.log, and RUN/logs/rank_00017.log per worker.
 
-The run folder is known only after the configuration is read, and earlier lines must not be lost. So a session keeps its
-lines in memory until `open_train_log` names the file, and an error that ends the session is written to the file too.
+The run folder is known only after the configuration is read, and earlier lines must not be lost. Therefore a session
+buffers its lines until `open_train_log` names the file. An error that ends the session is also written to the file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rltrain.base.background import Appender
 from rltrain.base.errors import Interrupted, PlainOutput, plain
 
 TRAIN_LOG = "train.log"
-# Lines that tell the numbers of a step. They are always in train.log; a console shows them where it has no bar.
+# Logger of the metrics of each step. They are always in train.log; a console shows them if it has no progress bar.
 STEPS = logging.getLogger("rltrain.steps")
 
-# How long the end of a session waits for its last lines.
+# Maximum wait for the last lines at the end of a session, in seconds.
 _LAST_S = 5.0
 
 
 class PlainConsole(Console):
-    """A console of rich whose texts are `plain`: only rich's own sequences reach a terminal."""
+    """rich console with `plain` texts: only rich's own control sequences reach a terminal."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
@@ -43,13 +43,13 @@ class PlainConsole(Console):
         )
 
 
-# Bars, tables and lines of this process share it, so that a line stands above the bar.
+# Shared by bars, tables and log lines of this process, so that lines appear above the bar.
 console = PlainConsole(highlight=False, markup=False, emoji=False)
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
 
 
 class _Stamped(logging.Formatter):
-    """Time, a word for what is more than information, message."""
+    """Formatter: time, level if above INFO, message."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
@@ -57,25 +57,26 @@ class _Stamped(logging.Formatter):
 
 
 class _ConsoleLines(logging.Handler):
-    """Lines as they are, never wrapped, on the shared console; standard output is looked up anew for each."""
+    """Handler for unwrapped lines on the shared console."""
 
     shows_steps = False
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.shows_steps or record.name != STEPS.name:
-            # Anew for each line: a program may send standard output somewhere else in the middle, as tests do.
+            # Per line, because a program may redirect standard output at any time, as tests do.
             self.setFormatter(_Stamped(datefmt="%H:%M:%S" if console.is_terminal else "%Y-%m-%d %H:%M:%S"))
             console.print(self.format(record), style=_STYLES.get(record.levelno), markup=False, soft_wrap=True)
 
 
 class _Output:
-    """Standard output that may be full, gone with its terminal or pipe, or of an encoding that lacks a sign: that ends
-    no run, as train.log has the lines too. What writes without a log line, such as a bar or a callback, goes through it
-    as well."""
+    """Standard output that survives a full disk, a closed terminal or pipe, and unencodable characters.
+
+    train.log has the lines too. Writers without log lines, such as a bar or a callback, also use it.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._is_used = threading.local()  # by this thread, which a signal's handler interrupts
+        self._is_used = threading.local()  # by this thread, which a signal handler may interrupt
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError), self._use() as is_free:
@@ -95,8 +96,9 @@ class _Output:
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[bool]:
-        """Whether the stream is free: a signal's handler may run in the middle of another line, and Python's buffer
-        raises where it is entered twice."""
+        """Yield whether the stream is free: a signal handler may interrupt a line, and Python's buffer is not
+        reentrant.
+        """
         is_free = not getattr(self._is_used, "now", False)
         self._is_used.now = True
         try:
@@ -109,7 +111,7 @@ class _Output:
 
 
 class _File(logging.Handler):
-    """Appends to a file, whose disk may be full or may not answer: that stops no run and fills no screen."""
+    """Handler that appends to a file. A full or unresponsive disk neither stops a run nor floods the screen."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -125,19 +127,18 @@ class _File(logging.Handler):
 
 
 class _TrainLog(MemoryHandler):
-    """Keeps what is said until the run folder is there, then writes it at once."""
+    """Buffer of log records until the run folder exists, then writer to its file."""
 
     def __init__(self) -> None:
         super().__init__(capacity=10_000)
 
     def shouldFlush(self, record: logging.LogRecord) -> bool:
-        # The capacity is not asked: without a file there is nowhere to flush to, and with one every line is written at
-        # once.
+        # Independent of the capacity: without a file there is no target, and with one every line is written at once.
         return self.target is not None
 
 
 class _Session:
-    """The handlers of a driver."""
+    """Log handlers of a driver."""
 
     def __init__(self) -> None:
         self.lines, self.file = _ConsoleLines(), _TrainLog()
@@ -148,9 +149,9 @@ _session: _Session | None = None
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Inside, log lines reach the console, and after `open_train_log` also train.log.
+    """Send log lines to the console inside the context, and after `open_train_log` also to train.log.
 
-    An error that ends the block is written to train.log too.
+    An error that ends the block is also written to train.log.
     """
     global _session
     if _session:  # the caller has opened one
@@ -158,7 +159,7 @@ def session() -> Iterator[None]:
         return
     _session = log_session = _Session()
     root, ours = logging.getLogger(), logging.getLogger("rltrain")
-    # Only our own loggers tell of more than warnings; those of other packages keep their level.
+    # Only our loggers log below warnings; loggers of other packages keep their level.
     level = ours.level
     ours.setLevel(logging.INFO)
     logging.captureWarnings(True)
@@ -172,8 +173,8 @@ def session() -> Iterator[None]:
     except BaseException as error:
         trace = None if isinstance(error, Interrupted) else sys.exc_info()
         text = str(error) or type(error).__name__
-        # To the file alone, because whoever ends the program shows the error on the terminal. A stop by signal needs no
-        # traceback.
+        # Only to the file, because the caller that ends the program prints the error on the terminal. A stop by signal
+        # needs no traceback.
         log_session.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, trace))
         raise
     finally:
@@ -183,7 +184,7 @@ def session() -> Iterator[None]:
         ours.setLevel(level)
         for handler in (log_session.lines, log_session.file):
             root.removeHandler(handler)
-        # Closing the handler flushes it into its target but leaves that open.
+        # Closing the handler flushes to its target but does not close it.
         if target := log_session.file.target:
             log_session.file.close()
             target.close()
@@ -200,45 +201,45 @@ def open_train_log(folder: Path) -> None:
     again = file.exists() and file.stat().st_size > 0
     target = _File(file)
     if again:
-        # Written past the handler, because it is no line with a time, and before the flush, so that it stands above all
-        # lines of this start.
+        # Written directly, because this line has no time, and before the flush, so that it precedes all lines of this
+        # start.
         target.lines.add(f"\n{'=' * 20} started again on {time.strftime('%Y-%m-%d %H:%M:%S')} {'=' * 20}\n")
     _session.file.setTarget(target)
     _session.file.flush()
 
 
 def show_steps(shown: bool) -> None:
-    """Whether the console prints the line of every step."""
+    """Set whether the console prints the line of every step."""
     if _session:
         _session.lines.shows_steps = shown
 
 
 def open_worker_log(folder: str, rank: int) -> None:
-    """In a worker: write log lines, warnings and the stacks of a crash to ``folder``/rank_00017.log.
+    """Write a worker's log lines, warnings and crash stacks to ``folder``/rank_00017.log.
 
     Nothing is written if this node cannot write to ``folder``.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         crashes = open(file := Path(folder) / f"rank_{rank:05d}.log", "a", encoding="utf-8")  # noqa: SIM115 - see below
-    except OSError:  # storage that not all nodes see is told of where it matters, at checkpoints
+    except OSError:  # checkpoints report storage that not all nodes see
         return
     logging.getLogger().addHandler(_File(file))
     logging.getLogger("rltrain").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # It writes to the file's descriptor below Python, so the file is never closed while the worker lives.
+    # It writes to the file descriptor below Python, so the file stays open while the worker lives.
     faulthandler.enable(file=crashes)
     logging.getLogger(__name__).info("rank %d: pid %d on %s", rank, os.getpid(), socket.gethostname())
 
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Say what is waited for; on a terminal something moves meanwhile."""
+    """Log ``text``, and show a spinner on a terminal inside the context."""
     logging.getLogger(__name__).info("%s", text)
-    with console.status(Text(text)):  # a path may look like rich's own marks
+    with console.status(Text(text)):  # a path may look like rich markup
         yield
 
 
 def count(number: int, noun: str) -> str:
-    """``1 worker``, ``2,000 workers``."""
+    """Return ``1 worker``, ``2,000 workers``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,12 +1,12 @@
-"""Code of the user's own, named FILE.py:NAME or package.module:NAME: rewards, estimators, losses, samplers, callbacks.
+"""User code, named FILE.py:NAME or package.module:NAME: rewards, estimators, losses, samplers, callbacks.
 
-A file is run as a module under a name of its own, because two files in different folders may share one, and it may
-import its neighbours. A module is imported by its name, from what is installed or below the current folder. verl's
-marks, file:// and pkg://, are understood.
+A file is run as a module with a unique name, because two files in different folders may have the same name. It may
+import modules of its folder. A module is imported by its name, from installed packages or below the working directory.
+verl's prefixes file:// and pkg:// are supported.
 
 An object given to `rltrain.train` becomes a file too: cloudpickle writes it into the run folder, and driver, workers
-and scorers load it from there under the same kind of name. So the rest of the program needs no other way to pass code,
-and the config.yaml of the run stays complete.
+and scorers load it from there under the same kind of name. Therefore the rest of the program needs no other way to pass
+code, and the config.yaml of the run is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rltrain.base import plugins
 from rltrain.base.errors import ConfigError
 
 _MAX_TRACEBACK_CHARS = 4000
-# Packages between a process's own loop and the first frame of the user's code.
+# Packages between a process's main loop and the first frame of user code.
 _MACHINERY = (
     "asyncio",
     "importlib",
@@ -52,35 +52,35 @@ _WITHOUT_VERL = (
 
 
 def is_plugin(name: str) -> bool:
-    """Whether ``name`` is FILE.py:NAME or package.module:NAME."""
+    """Return whether ``name`` is FILE.py:NAME or package.module:NAME."""
     return ":" in name
 
 
 def plugin_file(place: str) -> str | None:
-    """The file that ``place`` (what stands before :NAME) names; None where it names a module."""
+    """Return the file in ``place`` (the part before :NAME), or None if it is a module."""
     dotted = all(part.isidentifier() for part in place.split("."))
     is_module = place.startswith(_PACKAGE) or (dotted and not place.endswith((".py", ".pkl")))
     return None if is_module else place.removeprefix(_FILE)
 
 
 def save_object(key: str, value: Any, folder: Path) -> str:
-    """Write a function or class of ``key`` into ``folder``; returns the name to configure.
+    """Write a function or class of ``key`` into ``folder``. Returns the name to configure.
 
-    Its module's code is written with it, unless it is an installed package, which other processes can import. Raises
-    ConfigError for an object that cannot be written.
+    The code of its module is included, unless it is an installed package, which other processes can import. Raises
+    ConfigError for an object that cannot be pickled.
     """
     import cloudpickle
 
     name = getattr(value, "__name__", type(value).__name__)
     module = sys.modules.get(getattr(value, "__module__", None) or type(value).__module__)
-    # cloudpickle writes a function of an imported module as a mere name, which other machines could not import. What
-    # was defined in __main__ it always writes whole.
+    # cloudpickle stores a function of an imported module only by name, which other machines could not import.
+    # Definitions in __main__ are always stored by value.
     by_value = module is not None and module.__name__ != "__main__" and not _is_installed(module)
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
         data = cloudpickle.dumps({name: value})
-    except Exception as error:  # cloudpickle raises whatever an object's own code does
+    except Exception as error:  # cloudpickle raises any error of an object's own code
         raise ConfigError(
             f"{key}: {name} cannot be sent to other processes: {type(error).__name__}: {error}. Open files, locks, "
             "connections and generators cannot: make them at the first call, or give FILE.py:NAME."
@@ -88,7 +88,7 @@ def save_object(key: str, value: Any, folder: Path) -> str:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    # Named for its contents: a function that was changed is another one.
+    # Named by its content, so that a changed function gets another name.
     file = folder / f"{name}-{zlib.crc32(data):08x}.pkl"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_bytes(data)
@@ -102,12 +102,12 @@ def _is_installed(module: ModuleType) -> bool:
     return file is None or any(Path(file).is_relative_to(place) for place in places)
 
 
-# One import per process: a second would run the file again and make other classes of the same names.
+# Cached, because a second import would create other classes of the same names.
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
-    """The function or class that ``key=name`` names (see `is_plugin`).
+    """Return the function or class that ``key=name`` names (see `is_plugin`).
 
-    Raises ConfigError, with the traceback where the import fails.
+    Raises ConfigError, with the traceback if the import fails.
     """
     place, _, function_name = name.rpartition(":")
     file = plugin_file(place)
@@ -128,7 +128,7 @@ def load_plugin(key: str, name: str) -> Callable[..., Any]:
 
 
 def load_module(key: str, name: str) -> ModuleType:
-    """The Python file or module that ``key=name`` names. Raises ConfigError, with the traceback where it fails."""
+    """Return the Python file or module that ``key=name`` names. Raises ConfigError, with the traceback if it fails."""
     file = plugin_file(name)
     path = Path(file or "").expanduser()
     if file is not None and not (path.is_file() and path.suffix == ".py"):
@@ -137,7 +137,7 @@ def load_module(key: str, name: str) -> ModuleType:
 
 
 def import_libraries(key: str, names: Sequence[str]) -> None:
-    """Import modules, or files, for what their import does. Raises ConfigError, with the traceback, where it fails."""
+    """Import modules or files for their side effects. Raises ConfigError, with the traceback if it fails."""
     for name in names:
         _import_library(key, name)
 
@@ -148,7 +148,7 @@ def _import_library(key: str, name: str) -> None:
 
 
 def _imported(named: str, place: str | Path) -> ModuleType:
-    """The module or file ``place``. named: the setting, for the message where the import fails."""
+    """Import the module or file ``place``. named: the setting, for error messages."""
     try:
         return _import_file(place) if isinstance(place, Path) else _import_module(place)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
@@ -158,7 +158,7 @@ def _imported(named: str, place: str | Path) -> ModuleType:
 
 
 def _import_module(place: str) -> ModuleType:
-    # As with python -m, whatever command has started the process; last, as in `_import_file`.
+    # Like python -m, independently of the command that started the process; last, as in `_import_file`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return importlib.import_module(place.removeprefix(_PACKAGE).replace("/", "."))
@@ -166,21 +166,21 @@ def _import_module(place: str) -> ModuleType:
 
 def _import_file(path: Path) -> ModuleType:
     name = plugins.module_name(path)
-    if path.suffix == ".pkl":  # of `save_object`
+    if path.suffix == ".pkl":  # from `save_object`
         module = ModuleType(name)
-        # A pickle runs code when it is read, but so does the .py file that a user may name instead.
+        # A pickle can run code when it is loaded, but so can the .py file that a user may name instead.
         vars(module).update(pickle.loads(path.read_bytes()))
         return module
     earlier_module = sys.modules.get(name)
     if earlier_module and earlier_module.__spec__ and earlier_module.__spec__.loader_state != path.stat().st_mtime_ns:
-        del sys.modules[name]  # it was changed since, as beside a notebook
+        del sys.modules[name]  # it has changed, for example next to a notebook
     return importlib.import_module(name)
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame of the user's code on, bounded; a syntax error names its place without one."""
+    """Return the traceback from the first frame of user code on, truncated. Syntax errors include their location."""
     first = error.__traceback__
-    # Frames are told by their package, since the user's file has none: its module is not part of any package.
+    # Frames are identified by package. A user's file has none.
     while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
         first = first.tb_next
     return "".join(traceback.format_exception(type(error), error, first))[-_MAX_TRACEBACK_CHARS:].rstrip()

@@ -1,4 +1,4 @@
-"""What the programs around a run share that take the keys and flags of training."""
+"""Shared code of programs that take the keys and flags of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rltrain.base.stop import Stop
 Program = Callable[[argparse.Namespace, Stop], int]
 
 
-# Flags of --dry-run that ask for the seconds of a step on other devices.
+# Flags of --dry-run for estimates on other devices.
 ESTIMATE_FLAGS = ("device", "nodes", "lengths", "assume")
 
 

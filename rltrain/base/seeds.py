@@ -1,9 +1,9 @@
 """Random streams: pure functions of the run's seed, a purpose and ordered numbers such as step and epoch.
 
-Problem: a resumed run, another number of ranks or another engine must draw the same numbers. Choice: nothing is drawn
-from shared state. Bulk draws of the driver come from Philox; numbers per sample and token are counted, SplitMix64 at
-a position. No two purposes share a stream. Left out: streams that libraries own, such as torch's initialisation of a
-new head.
+A resumed run, another number of ranks or another engine must draw the same numbers. Therefore nothing is drawn from
+shared state. Bulk draws of the driver come from Philox. Numbers per sample and token are counter-based, from SplitMix64
+at a position. No two purposes share a stream. Streams inside libraries are not covered, such as torch's initialization
+of a new head.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# A purpose is its place in this tuple: append, never reorder.
+# A purpose is its index in this tuple: append, never reorder.
 PURPOSES = ("train", "val", "mini_batches", "revisit", "selection", "subset", "environment", "mixing")
 # 2^64 divided by the golden ratio: SplitMix64's increment.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def stream(seed: int, purpose: str, *numbers: int) -> np.random.Philox:
-    """A generator of 64-bit numbers (``random_raw``), which NumPy guarantees across versions.
+    """Return a generator of 64-bit numbers (``random_raw``), which NumPy guarantees across versions.
 
-    numbers: from 0 to below 2^32.
+    numbers: in [0, 2^32).
     """
     return np.random.Philox(_sequence(seed, purpose, *numbers))
 
 
 def order_stream(seed: int, epoch: int) -> np.random.Philox:
-    """The stream that orders the prompts of an epoch. It has no purpose because it is older than purposes."""
+    """Return the stream that orders the prompts of an epoch. It has no purpose because it is older than purposes."""
     return np.random.Philox(np.random.SeedSequence([seed % 2**64, epoch]))
 
 
 def name_seed(seed: int, *names: str) -> int:
-    """A seed below 2^64 per name, for what is drawn by another library's generator (new adapters)."""
-    # Python's hash() of a string differs from process to process.
+    """Return a seed below 2^64 per name, for generators of other libraries (new adapters)."""
+    # Python's hash() of a string differs between processes.
     digest = hashlib.sha256(" ".join((str(seed), *names)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
@@ -43,12 +43,12 @@ def name_seed(seed: int, *names: str) -> int:
 def sample_seeds(
     seed: int, step: int | NDArray[np.int64], rows: Sequence[int], num_samples: int, purpose: str = "train"
 ) -> NDArray[np.uint64]:
-    """One seed per sample, prompt-major: a function of (seed, purpose, step, prompt, sample), in this order.
+    """Return one seed per sample, prompt-major: a function of (seed, purpose, step, prompt, sample), in this order.
 
     step: one for all rows, or one per row.
     """
     parts = np.full((len(rows), num_samples), _sequence(seed, purpose).generate_state(1, np.uint64)[0])
-    # The order of these numbers is part of every run's results: another one gives other answers.
+    # The order of these numbers is part of every run's results: another order gives other responses.
     for number in (
         np.asarray(step, dtype=np.uint64).reshape(-1, 1),
         np.asarray(rows, dtype=np.uint64)[:, None],
@@ -60,22 +60,22 @@ def sample_seeds(
 
 
 def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Numbers ``start`` (one, or one per seed) to ``start + count`` of each stream, in [0, 1): [len(seeds), count].
+    """Return numbers ``start`` (or one per seed) to ``start + count`` of each stream, in [0, 1): [len(seeds), count].
 
-    Counted, not drawn from shared state: SplitMix64 (Steele et al. 2014) at position ``start + i``, but for the
-    addition in `_mix`.
+    They are counter-based: SplitMix64 (Steele et al. 2014) at position ``start + i``, except for the addition in
+    `_mix`.
     """
     with np.errstate(over="ignore"):
-        # SplitMix64 adds its increment before it mixes, so the number at position 0 is that of place 1.
+        # SplitMix64 adds its increment before it mixes, so the number at position 0 belongs to increment 1.
         places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
         states = seeds[:, None] + places * GOLDEN
-    # A float64 holds 53 bits exactly. With more of them the largest numbers would be rounded up to 1.
+    # A float64 represents 53 bits exactly. With more bits, the largest numbers would be rounded up to 1.
     return (_mix(states) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
-    # Numbers go into the spawn key because SeedSequence([1, 2]) equals SeedSequence([1, 2, 0]).
-    # The modulus makes a seed of a negative number, which SeedSequence refuses.
+    # Numbers are in the spawn key, because SeedSequence([1, 2]) equals SeedSequence([1, 2, 0]). The modulus maps
+    # negative numbers, which SeedSequence rejects.
     return np.random.SeedSequence(seed % 2**64, spawn_key=(PURPOSES.index(purpose), *numbers))
 
 

@@ -1,9 +1,9 @@
-"""What a process, and all it has started, are doing right now: for the folder of incidents after a hang.
+"""Stacks of a process and its descendants, for the incident folder after a hang.
 
-A process that hangs cannot be asked, so its interpreter writes its stacks when a signal comes, even while it holds the
-interpreter's lock. It writes them into memory, which whoever sends the signal reads: no name has to be agreed on, and
-no file is left. Of processes that do not offer this (an engine's, before it has our code) the kernel's word is told.
-Only the standard library is used: the process of a scorer imports this too.
+A hanging process cannot respond, so its interpreter writes its stacks on a signal, even while it holds the GIL. It
+writes them into memory that the sender of the signal reads, so no file name is needed and no file remains. For
+processes that do not offer this (an engine's, before it runs our code), the kernel's state is reported. Only the
+standard library is used, because scorer processes import this too.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _offered = False
 
 
 def offer() -> None:
-    """From now on `stacks_here` of an ancestor sees the Python stacks of this process. A second call does nothing."""
+    """Let an ancestor's `stacks_here` read the Python stacks of this process. A second call does nothing."""
     global _offered
     if not _offered and hasattr(os, "memfd_create"):
         _offered = True
-        # faulthandler writes to the descriptor below Python: it must stay open for the life of the process.
+        # faulthandler writes to the descriptor below Python, so it must stay open for the life of the process.
         faulthandler.register(_SIGNAL, os.memfd_create(_NAME), all_threads=True)
 
 
 def stacks_here() -> str:
-    """Python stacks of this process, and the state and, where they are offered, the stacks of all processes below."""
+    """Return the Python stacks of this process, and the state and offered stacks of all descendants."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -47,7 +47,7 @@ def stacks_here() -> str:
 
 
 def _below(ancestor: int) -> list[int]:
-    """All processes that this one, or those, have started."""
+    """Return all descendants of a process."""
     children: dict[int, list[int]] = {}
     for folder in _PROC.glob("[0-9]*"):
         if fields := _stat(int(folder.name)):
@@ -60,7 +60,7 @@ def _below(ancestor: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and what else the kernel says of a process; nothing where it has ended."""
+    """Return state, parent and other kernel data of a process, or [] if it has ended."""
     try:
         return (_PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
@@ -79,12 +79,12 @@ def _other(pid: int) -> str:
 
 
 def _asked(pid: int) -> str:
-    """The stacks of a process that offers them."""
+    """Return the stacks of a process that offers them, or ""."""
     try:
         links = {descriptor: os.readlink(descriptor) for descriptor in (_PROC / str(pid) / "fd").iterdir()}
         offered = next((descriptor for descriptor, link in links.items() if link.startswith(f"/memfd:{_NAME}")), None)
-        # The signal would end a process that does not expect it; one that was forked has the file, not the handler's
-        # thread of its own, and answers all the same.
+        # The signal would kill a process that does not handle it. A forked process has the file but no handler thread,
+        # and responds anyway.
         if offered is None or not _catches(pid):
             return ""
         before = offered.stat().st_size
@@ -99,7 +99,7 @@ def _asked(pid: int) -> str:
         with offered.open("rb") as file:
             file.seek(before)
             return file.read().decode(errors="replace")
-    except OSError as error:  # it has ended meanwhile, or may not be looked at
+    except OSError as error:  # it has ended, or access is denied
         return f"its stacks cannot be read: {error}\n"
 
 

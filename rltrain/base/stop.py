@@ -1,9 +1,10 @@
-"""SIGINT, SIGTERM and SIGUSR1, from the first line of the program to its last.
+"""Handling of SIGINT, SIGTERM and SIGUSR1 for the whole lifetime of the program.
 
-A step that is cut short is lost, and schedulers signal minutes before they kill. So the first signal lets a step finish
-and be saved. A second signal ends the run at once, and so does the first one if nothing would be lost. The signal
-handler itself only notes the request or raises, because the program may be anywhere when the signal arrives. Where the
-time until the kill is known (`Stop.notice_s`), a step that does not fit into it is left, and at its end all ends.
+An interrupted step is lost, and schedulers signal minutes before they kill. Therefore the first signal lets the current
+step finish and be saved. A second signal ends the run at once, and so does the first one if nothing would be lost. The
+signal handler only records the request or raises, because the program may be anywhere when the signal arrives. If the
+time until the kill is known (`Stop.notice_s`), a step that does not fit into it is abandoned, and the run ends when
+that time is over.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from rltrain.base.errors import Interrupted, RltrainError, system_error
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# `timeout`, terminals and schedulers send a signal to a process and then to its group: that is one request.
+# `timeout`, terminals and schedulers send a signal to a process and then to its group, which is one request.
 ONE_REQUEST_S = 0.5
-# How long it may take to end the workers of a run that is to stop at once.
+# Maximum time in seconds for ending the workers of a run that stops at once.
 _CLEAN_UP_S = 20.0
-# The share of the notice that is kept for ending the workers.
+# Share of the notice that is reserved for ending the workers.
 _KEPT_SHARE = 0.1
 
 
 class StepLeft(Exception):
-    """The step under way is not worth finishing: it would not be saved before the kill."""
+    """The current step should not be finished, because it would not be saved before the kill."""
 
 
 class Stop:
-    """The requests of the signals so far.
+    """Stop requests from signals.
 
     While ``finishing`` names work to be finished first, a signal only sets ``requested``. A second signal, or the first
-    one without such work, raises `Interrupted` in the main thread. Ray may turn that error into another one on its way,
-    so ``at_once`` records that it was raised. notice_s: how long the process may live after the first signal.
+    one without such work, raises `Interrupted` in the main thread. Ray may convert that error into another one, so
+    ``at_once`` records that it was raised. notice_s: how long the process may live after the first signal.
     """
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self._clock = clock
-        # Steps made, of how many, and the newest that is saved; None as long as nothing is known of the run.
+        # Completed steps, total steps, and last saved step; None until the run is known.
         self._reached: tuple[int, int, int] | None = None
         self._kept = ""
         self._timers: list[threading.Timer] = []
@@ -54,7 +55,7 @@ class Stop:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing has been asked for yet."""
+        """Clear all requests."""
         self.requested = False
         self.at_once = False
         self.save_requested = False
@@ -63,46 +64,46 @@ class Stop:
         self._requested_at = 0.0
 
     def leave_where(self, why: Callable[[], str]) -> None:
-        """why(): what to say where the step under way should be left for the notice, or nothing."""
+        """Set why(): returns the reason why the notice requires the current step to be abandoned, or ""."""
         self._why_to_leave = why
 
     @property
     def exit_code(self) -> int:
-        """130 after Ctrl-C, 75 after SIGTERM: whoever sent that may start the run again."""
-        # 130 is what a shell reports for Ctrl-C (128 + SIGINT), 75 is EX_TEMPFAIL of sysexits.h: try again later.
+        """130 after Ctrl-C, 75 after SIGTERM, after which a scheduler may restart the run."""
+        # A shell reports 130 for Ctrl-C (128 + SIGINT); 75 is EX_TEMPFAIL of sysexits.h: try again later.
         return 130 if signal.SIGINT in self._received else 75
 
     @property
     def left_s(self) -> float:
-        """Seconds until a run that has been asked to stop is cut off; infinite where no notice is known."""
+        """Seconds until a stopping run is cut off; infinite without a notice."""
         if not self.requested or self.notice_s is None:
             return math.inf
         return self._requested_at + self.notice_s - self._kept_s - self._clock.monotonic()
 
     @property
     def _kept_s(self) -> float:
-        """The end of the notice, for ending the workers."""
+        """End of the notice, in seconds, reserved for ending the workers."""
         return min(_CLEAN_UP_S, _KEPT_SHARE * (self.notice_s or math.inf))
 
     def says(self, kept: str) -> None:
-        """What a program that makes no steps says in place of `kept`: what is there, and what the same command does."""
+        """Set the result of `kept` for a program without steps: the saved state, and the effect of the same command."""
         self._kept = kept
 
     def reached(self, step: int, total: int, saved: int) -> None:
-        """``step`` of ``total`` steps are done, and ``saved`` are in a checkpoint (0: there is none)."""
+        """Record that ``step`` of ``total`` steps are done and ``saved`` are in a checkpoint (0: none)."""
         self._reached = step, total, saved
 
     def searching(self) -> None:
-        """A checkpoint is being searched: until one is found, nothing is known of what the same command does."""
+        """Mark the state as unknown while a checkpoint is searched."""
         self._reached = None
 
     @property
     def loses(self) -> bool:
-        """Whether steps are made that no checkpoint has."""
+        """True if completed steps are not in a checkpoint."""
         return bool(self._reached and self._reached[0] != self._reached[2])
 
     def kept(self) -> str:
-        """What is saved and what the same command does then; "" as long as nothing is known of the run."""
+        """Return the saved state and the effect of the same command, or "" while the run is unknown."""
         if self._kept:
             return f"{self._kept[0].upper()}{self._kept[1:]}."
         if not self._reached:
@@ -115,7 +116,7 @@ class Stop:
         return f"Step {saved} of {total} is saved: the same command goes on after it{lost}."
 
     def interrupted(self) -> Interrupted:
-        """What to raise when the run has stopped."""
+        """Return the error to raise when the run has stopped."""
         if self._kept:
             return Interrupted(f"stopped; {self._kept}", self.exit_code)
         if not self._reached:
@@ -123,13 +124,13 @@ class Stop:
         step, total, saved = self._reached
         then = "the same command goes on" if saved else "nothing is saved yet, so the same command starts anew"
         then += f" after step {saved}, the newest that is saved" if saved and self.loses else ""
-        # What ends a run of which all is saved, a little before it would have ended, is no news.
+        # If everything is saved, the reason for a slightly early stop is irrelevant.
         why = self._expired if self.loses else ""
         return Interrupted(f"stopped after step {step} of {total}; {then}{why}", self.exit_code)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error that ends the block says in its last line what `kept` does."""
+        """Append the result of `kept` to an error that ends the block."""
         try:
             yield
         except Exception as error:
@@ -146,17 +147,17 @@ class Stop:
             raise raised from error
 
     def raise_if_asked(self) -> None:
-        """Raise where a signal has asked for it and nothing has to be finished first. StepLeft: see `leave_where`."""
+        """Raise if a signal has requested it and no work has to be finished first. StepLeft: see `leave_where`."""
         if self.at_once or (self.requested and not self.finishing):
             raise self.interrupted()
         if self.requested and (why := self._why_to_leave()):
             raise StepLeft(why)
 
     def handle(self, number: int, _frame: object) -> None:
-        """The signal handler."""
+        """Handle SIGINT or SIGTERM."""
         now = self._clock.monotonic()
         self._received.add(number)
-        # Once the run is on its way out, a further signal must not tear the clean-up that the first has begun.
+        # While the run stops, further signals must not interrupt the cleanup.
         if self.at_once or (self.requested and now - self._requested_at < ONE_REQUEST_S):
             return
         if self.finishing and not self.requested:
@@ -167,12 +168,13 @@ class Stop:
             return
         self._requested_at = self._requested_at if self.requested else now
         self.requested = self.at_once = True
-        # The clean-up may hang in a call below Python, where no exception arrives; a thread can still end the process.
+        # The cleanup may hang in a call below Python, where no exception arrives, but a thread can still end the
+        # process.
         self._after(min(_CLEAN_UP_S, max(self.left_s, 0.0) + self._kept_s), self._give_up)
         raise self.interrupted()
 
     def ask_to_save(self, number: int, _frame: object) -> None:
-        """The handler of SIGUSR1."""
+        """Handle SIGUSR1."""
         self.save_requested = True
         step = "this step" if self.finishing else "the next step"
         log.warning("%s: saving after %s, then going on", signal.Signals(number).name, step)
@@ -185,25 +187,25 @@ class Stop:
 
     def _expire(self) -> None:
         self._expired = f" (trainer.stop_notice_s={self.notice_s:g} is over)"
-        # A thread cannot raise in the main one; a second signal does.
+        # A thread cannot raise in the main thread, but a second signal can.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(self) -> None:
         tell_supervisor(error=str(self.interrupted()))
-        # Neither logging nor print: the main thread may hold their locks.
+        # Neither logging nor print, because the main thread may hold their locks.
         os.write(2, f"{self.interrupted()}\n".encode())
         os._exit(self.exit_code)
 
     @contextmanager
     def keeping_handlers(self, finishing: str) -> Iterator[None]:
-        """Inside, called code (Ray, when it starts) cannot replace our signal handlers.
+        """Prevent called code (Ray, when it starts) from replacing our signal handlers inside the context.
 
         A signal does not interrupt the called code.
         """
         # While this names work, a signal only sets `requested`: an exception in the middle of Ray's start would leave
         # half of it running.
         real, self.finishing = signal.signal, finishing
-        # What Ray starts inherits that SIGUSR1 is ignored: schedulers send it to all processes of a job.
+        # Ray's processes inherit that SIGUSR1 is ignored, because schedulers send it to all processes of a job.
         saves = signal.getsignal(signal.SIGUSR1) == self.ask_to_save
         if saves:
             real(signal.SIGUSR1, signal.SIG_IGN)
@@ -214,27 +216,26 @@ class Stop:
             signal.signal, self.finishing = real, ""
             if saves:
                 signal.signal(signal.SIGUSR1, self.ask_to_save)
-            # Below Python, Ray has put its own handlers over ours all the same.
+            # Below Python, Ray has replaced our handlers anyway.
             for number in _SIGNALS:
                 if signal.getsignal(number) == self.handle:
                     signal.signal(number, self.handle)
         self.raise_if_asked()
 
     def end(self) -> None:
-        """The run has ended: there is nothing left to cut short."""
+        """Cancel all timers at the end of the run."""
         for timer in self._timers:
             timer.cancel()
 
 
 @contextmanager
 def listen(stop: Stop | None = None) -> Iterator[Stop]:
-    """Signals go to the `Stop` that this yields: ``stop``, as if it had heard nothing yet, or a new one.
+    """Send signals to the yielded `Stop`: ``stop``, after a reset, or a new one.
 
-    Nothing changes where ``stop`` listens already, or outside the main thread, where Python allows no handlers.
+    Nothing changes if ``stop`` is already listening, or outside the main thread, where Python does not allow handlers.
     """
     stop = stop or Stop()
-    # A caller further out may listen with this `Stop` already; its handlers must not be taken away at the end of the
-    # inner block.
+    # An outer caller may already listen with this `Stop`, and the inner block must not remove its handlers.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == stop.handle:
         yield stop
         return
@@ -251,8 +252,10 @@ def listen(stop: Stop | None = None) -> Iterator[Stop]:
 
 @contextmanager
 def listed_signals() -> Iterator[list[int]]:
-    """List the signals that ask for an end instead of obeying them, and pass over SIGUSR1, which is for runs. A signal
-    that was ignored (nohup) stays ignored."""
+    """Collect termination signals in a list instead of handling them, and ignore SIGUSR1, which is for runs.
+
+    A signal that was ignored (nohup) stays ignored.
+    """
     received: list[int] = []
     numbers = [
         number

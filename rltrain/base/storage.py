@@ -1,4 +1,4 @@
-"""Storage that may be gone for a moment, as network storage is while a server starts anew, or full."""
+"""Access to storage that may be full or temporarily unavailable, such as network storage during a server restart."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ clock = SYSTEM
 
 
 def patiently(path: Path, read: Callable[[], T]) -> T:
-    """What ``read`` returns, which looks at ``path``; tried again for seconds where storage fails.
+    """Call ``read``, which accesses ``path``, and retry for seconds if storage fails.
 
-    Raises StorageError where it does not come back. That something is not there, or is a folder, is an answer and no
-    failure: these OSErrors are raised as they are, and so are those without a number.
+    Raises StorageError if it does not recover. A missing file or a folder is a result instead of a failure: these
+    OSErrors are raised unchanged, and so are errors without errno.
     """
     deadline = 0.0
     while True:
@@ -34,9 +34,9 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise
         except OSError as error:
-            if error.errno is None:  # no word of the system: a library has read something that it cannot use
+            if error.errno is None:  # not from the system: a library has read unusable data
                 raise
-            # Counted from the first failure, as reading itself may take long.
+            # From the first failure, because reading itself may take long.
             deadline = deadline or clock.monotonic() + TRIED_S
             if clock.monotonic() > deadline:
                 raise StorageError(
@@ -48,8 +48,9 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
 
 
 def matching(name: str) -> list[Path]:
-    """The file or folder of this path; else the files that it matches as a pattern (``*``, ``?``, ``[…]``, ``**``), in
-    the order of their names. Empty where there is nothing."""
+    """Return the file or folder at this path, or the files that match it as a pattern (``*``, ``?``, ``[…]``, ``**``),
+    sorted by name. Empty without a match.
+    """
     path = Path(name).expanduser()
     if path.exists():
         return [path]
@@ -60,15 +61,14 @@ def matching(name: str) -> list[Path]:
 
 
 def run_folder(run: Path) -> Path:
-    """``run``, which a person has named. Raises DataError where it is no folder."""
+    """Return ``run``, a user-given path. Raises DataError if it is not a folder."""
     if not run.is_dir():
         raise DataError(f"{run} is no folder. Give the run folder (trainer.default_local_dir).")
     return run
 
 
 def json_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one on each line, none where it is not there. Lines that a kill has cut off are passed
-    over. Raises StorageError."""
+    """Return the objects of a JSON-lines file, [] if it is missing. Skips truncated lines. Raises StorageError."""
     values = []
     for line in lines_of(file):
         with suppress(ValueError):
@@ -77,7 +77,7 @@ def json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(file: Path, keepends: bool = False) -> list[str]:
-    """The lines of a file, none where it is not there. Raises StorageError, and OSError for what is no file."""
+    """Return the lines of a file, [] if it is missing. Raises StorageError, and OSError if it is not a file."""
     try:
         return patiently(file, partial(file.read_text, encoding="utf-8", errors="replace")).splitlines(keepends)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def lines_of(file: Path, keepends: bool = False) -> list[str]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """An OSError within becomes the DiskError or StorageError that names ``path``."""
+    """Convert an OSError inside the context to a DiskError or StorageError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -96,9 +96,9 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A path to write to, which takes the name of ``file`` at the end: that is there whole or as it was before.
+    """Yield a temporary path that replaces ``file`` at the end, so that ``file`` is either complete or unchanged.
 
-    Its folder is made. Raises DiskError or StorageError.
+    Creates its folder. Raises DiskError or StorageError.
     """
     temporary = file.with_name(f".{file.name}.tmp")
     with disk_errors(file):
@@ -112,13 +112,13 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write a file whole or not at all. Raises DiskError or StorageError."""
+    """Write a file atomically. Raises DiskError or StorageError."""
     with replacing(file) as temporary:
         temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """What `write_json` has written; None where there is no file. Raises DataError and StorageError."""
+    """Return the content of a `write_json` file, or None if it is missing. Raises DataError and StorageError."""
     try:
         value = json.loads(patiently(file, file.read_bytes))
     except (FileNotFoundError, NotADirectoryError):
@@ -129,7 +129,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def converter_hint(name: str) -> str:
-    """Return how to make files of a data set that is named as on the hub, such as openai/gsm8k; else ""."""
+    """Return how to create files of a data set with a hub name, such as openai/gsm8k; else ""."""
     owner, _, leaf = name.partition("/")
     module = leaf.lower().replace("-", "_")
     if not owner.strip("./~") or not module.isidentifier():

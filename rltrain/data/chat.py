@@ -1,8 +1,8 @@
 """Conversations as token ids, in one place: chat template, images, prompt length, truncation, stop tokens.
 
-Prompts, the reward model's conversations and the linter's counts must agree token by token, so all of them come from
-`ChatEncoder`. The tokens of a prompt follow from its texts and the sizes of its images (`expanded`), which stand in the
-heads of the files; pixels are made of it where and when they are needed (`with_pictures`).
+Prompts, the reward model's conversations and the linter's counts must have the same tokens, so all of them use
+`ChatEncoder`. The tokens of a prompt depend only on its texts and the sizes of its images (`expanded`), which are in
+the headers of the files. Pixels are computed where and when they are needed (`with_pictures`).
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from rltrain.data.loading import generation_eos, load_config, load_processor, lo
 from rltrain.data.row_tools import RowTools, row_tools
 from rltrain.data.trial import CPU_S, memory_bound, trouble
 
-# More than any model reads, of one conversation.
+# Upper bound for one conversation, more than any model reads.
 _MOST_CHARS = 10_000_000
 
 Message = dict[str, Any]
@@ -42,12 +42,12 @@ Tools = Sequence[dict[str, Any]] | None
 
 @dataclass(eq=False)
 class ChatEncoder:
-    """Conversations to token ids and back, by the tokenizer and chat template of a model folder (or hub name).
+    """Encoder and decoder of conversations, with the tokenizer and chat template of a model folder (or hub name).
 
-    The tokenizer is loaded on first use and left out of a pickle, so the object may be handed to any process.
-    ``chat_template`` replaces the model's own: Jinja text, or the path of a file that holds it. ``template_kwargs`` are
-    handed to the template (``enable_thinking`` and the like). ``min_pixels``, ``max_pixels``: images are scaled to lie
-    between them, beside the bounds that the model's processor has.
+    The tokenizer is loaded on first use and not pickled, so the object can be sent to any process. ``chat_template``
+    replaces the model's template: Jinja text, or the path of a file with it. ``template_kwargs`` are passed to the
+    template (such as ``enable_thinking``). ``min_pixels``, ``max_pixels``: images are scaled to these bounds, in
+    addition to the processor's own.
     """
 
     path: str
@@ -57,7 +57,7 @@ class ChatEncoder:
     min_pixels: int | None = None
     max_pixels: int | None = None
     row_tools: RowTools = field(default_factory=RowTools)
-    """The tools that conversations show, unless they are given others."""
+    """Default tools of conversations."""
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -68,13 +68,13 @@ class ChatEncoder:
         return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
     def encode(self, messages: Sequence[Message], *, tools: Tools = None) -> list[int]:
-        """Token ids of a conversation, ending where the assistant starts to answer. tools: their JSON schemas."""
+        """Return the token ids of a conversation, up to where the assistant's response starts. tools: JSON schemas."""
         return self.encode_batch([messages], tools=tools)[0]
 
     def encode_batch(
         self, conversations: Sequence[Sequence[Message]], *, answered: bool = False, tools: Tools = None
     ) -> list[list[int]]:
-        """``encode`` of several conversations; much faster than one by one.
+        """Encode several conversations, much faster than one by one.
 
         ``answered``: a conversation ends with the assistant's message, and so do its ids.
         """
@@ -83,7 +83,7 @@ class ChatEncoder:
         return self._templated(conversations, tokenize=True, answered=answered, tools=tools)
 
     def written(self, messages: Sequence[Message], *, answered: bool = False, tools: Tools = None) -> str:
-        """Text whose token ids ``encode`` gives."""
+        """Return the text that `encode` tokenizes."""
         return self._templated([messages], tokenize=False, answered=answered, tools=tools)[0]
 
     def _templated(
@@ -103,8 +103,7 @@ class ChatEncoder:
                 return_dict=False,  # transformers 5 returns a BatchEncoding by default
                 **self.template_kwargs,
             )
-        # Templates are programs: what they raise of themselves is the data's fault, anything else is ours and keeps its
-        # traceback.
+        # Templates are programs: their own errors are DataErrors; other errors are bugs and keep their traceback.
         except Exception as error:
             if not _is_template_error(error):
                 raise
@@ -113,9 +112,10 @@ class ChatEncoder:
     def try_template(
         self, conversations: Sequence[Sequence[Message]], num_images: Sequence[int] = (), cpu_s: int = CPU_S
     ) -> None:
-        """Raise DataError if the chat template does not end, or fills the memory, where it writes these.
+        """Raise DataError if the chat template hangs or exhausts memory on these conversations.
 
-        num_images: of each. The template runs in a fork of this process: a driver's, before it starts anything.
+        num_images: per conversation. The template runs in a fork of this process, so the driver calls it before it
+        starts anything.
         """
         _ = self.tokenizer
         numbers = num_images or [0] * len(conversations)
@@ -131,43 +131,44 @@ class ChatEncoder:
                 f"the chat template {whose} {problem} on a conversation that it is to write. Set "
                 "actor_rollout_ref.model.custom_chat_template to another, or take the model from whom you trust."
             )
-        # Compiled once for all conversations: Jinja computes constants then, and goes on without one that does not fit.
+        # Compiled once for all conversations, because Jinja evaluates constants then, and skips one that exceeds the
+        # memory.
         with memory_bound(), suppress(DataError):
             self._templated(conversations[:1], tokenize=False)
 
     def encode_prompt(self, messages: Sequence[Message], images: Sequence[Any] = ()) -> EncodedPrompt:
-        """A conversation with its images, which stand where its texts have ``<image>``.
+        """Encode a conversation with its images, which are at the ``<image>`` slots of its texts.
 
-        images: as `open_image` takes them. Raises DataError for a family whose images cannot be trained on, for slots
-        and images that do not fit, and for an image that cannot be read, which it counts from 1.
+        images: see `open_image`. Raises DataError for a family whose images cannot be trained on, for a mismatch of
+        slots and images, and for an unreadable image, which is counted from 1.
         """
         pictures = self.open_images(images)
         tokens = np.asarray(self.expanded([messages], [[picture.size for picture in pictures]])[0][0], dtype=np.int32)
         return self.with_pictures(tokens, pictures)
 
     def can_see(self) -> None:
-        """Raise DataError, with the reason, where prompts with images cannot be used with the model."""
+        """Raise DataError, with the reason, if prompts with images cannot be used with the model."""
         _ = self._family
         _ = self.processor
 
     @property
     def heeds_bounds(self) -> bool:
-        """Whether bounds of pixels change how many tokens an image takes."""
+        """True if pixel bounds change the number of tokens of an image."""
         return self._family.takes_max_pixels
 
     @property
     def pixels_per_token(self) -> int:
-        """Of an image."""
+        """Pixels of an image per token."""
         return self._unit**2
 
     def open_images(self, images: Sequence[Any]) -> list[Any]:
-        """PIL images in RGB, within the bounds. Raises DataError, which counts the image from 1."""
+        """Open images as RGB PIL images within the bounds. Raises DataError, which counts the image from 1."""
         if images:
             self.can_see()
         return [self._picture(*numbered_image, len(images)) for numbered_image in enumerate(images, 1)]
 
     def bounded_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of an image within the bounds."""
+        """Return the width and height of an image within the bounds."""
         return bounded_size(size, self.min_pixels, self.max_pixels, self._unit)
 
     def expanded(
@@ -176,10 +177,10 @@ class ChatEncoder:
         sizes: Sequence[Sequence[tuple[int, int]]],
         tools: Tools = None,
     ) -> list[tuple[list[int], int, int]]:
-        """Token ids of conversations, placeholders repeated for as many tokens as each image takes; of these images,
-        the rows of pixels and the tokens.
+        """Encode conversations, with a placeholder per image token. Returns ids, pixel rows and image tokens of each.
 
-        sizes: width and height of the images of each, within the bounds. No pixel is looked at. tools: as in `encode`.
+        sizes: width and height of the images of each conversation, within the bounds. Pixels are not read. tools: see
+        `encode`.
         """
         parts = [with_parts(conversation, len(of)) for conversation, of in zip(conversations, sizes, strict=True)]
         plain = [place for place, of in enumerate(sizes) if not of]
@@ -194,9 +195,9 @@ class ChatEncoder:
         return [encoded[place] for place in range(len(parts))]
 
     def num_rows(self, size: tuple[int, int]) -> int:
-        """Rows of pixels (patches or tiles) that the processor makes of an image of this width and height.
+        """Return the rows of pixels (patches or tiles) that the processor makes of an image of this width and height.
 
-        Raises DataError where it refuses the image.
+        Raises DataError if it rejects the image.
         """
         if size not in self._known_sizes:
             try:
@@ -234,9 +235,9 @@ class ChatEncoder:
         return token_ids
 
     def with_images(self, ids: Sequence[int], pictures: Sequence[Any]) -> EncodedPrompt:
-        """A text in whose token ids one placeholder stands for each of the pictures (from `open_images`).
+        """Encode token ids with one placeholder for each of the pictures (from `open_images`).
 
-        Raises DataError where there are more or fewer, and for an image that the processor refuses.
+        Raises DataError if the numbers differ, or the processor rejects an image.
         """
         if not pictures:
             return EncodedPrompt(np.asarray(ids, dtype=np.int32))
@@ -247,7 +248,7 @@ class ChatEncoder:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int], Fraction]:
-        """Tokens that the processor puts before and behind those of an image; tokens per row of pixels."""
+        """Tokens that the processor adds before and after the tokens of an image, and tokens per row of pixels."""
         features = self._processed(self.processor.image_token, [blank_image()])
         ids, token = features["input_ids"][0].tolist(), self.processor.image_token_id
         number, first = ids.count(token), ids.index(token)
@@ -260,9 +261,9 @@ class ChatEncoder:
             raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
 
     def with_pictures(self, tokens: np.ndarray, pictures: Sequence[Any]) -> EncodedPrompt:
-        """Pixels, grids and positions of a prompt.
+        """Compute pixels, grids and positions of a prompt.
 
-        tokens [n]: from `expanded`. pictures: from `open_images`. Raises DataError where the two do not fit.
+        tokens [n]: from `expanded`. pictures: from `open_images`. Raises DataError if the two do not match.
         """
         if not pictures:
             return EncodedPrompt(tokens)
@@ -286,7 +287,7 @@ class ChatEncoder:
         return EncodedPrompt(tokens, prompt_images)
 
     def _picture(self, number: int, image: Any, count: int) -> Any:
-        """Image ``number`` of ``count``, opened and within the bounds."""
+        """Open image ``number`` of ``count`` and scale it to the bounds."""
         try:
             return bounded(open_image(image), self.min_pixels, self.max_pixels, self._unit)
         except DataError as error:
@@ -294,13 +295,13 @@ class ChatEncoder:
 
     @cached_property
     def _unit(self) -> int:
-        """Pixels of the edge of a token."""
+        """Edge of a token in pixels."""
         of_processor = self.processor.image_processor
         return int(getattr(of_processor, "patch_size", 1) * getattr(of_processor, "merge_size", 1))
 
     @cached_property
     def processor(self) -> Any:
-        """The transformers processor of texts with images."""
+        """Processor of transformers for texts with images."""
         return load_processor(self.path, self.trust_remote_code)
 
     @cached_property
@@ -311,43 +312,43 @@ class ChatEncoder:
 
     @property
     def has_tower(self) -> bool:
-        """Whether the model sees images, by its config.json alone."""
+        """True if config.json has a vision tower."""
         return getattr(self._model, "vision_config", None) is not None
 
     @property
     def model_vocab_size(self) -> int | None:
-        """Token ids that the model knows, by its config.json alone; None where that does not say."""
+        """Vocabulary size of the model from config.json, or None if it does not give one."""
         return None if self._model is None else getattr(self._model.get_text_config(), "vocab_size", None)
 
     @cached_property
     def _model(self) -> Any:
-        """The configuration of the model, or None."""
+        """Configuration of the model, or None."""
         return load_config(self.path, self.trust_remote_code)
 
     def decode_batch(self, answers: Sequence[Sequence[int] | np.ndarray], *, special: bool = False) -> list[str]:
-        """Texts of answers, special tokens left out unless asked for."""
+        """Decode responses, without special tokens unless ``special``."""
         lists = [ids.tolist() if isinstance(ids, np.ndarray) else list(ids) for ids in answers]
         return self.tokenizer.batch_decode(lists, skip_special_tokens=not special)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer, its chat template checked."""
+        """Tokenizer of transformers, with a validated chat template."""
         return load_tokenizer(self.path, self.trust_remote_code, self.chat_template)
 
     @property
     def ignores_generation_prompt(self) -> bool:
-        """Whether the template writes the same with and without the opening of the assistant's answer."""
+        """True if the template writes the same with and without the generation prompt."""
         messages: list[Message] = [{"role": "user", "content": "?"}]
         return self.encode(messages) == self.encode_batch([messages], answered=True)[0]
 
     @property
     def backend(self) -> Any:
-        """The ``tokenizers.Tokenizer``, which turns ids into text without transformers; None where there is none."""
+        """``tokenizers.Tokenizer``, which decodes without transformers, or None for a slow tokenizer."""
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
-        """Every token that ends an answer: the tokenizer's and those of generation_config.json; ascending."""
+        """Tokens that end a response, ascending: from the tokenizer and generation_config.json."""
         # The two often differ: a chat model ends its turn with a token that is not the tokenizer's eos.
         eos_ids = {self.tokenizer.eos_token_id, *generation_eos(self.path)} - {None}
         if not eos_ids:
@@ -356,12 +357,12 @@ class ChatEncoder:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the tokenizer, added ones included (a model's embedding may be larger)."""
+        """Number of tokens of the tokenizer, including added ones (a model's embedding may be larger)."""
         return len(self.tokenizer)
 
 
 def chat_encoder(cfg: Config) -> ChatEncoder:
-    """The encoder of the policy's model folder, with the chat template and arguments that the config gives."""
+    """Return the encoder of the policy's model folder, with the configured chat template and arguments."""
     model = cfg.actor_rollout_ref.model
     return ChatEncoder(
         model.path,
@@ -388,7 +389,7 @@ def _refuse_media(messages: Sequence[Message]) -> None:
 def _is_template_error(error: Exception) -> bool:
     from jinja2.exceptions import TemplateError
 
-    # A template that adds None to a text raises Python's own TypeError, and one that divides by 0 an ArithmeticError.
-    # A MemoryError stays one: `try_template` tells it.
+    # A template that adds None to a text raises Python's TypeError, and one that divides by 0 an ArithmeticError.
+    # MemoryError is not included, because `try_template` reports it.
     of_python = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
     return isinstance(error, (TemplateError, *of_python))

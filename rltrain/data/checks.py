@@ -1,4 +1,4 @@
-"""What a file and a row of verl's parquet schema must hold."""
+"""Checks of files and rows in verl's parquet schema."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,31 +8,32 @@ import pyarrow as pa
 
 from rltrain.base.errors import DataError, short
 
-# The column of videos, as in verl's files.
+# Column of videos, as in verl's files.
 VIDEOS = "videos"
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Which columns hold the prompt, the data source and the images (``data.prompt_key``, ``data.reward_fn_key``,
-    ``data.image_key``)."""
+    """Columns of the prompt, the data source and the images (``data.prompt_key``, ``data.reward_fn_key``,
+    ``data.image_key``).
+    """
 
     prompt: str = "prompt"
     source: str = "data_source"
-    # Fingerprints are made of the text of the others, and what images are stands in the rows.
+    # Excluded from the repr, which is part of fingerprints: the content of images is hashed per row.
     image: str = field(default="images", repr=False)
 
     def required(self) -> tuple[str, ...]:
-        """Columns without which a file is none of verl's."""
+        """Return the required columns of verl's files."""
         return (self.prompt, self.source, "reward_model")
 
     def optional(self) -> tuple[str, ...]:
-        """Columns that are read where they are there."""
+        """Return the columns that are read if they exist."""
         return ("ability", "extra_info", "agent_name")
 
 
 def check_names(path: str, names: Sequence[str]) -> None:
-    """Raise DataError if two columns of a file have one name: only one of them would be read."""
+    """Raise DataError if two columns of a file have the same name, because only one of them would be read."""
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise DataError(
             f"{path!r} has {names.count(twice[0])} columns named {twice[0]!r}. Rename or drop all but one of them."
@@ -40,7 +41,7 @@ def check_names(path: str, names: Sequence[str]) -> None:
 
 
 def check_columns(path: str, names: Sequence[str], keys: Keys) -> None:
-    """Raise DataError if a file lacks a column, or has it twice."""
+    """Raise DataError if a column is missing or appears twice."""
     read = {*keys.required(), *keys.optional(), VIDEOS, keys.image}
     check_names(path, [name for name in names if name in read])
     missing = [name for name in keys.required() if name not in names]
@@ -57,7 +58,7 @@ def check_columns(path: str, names: Sequence[str], keys: Keys) -> None:
 
 
 def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:
-    """Raise DataError if a parquet file lacks a column, or has another kind of column for the ground truth."""
+    """Raise DataError if a parquet file misses a column, or if ground truth or images have the wrong type."""
     names = list(schema.names)
     check_columns(path, names, keys)
     reward = schema.field("reward_model").type
@@ -82,7 +83,7 @@ def _holds_images(kind: pa.DataType) -> bool:
 
 
 def row_problem(record: dict[str, Any], keys: Keys) -> str | None:
-    """What is wrong with a row, or None."""
+    """Return the problem of a row, or None."""
     source, reward = record[keys.source], record["reward_model"]
     of_reward = reward if isinstance(reward, dict) else {}
     style, truth = of_reward.get("style"), of_reward.get("ground_truth")
@@ -120,7 +121,7 @@ def _fields_of_tools(extra: dict[str, Any]) -> Iterator[tuple[str, Any, Any, str
 
 def _prompt_problem(prompt: Any, name: str) -> str | None:
     if isinstance(prompt, str):
-        # Not wrapped silently: such a string often went through a chat template already.
+        # Not wrapped silently, because such a string has often passed a chat template already.
         wanted = "a list of messages: [{'role': 'user', 'content': the text}]"
         return f"field {name!r} is a plain string; it must be {wanted}."
     if not isinstance(prompt, list) or not prompt:

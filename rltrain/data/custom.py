@@ -1,10 +1,10 @@
-"""Dataset and sampler classes of the user's own that were written for verl: ``data.custom_cls``, ``data.sampler``.
+"""Dataset and sampler classes of users that were written for verl: ``data.custom_cls``, ``data.sampler``.
 
-Choice: a dataset class is asked for every row once, in the driver, before anything starts; what it gives becomes
-`Rows`. So checks, order, resuming and fingerprints are those of files, and no other process imports the class. Left
-out: what needs the class in the loop, as rows that change from epoch to epoch (``on_batch_end``), token ids and pixels
-of the class's own, and samplers that read verl's batch of tensors (``update``). Images that the class makes are kept as
-encoded files, in the driver and then in Ray's object store; paths are read where they are needed.
+A dataset class is read once, row by row, in the driver before anything starts, and converted to `Rows`. Therefore
+checks, order, resuming and fingerprints are the same as for files, and no other process imports the class. Not
+supported is everything that needs the class in the loop: rows that change between epochs (``on_batch_end``), token ids
+and pixels from the class, and samplers that read verl's batch of tensors (``update``). Images from the class are stored
+as encoded files, in the driver and then in Ray's object store. Image paths are read where they are needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rltrain.data.tables import drawn
 
 log = logging.getLogger(__name__)
 
-# Keys of verl's section data that have no meaning here, and that its classes read all the same.
+# Keys of verl's section data that are meaningless here but read by its classes.
 _OF_VERL: dict[str, Any] = {
     "tokenizer": None, "use_shm": False, "val_batch_size": None, "return_raw_input_ids": False, "return_raw_chat": True,
     "return_full_prompt": False, "dataloader_num_workers": 0, "validation_shuffle": False, "image_patch_size": 14,
@@ -43,20 +43,20 @@ _OF_VERL: dict[str, Any] = {
     "trust_remote_code": False, "return_multi_modal_inputs": True, "mm_processor_kwargs": {}, "tool_config_path": None,
     "function_tool_path": None,
 }  # fmt: skip
-# In a row's multi_modal_data.
+# Unsupported keys of a row's multi_modal_data.
 _OTHERS = ("video", "audio")
 _PLAIN = (bool, int, float, str, bytes)
 
 
 def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Rows:
-    """The rows that the class of ``data.custom_cls`` makes of ``files``, at most ``max_rows`` (0 or less: all).
+    """Read at most ``max_rows`` (0 or less: all) rows of ``files`` by the class of ``data.custom_cls``.
 
-    Raises ConfigError for a class that cannot be used, with the user's traceback where it raises; DataError for rows
-    that lack what a row of a file must have.
+    Raises ConfigError for an unusable class, with the user's traceback if it raises, and DataError for rows that miss
+    required fields.
     """
     name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
     dataset, count = _dataset(data, files, tokenizer, max_rows)
-    # Of a class that takes no max_samples; any other has chosen so many itself.
+    # For a class that does not take max_samples. Others have already limited their rows.
     numbers = drawn(count, max_rows, data.seed if data.shuffle else None)
     folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
     records = (_record(dataset, row, data, name, folder) for row in numbers.tolist())
@@ -64,7 +64,7 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
 
 
 def class_config(data: DataConfig) -> DictConfig:
-    """The section data as classes of verl read it, with ``own_keys`` in their places."""
+    """Return the section data in the form that verl's classes read, with ``own_keys`` merged in."""
     settings = asdict(data)
     own_keys = settings.pop("own_keys")
     for section, key, names in (
@@ -80,9 +80,9 @@ def class_config(data: DataConfig) -> DictConfig:
 
 
 def call_class(key: str, made: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-    """An object of the user's class, called by keyword with what it takes of ``offered``.
+    """Create an object of the user's class, with those keyword arguments of ``offered`` that it accepts.
 
-    Raises ConfigError if it needs more, or raises.
+    Raises ConfigError if it requires others, or raises.
     """
     parameters = inspect.signature(made).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -101,7 +101,7 @@ def call_class(key: str, made: Callable[..., Any], offered: Mapping[str, Any]) -
 
 
 def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tuple[Any, int]:
-    """What the class, or a function in its place, makes, and how many rows it has."""
+    """Create the dataset by the class, or by a function. Returns it and its number of rows."""
     name = f"data.custom_cls={data.custom_cls}"
     kind = load_plugin("data.custom_cls", data.custom_cls or "")
     if hasattr(kind, "on_batch_end"):
@@ -121,7 +121,7 @@ def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tup
 
 
 def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -> dict[str, Any]:
-    """The fields of one row: ``raw_prompt`` (or the prompt's column), the columns of verl's files, and images."""
+    """Return the fields of one row: ``raw_prompt`` (or the prompt's column), columns of verl's files, and images."""
     try:
         item = dataset[row]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
@@ -136,7 +136,7 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
             "Messages are needed, because prompts are tokenised here; token ids of the class's own are not used."
         )
     media = item.get("multi_modal_data") or {}
-    # Not by their truth, which an array of several does not have.
+    # Not by truth value, which an array of several elements does not have.
     foreign = {medium: item.get(medium) for medium in ("videos", "audios")} | {
         medium: media.get(medium) for medium in _OTHERS
     }
@@ -157,7 +157,7 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
 
 
 def _taken_out(messages: Any) -> tuple[Any, list[Any]]:
-    """The messages with bare places for the images that stand inside of them, as verl's newer classes write it."""
+    """Split messages with inline images, as verl's newer classes write them, into messages with slots and images."""
     images: list[Any] = []
 
     def bare(part: Any) -> Any:
@@ -177,8 +177,8 @@ def _taken_out(messages: Any) -> tuple[Any, list[Any]]:
 
 
 def _stored(image: Any, folder: Path) -> Any:
-    """An image as other processes can read it: the bytes of a file, or its whole path."""
-    if hasattr(image, "save"):  # an image of Pillow's
+    """Convert an image so that other processes can read it: the bytes of a file, or its absolute path."""
+    if hasattr(image, "save"):  # a Pillow image
         file = BytesIO()
         open_image(image).save(file, "PNG")
         return {"bytes": file.getvalue(), "path": None}
@@ -189,8 +189,9 @@ def _stored(image: Any, folder: Path) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Arrays, tensors and members of enums as lists, numbers and texts: other processes must read a row without the
-    user's packages."""
+    """Convert arrays, tensors and enum members to lists, numbers and texts, because other processes must read a row
+    without the user's packages.
+    """
     value = value.value if isinstance(value, Enum) else value
     if value is None:
         return None
@@ -206,14 +207,14 @@ def _plain(value: Any, where: str) -> Any:
 
 
 class RowTable(Sequence[dict[str, Any]]):
-    """The training rows as verl's samplers look at them: ``table[3]`` is a row, ``table["data_source"]`` a column."""
+    """Training rows in the form that verl's samplers read: ``table[3]`` is a row, ``table["data_source"]`` a column."""
 
     def __init__(self, rows: Rows):
         self._rows = rows
 
     @property
     def dataframe(self) -> RowTable:
-        """The table itself."""
+        """Return the table itself."""
         return self
 
     def __len__(self) -> int:
@@ -241,15 +242,16 @@ def _as_verl(row: PromptRow) -> dict[str, Any]:
 
 
 def is_verls(made: Callable[..., Any]) -> bool:
-    """Whether a sampler class was written for verl."""
+    """Return whether a sampler class was written for verl."""
     return not {"data_source", "data_config"}.isdisjoint(inspect.signature(made).parameters)
 
 
 class EpochSampler:
-    """Batches out of a sampler that was written for verl: it names rows one by one and is begun anew for every epoch.
+    """Batches from a sampler that was written for verl, which yields single rows and is iterated anew for every epoch.
 
-    As in verl, batches are cut out of what it yields, and the tail of an epoch is left out. A row that comes twice in a
-    batch is taken once, because the random numbers of answers are counted by row: its answers would be the same.
+    As in verl, its rows are cut into batches, and the incomplete last batch of an epoch is dropped. A row that is
+    repeated in a batch is used once, because the random numbers of responses depend on the row, so that its responses
+    would be equal.
     """
 
     def __init__(self, key: str, made: Callable[..., Any], data: DataConfig, order: BatchOrder, rows: Rows) -> None:
@@ -268,12 +270,12 @@ class EpochSampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        """As its length says."""
+        """Batches per epoch from the sampler's length."""
         size = self._order.batch_size
         return len(self._made) // size if hasattr(self._made, "__len__") else self._order.steps_per_epoch
 
     def rows(self, draw: int) -> list[int]:
-        """The next batch; the first of a new epoch where this one has too few rows left."""
+        """Return the next batch, or the first of a new epoch if too few rows are left."""
         batch = self._batch()
         if len(batch) < self._order.batch_size:
             self._epoch += 1
@@ -305,18 +307,18 @@ class EpochSampler:
         return list(batch)
 
     def epoch(self, draw: int) -> int:
-        """The epoch of the newest batch."""
+        """Return the epoch of the latest batch."""
         return max(self._epoch, 0)
 
     def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
-        """Nothing: what it yields does not depend on answers."""
+        """Do nothing: verl's samplers do not depend on responses."""
 
     def state(self) -> dict[str, Any]:
-        """How many batches were drawn, and a check of their rows."""
+        """Return the number of batches, and a checksum of their rows."""
         return {"draws": np.array(self._draws), "check": np.array(self._check)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Draw the batches of before again, to go on behind them."""
+        """Draw the earlier batches again, to continue after them."""
         while self._draws < int(state["draws"]):
             self.rows(self._draws)
         if self._check != int(state["check"]):

@@ -1,8 +1,8 @@
-"""Files of data: which ones a name stands for, what a file is, and the records of JSON and CSV.
+"""Data files: resolution of names, detection of file types, and the records of JSON and CSV.
 
-A name may be a pattern or a folder, and its ending may be wrong or missing. So the first bytes decide what a file is,
-and what is not read is named for what it is: a pointer of Git LFS is no damaged parquet file. JSON comes in several
-forms, which are told apart by what they hold; one that could be read in two ways is refused.
+A name may be a pattern or a folder, and its ending may be wrong or missing. Therefore the first bytes determine the
+type, and the error for an unsupported file names its type: for example, a Git LFS pointer is not reported as a damaged
+parquet file. The form of JSON is determined by its content. Ambiguous content is an error.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _COMPRESSED: tuple[tuple[bytes, Callable[[Path], Any]], ...] = (
     (b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open),
     (b"\x28\xb5\x2f\xfd", lambda file: pa.input_stream(str(file), compression="zstd")),
 )  # fmt: skip
-# JSON and CSV of other programs, with and without a mark at the beginning.
+# UTF-16 of JSON and CSV from other programs, with and without a byte order mark.
 _WIDE = ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"), (b"{\0", "utf-16-le"), (b"[\0", "utf-16-le"))
 _TO_PARQUET = "write it as parquet (in pandas: to_parquet)"
-# The first bytes of what is not read, what it is, and what to do.
+# First bytes of unsupported files, with a description and a fix.
 _OTHERS = (
     (rb"version https://git-lfs", "a pointer of Git LFS and not the data: run `git lfs pull` where it was cloned"),
     (rb"(\.\./|/)*(\.git/)?annex/objects", "a pointer of git-annex and not the data: run `git annex get` on it"),
@@ -59,9 +59,9 @@ _OTHERS = (
 
 
 def files_of(name: str) -> list[str]:
-    """The files of a path, a pattern or a folder, in the order of their names; a path to nothing stays as it is.
+    """Return the files of a path, a pattern or a folder, sorted by name. A path without a match is returned unchanged.
 
-    Raises DataError for a folder that holds nothing to read, or training and test files side by side.
+    Raises DataError for a folder without readable files, or with both training and test files.
     """
     paths = [Path(name)] if "://" in name else matching(name)
     if not paths:
@@ -93,7 +93,7 @@ def _of_folder(name: str, folder: Path) -> list[str]:
 
 
 def kind_of(name: str, file: Path) -> str:
-    """``parquet``, ``json`` or ``csv``. Raises DataError, which says what it is, for any other file; OSError."""
+    """Return ``parquet``, ``json`` or ``csv``. Raises DataError, which names the type, for any other file; OSError."""
     if file.stat().st_size == 0:
         raise DataError(f"data file {name!r} is empty (0 bytes); write it again.")
     with file.open("rb") as stream:
@@ -123,9 +123,9 @@ def kind_of(name: str, file: Path) -> str:
 
 
 def records(name: str, file: Path, kind: str, mended: Callable[[int], object] = lambda row: None) -> Iterator[Any]:
-    """The records of a file of ``json`` or ``csv``, in order. Raises DataError with the line for what cannot be read.
+    """Yield the records of a ``json`` or ``csv`` file, in order. Raises DataError with the line for unreadable content.
 
-    mended(row): is told of a record in whose texts half a character (a lone surrogate), which no file can hold, was
+    mended(row): called for each record in whose texts half a character (a lone surrogate), which no file can store, was
     replaced by �.
     """
     with _content(name, file) as content:
@@ -136,12 +136,12 @@ def records(name: str, file: Path, kind: str, mended: Callable[[int], object] = 
 
 
 class _Bad(Exception):
-    """Names a line, and what is wrong with it."""
+    """The line number and problem of bad content."""
 
 
 @contextmanager
 def _content(name: str, file: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file: unpacked, and as UTF-8. A file that ends in the middle is an error with its name."""
+    """Open a file, decompressed and as UTF-8. A truncated file raises an error with its name."""
     with file.open("rb") as stream:
         head = stream.read(8)
     opener: Any = next(
@@ -179,14 +179,14 @@ def _json(content: BinaryIO, mended: Callable[[int], object]) -> Iterator[Any]:
 
 
 def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """Records, each with the text that it was read from (of a document: with "", if it has no halves)."""
+    """Yield records with their source text (for a document: "" if it has no lone surrogates)."""
     lines = ((number, line) for number, raw in enumerate(content, 1) if (line := _line(raw, number)).strip())
     number, text = next(lines, (0, ""))
     try:
         first = json.loads(text, object_pairs_hook=_object) if text else None
     except (ValueError, RecursionError):
         first = None
-    if not isinstance(first, dict):  # not one record a line
+    if not isinstance(first, dict):  # not one record per line
         text = "".join([text, *(line for _, line in lines)])
         source_text = text if _HALF.search(text) else ""
         yield from ((source_text, record) for value in _documents(text, number) for record in _of_document(value))
@@ -204,7 +204,7 @@ def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_twice(names: Iterable[str]) -> None:
-    """Of two columns or fields with one name only the last would be read."""
+    """Raise _Bad for a repeated name, because only the last value would be read."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise _Bad(f"the name {twice[0]!r} stands twice. Rename or drop one of both.")
 
@@ -222,7 +222,7 @@ def _no_json(number: int, error: Exception) -> _Bad:
 
 
 def _documents(text: str, first_line_number: int) -> Iterator[Any]:
-    """The values that stand in a text one after another, each over as many lines as it likes."""
+    """Yield consecutive JSON values of a text, each on any number of lines."""
     decoder, at = json.JSONDecoder(object_pairs_hook=_object), 0
     while rest := re.compile(r"\S").search(text, at):
         try:
@@ -234,7 +234,7 @@ def _documents(text: str, first_line_number: int) -> Iterator[Any]:
 
 
 def _of_document(value: Any) -> list[Any]:
-    """The records of a value that is all of a file: a list, a list below one name, or columns."""
+    """Return the records of a value that is a whole file: a list, a list under one name, or columns."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict) or not value:
@@ -256,7 +256,7 @@ def _of_document(value: Any) -> list[Any]:
         if isinstance(column, list) and column and all(isinstance(cell, dict) for cell in column)
     ]
     if len(tables) == 1 and not any(isinstance(column, list) and column is not tables[0] for column in columns):
-        # Messages are no records.
+        # Messages are not records.
         return [value] if {"role", "from", "content", "value"} & tables[0][0].keys() else tables[0]
     return [value]
 
@@ -275,7 +275,7 @@ def _without_halves(value: Any) -> Any:
 
 
 def _csv(content: BinaryIO) -> Iterator[dict[str, str | None]]:
-    """Rows by the names in the first line, where the most frequent sign parts the cells. An empty cell is None."""
+    """Yield rows by the names in the first line. Its most frequent separator is used. An empty cell is None."""
     lines = (_line(raw, number) for number, raw in enumerate(content, 1))
     header = next(lines, "")
     sign = max(",;\t", key=header.count)
@@ -283,7 +283,7 @@ def _csv(content: BinaryIO) -> Iterator[dict[str, str | None]]:
     rows = csv.reader(chain([header], lines), delimiter=sign, strict=True)
     try:
         names = next(rows, [])
-        _refuse_twice(name for name in names if name)  # some programs write columns without a name
+        _refuse_twice(name for name in names if name)  # some programs write unnamed columns
         for row in filter(None, rows):
             if len(row) != len(names):
                 raise _Bad(f"line {rows.line_num} has {len(row)} cells, and the first line has {len(names)}.")

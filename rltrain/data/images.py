@@ -1,8 +1,8 @@
-"""Images of texts, before any model sees them: where they stand in a conversation, opened, bounded and numbered.
+"""Images of texts before any model processes them: slots in conversations, opening, scaling and positions.
 
-Filter, rollout and training must see the same pixels and the same places. So an image is opened and scaled here once,
-and everything else takes what this returns. Pixel bounds scale the image itself, whichever processor follows: engines
-with a processor of their own then need not be told of them. Left out: videos.
+Filter, rollout and training must see the same pixels and positions. Therefore an image is opened and scaled once here.
+Pixel bounds scale the image itself, independently of the processor, so that engines with their own processor do not
+need the bounds. Videos are not supported.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rltrain.base.errors import DataError
 from rltrain.base.image_files import begins_as_image, file_bytes, reading
 from rltrain.config.schema.families import FAMILIES, Family, family
 
-# What stands for an image in the text of a row, as in verl's files.
+# Slot of an image in the text of a row, as in verl's files.
 SLOT = "<image>"
 _VIDEO_SLOT = "<video>"
-# A file of a few kilobytes can claim to be gigabytes of pixels.
+# A file of a few kilobytes can declare gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
-# The same for Pillow, which would start Ghostscript for EPS.
+# Allowed formats, because Pillow would start Ghostscript for EPS.
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
-# Of EXIF: from the fifth value on, width and height are exchanged. In a PNG it may stand behind the pixels.
+# EXIF orientation: values from 5 on swap width and height. In a PNG it may come after the pixels.
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 _MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
 
 
 def family_of(model_type: str, has_tower: bool = True) -> Family:
-    """The family of a configuration. Raises DataError with the reason where its images cannot be trained on."""
+    """Return the family of a configuration. Raises DataError with the reason if its images cannot be trained on."""
     entry = family(model_type)
     if entry.images:
         return entry
@@ -46,20 +46,20 @@ def family_of(model_type: str, has_tower: bool = True) -> Family:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of one prompt, or of the answer behind it, as its model takes them."""
+    """Images of one prompt, or of the response after it, as model inputs."""
 
     pixel_values: np.ndarray
-    """[rows, …] (float32): the patches (or tiles) of all images, one image after the other."""
+    """[rows, …] (float32): patches (or tiles) of all images, image after image."""
     grids: np.ndarray | None
-    """[images, 3] (int64): patches in time, height and width; None for a family of tiles of one size."""
+    """[images, 3] (int64): patches in time, height and width. None for a family of tiles of one size."""
     num_rows: np.ndarray
     """[images]: rows of ``pixel_values``."""
     num_tokens: np.ndarray
-    """[images]: placeholders in the text."""
+    """[images]: number of placeholders in the text."""
     places: np.ndarray
-    """[sum of num_tokens]: places of the placeholders in the text."""
+    """[sum of num_tokens]: indices of the placeholders in the text."""
     positions: np.ndarray | None
-    """[3, text length] (int64): positions of all its tokens, from 0; None where they count 0, 1, 2, …"""
+    """[3, text length] (int64): positions of all its tokens, from 0. None if they are 0, 1, 2, …"""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -75,30 +75,30 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """tokens [n] (int32): placeholders repeated for as many tokens as each image takes. A prompt, or its beginning."""
+    """Images and tokens [n] (int32) of a prompt or its beginning, with a placeholder per image token."""
 
     tokens: np.ndarray
     images: PromptImages | None = None
 
     @property
     def position_shift(self) -> int:
-        """How far the positions of an answer are from its places."""
+        """Difference between the positions of a response and its token indices."""
         return answer_position(self.images, len(self.tokens)) - len(self.tokens)
 
     @property
     def image_end(self) -> int:
-        """Where the tokens of the last image end; 0 without images."""
+        """Index after the last image token; 0 without images."""
         return int(self.images.places[-1]) + 1 if self.images else 0
 
     def until(self, stop: int) -> EncodedPrompt:
-        """The first tokens, all images among them."""
+        """Return the first ``stop`` tokens, which must include all images."""
         images = self.images
         if images is not None and images.positions is not None:
             images = replace(images, positions=images.positions[:, :stop])
         return EncodedPrompt(self.tokens[:stop], images)
 
     def followed_by(self, other: EncodedPrompt) -> EncodedPrompt:
-        """This text and behind it ``other``, with the images of both."""
+        """Return this text followed by ``other``, with the images of both."""
         tokens = np.concatenate([self.tokens, other.tokens])
         having = [text.images for text in (self, other) if text.images is not None]
         if not having:
@@ -120,14 +120,14 @@ class EncodedPrompt:
         return EncodedPrompt(tokens, images)
 
     def _positions(self) -> np.ndarray:
-        """[3, n]."""
+        """Return positions [3, n]."""
         of_images = None if self.images is None else self.images.positions
         count = np.arange(len(self.tokens))
         return np.broadcast_to(count, (3, len(count))) if of_images is None else of_images
 
 
 def _one_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    # Pixels are large, and most often one of two texts has some.
+    # No copy of a single array, because pixels are large, and usually only one of two texts has images.
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -135,9 +135,9 @@ def _one_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """The messages with ``<image>`` in a text as parts of its content, as chat templates take them.
+    """Split ``<image>`` slots in texts into content parts, as chat templates require.
 
-    A message without images stays as it is. Raises DataError where slots and images do not fit.
+    A message without images stays unchanged. Raises DataError if slots and images do not match.
     """
     converted_messages: list[dict[str, Any]] = []
     num_slots = 0
@@ -160,7 +160,7 @@ def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[d
 
 
 def has_slot(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a message has a place for an image."""
+    """Return whether a message has an image slot."""
     contents = [message.get("content") or "" for message in messages]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     return any(isinstance(content, str) and SLOT in content for content in contents) or any(
@@ -169,7 +169,7 @@ def has_slot(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def without_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with texts alone, as a model that sees no images reads them: an image is ``<image>``."""
+    """Return the messages as plain texts for a text-only reader, with ``<image>`` for each image."""
     return [{**message, "content": _flat(message.get("content"))} for message in messages]
 
 
@@ -197,8 +197,8 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_image(image: Any) -> Any:
-    """A PIL image in RGB, upright, whatever is see-through in white. image: {"bytes", "path"}, bytes, a path or a PIL
-    image. Raises DataError for what cannot be read or is larger than any image.
+    """Open an image as upright RGB PIL image, with transparent pixels in white. image: {"bytes", "path"}, bytes, a path
+    or a PIL image. Raises DataError if it is unreadable or too large.
     """
     with _reading():
         from PIL import Image, ImageOps
@@ -208,15 +208,15 @@ def open_image(image: Any) -> Any:
         opened = _of_eight_bits(ImageOps.exif_transpose(opened), opened.format)
         if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
             opened = opened.convert("RGBA")
-            # Black lines on nothing are a usual figure; on black they would be gone.
+            # Figures are often black lines on a transparent background, which would vanish on black.
             white = Image.new("RGBA", opened.size, (255, 255, 255, 255))
             opened = Image.alpha_composite(white, opened)
         return opened.convert("RGB")
 
 
 def _of_eight_bits(image: Any, kind: str | None) -> Any:
-    """Greys of 16 bits as 8 bits; Pillow would make them white. kind: of the file."""
-    # Older Pillows open a PNG of 16 bits as "I".
+    """Convert 16-bit greys to 8 bits, because Pillow would make them white. kind: format of the file."""
+    # Older Pillow versions open a 16-bit PNG as "I".
     if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
         raise DataError(
             f"its greys are numbers of 32 bits (Pillow's mode {image.mode!r}), and nothing says which of them is "
@@ -226,15 +226,15 @@ def _of_eight_bits(image: Any, kind: str | None) -> Any:
         return image
     values = np.asarray(image)
     greys = np.round(values / 257)
-    greys[values == image.info.get("transparency")] = 255  # see-through
+    greys[values == image.info.get("transparency")] = 255  # transparent
     return _pillow().fromarray(greys.astype(np.uint8))
 
 
 def measured(image: Any) -> tuple[int, int]:
-    """Width and height of what `open_image` makes of a file, (0, 0) without Pillow. Raises DataError as it does.
+    """Return width and height of `open_image`'s result for a file, (0, 0) without Pillow. Raises DataError as it does.
 
-    They stand in the head of the file; the rest is looked through for damage. Only where neither checksums nor the end
-    of the file tell that it is whole, or where it may lie on its side, the pixels are decoded.
+    They are in the file's header, and the rest is checked for damage. Pixels are decoded only if neither checksums nor
+    the end of the file show that it is complete, or if it may be rotated.
     """
     with _reading():
         data = file_bytes(image)
@@ -248,7 +248,7 @@ def measured(image: Any) -> tuple[int, int]:
             width, height = opened.size
             if not _is_whole(opened, data):
                 return open_image(data).size
-            # A PNG with an orientation was decoded.
+            # A PNG with an orientation was decoded above.
             turned = opened.format != "PNG" and opened.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
         return (height, width) if turned else (width, height)
 
@@ -269,7 +269,7 @@ def _opened(data: bytes) -> Any:
 
 
 def _pillow() -> Any:
-    """PIL.Image, or None."""
+    """Return PIL.Image, or None."""
     try:
         from PIL import Image
     except ImportError:
@@ -296,18 +296,18 @@ def _refuse_bomb(opened: Any) -> None:
 
 
 def blank_image() -> Any:
-    """A small image with nothing in it."""
+    """Return a small empty image."""
     from PIL import Image
 
     return Image.new("RGB", (64, 64))
 
 
 def bounded_size(size: tuple[int, int], min_pixels: int | None, max_pixels: int | None, unit: int) -> tuple[int, int]:
-    """Width and height scaled, their proportions kept, to at least ``min_pixels`` and at most ``max_pixels`` (None: no
-    bound).
+    """Scale width and height to at least ``min_pixels`` and at most ``max_pixels`` (None: no bound).
 
-    unit: pixels of the edge of one token; a scaled edge is a multiple of it, and what would be out of bounds when
-    rounded to it is scaled as well. The formula is that of Qwen2-VL's processor, which then finds nothing to do.
+    Proportions are kept. unit: edge of one token in pixels. A scaled edge is a multiple of it. Sizes that would exceed
+    the bounds after rounding to it are scaled too. The formula is the same as in Qwen2-VL's processor, which then
+    changes nothing.
     """
     width, height = size
     rounded = [max(unit, round(edge / unit) * unit) for edge in size]
@@ -324,33 +324,33 @@ def bounded_size(size: tuple[int, int], min_pixels: int | None, max_pixels: int 
 
 
 def bounded(image: Any, min_pixels: int | None, max_pixels: int | None, unit: int) -> Any:
-    """A PIL image scaled to its `bounded_size`."""
+    """Scale a PIL image to its `bounded_size`."""
     size = bounded_size(image.size, min_pixels, max_pixels, unit)
-    return image if size == image.size else image.resize(size, resample=3)  # bicubic, as the processors do
+    return image if size == image.size else image.resize(size, resample=3)  # bicubic, like the processors
 
 
 # -- places and positions ----------------------------------------------------------------------------------------------
 
 
 def runs(tokens: np.ndarray, placeholder: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start and length of every run of ``placeholder`` in ``tokens`` [n]."""
+    """Return start and length of every run of ``placeholder`` in ``tokens`` [n]."""
     is_one = np.concatenate([[False], tokens == placeholder, [False]])
     edges = np.flatnonzero(is_one[1:] != is_one[:-1])
     return edges[::2], edges[1::2] - edges[::2]
 
 
 def one_each(tokens: np.ndarray, placeholder: int) -> np.ndarray:
-    """``tokens`` with every run of ``placeholder`` shortened to one."""
+    """Return ``tokens`` with every run of ``placeholder`` shortened to one."""
     again = np.concatenate([[False], (tokens[1:] == placeholder) & (tokens[:-1] == placeholder)])
     return tokens[~again]
 
 
 def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, merge: int) -> np.ndarray:
-    """Positions [3, n] of a prompt in time, height and width, as `get_rope_index` of Qwen2-VL and its successors.
+    """Compute positions [3, n] of a prompt in time, height and width, like `get_rope_index` of Qwen2-VL and later.
 
-    A text goes on by one in all rows. An image's tokens lie on its grid behind the text in front of it, and the text
-    behind goes on after the longer edge. grids [images, 3], in patches; merge: edge of a token, in patches. An answer
-    goes on at the largest position plus one (`answer_position`).
+    Text tokens increase all rows by one. An image's tokens have grid positions that start after the preceding text, and
+    the following text continues after the longer edge. grids [images, 3], in patches; merge: edge of a token, in
+    patches. A response continues at the largest position plus one (`answer_position`).
     """
     starts, lengths = runs(tokens, placeholder)
     positions = np.zeros((3, len(tokens)), dtype=np.int64)
@@ -367,7 +367,7 @@ def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, mer
 
 
 def answer_position(images: PromptImages | None, prompt_length: int) -> int:
-    """The position of the first token of an answer to a prompt."""
+    """Return the position of a response's first token."""
     if images is None or images.positions is None:
         return prompt_length
     return int(images.positions.max()) + 1

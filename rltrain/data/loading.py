@@ -1,4 +1,4 @@
-"""Files of a model's folder that conversations need: tokenizer, chat template, processor of images, stop tokens."""
+"""Loading of a model folder's files for conversations: tokenizer, chat template, image processor, stop tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ from rltrain.base.errors import DataError, host_error
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None) -> Any:
-    """The transformers tokenizer of a folder or hub name, its chat template replaced where one is given.
+    """Load the transformers tokenizer of a folder or hub name, with ``chat_template`` if it is given.
 
-    Raises DataError where there is no tokenizer, or no template.
+    Raises DataError if there is no tokenizer or no template.
     """
     from transformers import AutoTokenizer
 
@@ -31,7 +31,7 @@ def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None
 
 
 def load_processor(path: str, trust_remote_code: bool) -> Any:
-    """The transformers processor of texts with images. Raises DataError where there is none."""
+    """Load the transformers processor of texts with images. Raises DataError if there is none."""
     from transformers import AutoProcessor
 
     try:
@@ -48,7 +48,7 @@ def load_processor(path: str, trust_remote_code: bool) -> Any:
 
 
 def load_config(path: str, trust_remote_code: bool) -> Any:
-    """The configuration of the model, or None."""
+    """Load the configuration of the model, or return None."""
     from transformers import AutoConfig
 
     try:
@@ -58,8 +58,8 @@ def load_config(path: str, trust_remote_code: bool) -> Any:
 
 
 def template_text(template: str) -> str:
-    """Jinja text, given as such or as the path of a file that holds it."""
-    # Every Jinja template that writes a message has a brace, and hardly any path has.
+    """Return Jinja text, given directly or as the path of a file."""
+    # Every Jinja template that writes a message has a brace, and hardly any path has one.
     if "{" in template:
         return template
     try:
@@ -71,7 +71,7 @@ def template_text(template: str) -> str:
 
 
 def generation_eos(path: str) -> set[int]:
-    """Stop tokens that generation_config.json names; none where there is no such file."""
+    """Return the stop tokens of generation_config.json, or an empty set without such a file."""
     from transformers import GenerationConfig
 
     is_folder = Path(path).is_dir()
@@ -82,5 +82,5 @@ def generation_eos(path: str) -> set[int]:
     except OSError as error:
         if is_folder:
             raise DataError(f"generation_config.json in {path!r} cannot be read ({error}).") from error
-        return set()  # the repository on the hub has none
+        return set()  # the hub repository has none
     return {eos} if isinstance(eos, int) else set(eos or ())

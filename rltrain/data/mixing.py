@@ -1,10 +1,10 @@
-"""Batches that take a given share from each part of the data (`data.mixing`), from (seed, step) alone.
+"""Batches with given shares of the parts of the data (`data.mixing`), computed only from (seed, step).
 
-Problem: shares of drawn prompts are right on average, and the position in each part would be part of the run's state.
-Choice: places are dealt to the parts by the multiples of the golden ratio, which fill [0, 1) evenly, so that a batch
-and each of its mini-batches has its shares to a prompt or two; each part is gone through in shuffled epochs of its own,
-and what a batch finds too little at the end of one is left out of it, as in `BatchOrder`. Step k follows from counting
-the batches before it, so nothing of it is in a checkpoint. Left out: shares that change in the course of a run.
+With randomly drawn parts, shares would be right only on average, and the position in each part would be run state.
+Instead, prompts of a batch are assigned to parts by multiples of the golden ratio, which fill [0, 1) evenly: a batch
+and each of its mini-batches have the shares up to one or two prompts. Each part has separate shuffled epochs. If too
+few rows are left at the end of an epoch, they are dropped, as in `BatchOrder`. Step k is found by counting the batches
+before it, so checkpoints contain no state for it. Shares cannot change during a run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _KEY = "data.mixing"
 
 
 class MixedOrder(BatchOrder):
-    """See `BatchOrder`. parts: the rows of each part; shares: of the prompts, in sum 1. An epoch has as many prompts as
-    there are rows in all.
+    """Batch order with shares (see `BatchOrder`). parts: rows of each part; shares: of the prompts, with sum 1. An
+    epoch has as many prompts as there are rows in total.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class MixedOrder(BatchOrder):
         self._start()
 
     def _start(self) -> None:
-        # Before step 0: the epoch of each part, and where in it the next batch begins.
+        # Before step 0: the epoch of each part, and the start of the next batch in it.
         self._step, self._epochs = 0, [0] * len(self._parts)
         self._offsets = [0] * len(self._parts)
 
     def rows(self, step: int) -> list[int]:
-        """Row numbers of step ``step``, counted from 0, the parts evenly among each other."""
+        """Return the row indices of step ``step`` (from 0), with the parts evenly interleaved."""
         if step < 0:
             raise ValueError(f"step {step} is negative; steps are counted from 0")
         if step < self._step:
@@ -71,15 +71,15 @@ class MixedOrder(BatchOrder):
         return rows.tolist()
 
     def _dealt(self, step: int) -> NDArray[np.int64]:
-        """The part of every place of a batch."""
+        """Return the part of every prompt of a batch."""
         places = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.uint64)
-        # Multiples of the golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
-        # Products of unsigned numbers are taken modulo 2^64, on every machine.
+        # Multiples of the golden ratio (Knuth, The Art of Computer Programming 3, section 6.4). Unsigned products are
+        # modulo 2^64 on every machine.
         points = (places * GOLDEN + self._shift) >> np.uint64(11)
         return np.searchsorted(self._edges, points.astype(np.float64) * 2.0**-53, side="right")
 
     def _make_room(self, dealt: NDArray[np.int64]) -> None:
-        """Begin the next epoch of a part that has too few rows left for the batch."""
+        """Start the next epoch of a part that has too few rows left for the batch."""
         for part, count in enumerate(np.bincount(dealt, minlength=len(self._parts)).tolist()):
             if self._offsets[part] + count > len(self._parts[part]):
                 self._epochs[part], self._offsets[part] = self._epochs[part] + 1, 0
@@ -100,9 +100,9 @@ class MixedOrder(BatchOrder):
 
 
 def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: int, shuffle: bool) -> MixedOrder:
-    """The order of ``data.mixing``. weights: by data source, or by file (its path or name).
+    """Return the order of ``data.mixing``. weights: by data source, or by file (its path or name).
 
-    Raises ConfigError for a name that nothing has, rows without a weight, and a part that is too small for its share.
+    Raises ConfigError for unused names, rows without a weight, and parts that are too small for their share.
     """
     sources, files = rows.sources(), rows.files()
     names = [_named(weights, source, file) for source, file in zip(sources, files, strict=True)]
@@ -131,14 +131,14 @@ def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: i
 
 
 def _most(share: float, batch_size: int) -> int:
-    """The most prompts of a batch that a part with this share of them gets.
+    """Return the maximum number of prompts in a batch for a part with this share.
 
-    Of n multiples of the golden ratio in a row an interval has by 1.1 + 0.4 ln n more than its length's worth at most
-    (counted for n up to 2^15; it grows with ln n).
+    Among n consecutive multiples of the golden ratio, an interval gets at most 1.1 + 0.4 ln n more than its length's
+    share (counted for n up to 2^15; the excess grows with ln n).
     """
     return int(share * batch_size + 1.1 + 0.4 * math.log(batch_size))
 
 
 def _named(weights: Mapping[str, Any], source: str, file: str) -> str | None:
-    """The name by which a row has its weight."""
+    """Return the name by which a row has its weight, or None."""
     return next((name for name in (source, file, Path(file).name) if name in weights), None)

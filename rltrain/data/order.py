@@ -1,7 +1,7 @@
-"""Which rows step k trains on: a pure function of the seed and k, so that the data position of a run is one integer.
+"""Rows of training step k as a pure function of the seed and k, so that the data position of a run is one integer.
 
-A stateful loader would have to save its position and its random state, and a resumed run could differ from one that
-never stopped. Here step k is computed anew whenever it is asked for.
+A stateful loader would have to save its position and random state, and a resumed run could differ from an uninterrupted
+one. Here step k is recomputed on demand.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from rltrain.base.seeds import order_stream
 
 
 class BatchOrder:
-    """Shuffled batches of ``batch_size`` out of ``num_rows``; the incomplete tail of an epoch is left out.
+    """Shuffled batches of ``batch_size`` out of ``num_rows``. The incomplete last batch of an epoch is dropped.
 
-    Epoch ``e`` ranks the rows by 64-bit keys drawn from ``Philox(SeedSequence([seed mod 2**64, e]))``. NumPy guarantees
-    the raw stream of a bit generator across versions (not that of ``permutation``), so an old run resumes in its order.
+    Epoch ``e`` sorts the rows by 64-bit keys from ``Philox(SeedSequence([seed mod 2**64, e]))``. NumPy guarantees the
+    raw stream of a bit generator across versions (unlike ``permutation``), so an old run resumes in its order.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True):
@@ -36,11 +36,11 @@ class BatchOrder:
         return self.num_rows // self.batch_size
 
     def epoch(self, step: int) -> int:
-        """The epoch (from 0) that step ``step`` (from 0) belongs to."""
+        """Return the epoch (from 0) of step ``step`` (from 0)."""
         return step // self.steps_per_epoch
 
     def rows(self, step: int) -> list[int]:
-        """Row numbers of step ``step``, counted from 0: ``batch_size`` distinct numbers below ``num_rows``."""
+        """Return the row indices of step ``step`` (from 0): ``batch_size`` distinct numbers below ``num_rows``."""
         if step < 0:
             raise ValueError(f"step {step} is negative; steps are counted from 0")
         epoch, offset = divmod(step, self.steps_per_epoch)
@@ -48,21 +48,21 @@ class BatchOrder:
         return self.permutation(epoch)[start : start + self.batch_size].tolist()
 
     def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
-        """Nothing: the order does not depend on earlier answers."""
+        """Do nothing: the order does not depend on responses."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """Nothing: batch k is known from k."""
+        """Return no state: a batch depends only on its step."""
         return {}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is no state."""
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """All rows in the order of epoch ``epoch``."""
+        """Return all rows in the order of epoch ``epoch``."""
         if not self.shuffle:
             return np.arange(self.num_rows)
         if self._cached is None or self._cached[0] != epoch:
             stream = order_stream(self.seed, epoch)
-            # Stable, so that equal keys keep one order, whatever sort a version of NumPy takes by default.
+            # Stable, so that equal keys have one order, independently of NumPy's default sort.
             self._cached = (epoch, np.argsort(stream.random_raw(self.num_rows), kind="stable"))
         return self._cached[1]

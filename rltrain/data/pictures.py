@@ -1,8 +1,9 @@
-"""Images of rows: where they stand, a look at all of them before a run, and those of one row when they are asked for.
+"""Images of rows: their location, the check of all images before a run, and on-demand loading.
 
 Every process that needs an image opens the parquet file itself, so that no image passes through the driver or Ray's
-object store. Parquet is read by row group. Some groups stay in memory, because a batch takes rows from all over a file.
-The look before a run streams, reads the heads and seeks damage; it decodes only what it cannot judge otherwise.
+object store. Parquet is read by row group. Some groups stay in memory, because a batch takes rows from everywhere in a
+file. The check before a run streams the files, reads image headers and detects damage. It decodes pixels only if
+necessary.
 """
 
 from __future__ import annotations
@@ -32,33 +33,33 @@ from rltrain.data.images import measured
 
 log = logging.getLogger(__name__)
 
-# Of encoded images, in each process.
+# Limit for encoded images in each process.
 CACHE_BYTES = 128 << 20
-# Of a row group: Arrow cannot put more into one array of a nested column.
+# Limit for a row group: Arrow cannot store more in one array of a nested column.
 MOST_GROUP_BYTES = (2 << 30) - 1
-# Rows that are looked at together, and threads that do: decoders and disks let others work meanwhile.
+# Rows and threads of the check. Threads help, because decoders and disk reads release the GIL.
 LOOK_ROWS, _MOST_THREADS = 64, 16
 
 
 @dataclass(frozen=True)
 class PictureFile:
-    """A column of a parquet file."""
+    """Image column of a parquet file."""
 
     path: str
     column: str
 
     @property
     def absolute(self) -> PictureFile:
-        """The same for a process whose current folder is another."""
+        """The same file with an absolute path, for processes with another working directory."""
         return replace(self, path=str(Path(self.path).expanduser().absolute()))
 
     def value(self, number: int) -> Any:
-        """The field of row ``number``."""
+        """Return the field of row ``number``."""
         return _GROUPS.value(self, number)
 
     def check_groups(self) -> None:
-        """Raises DataError for a row group too large to be read, and warns of one larger than what is kept: Arrow
-        decodes groups whole, whatever part of them is asked for.
+        """Raise DataError for a row group that is too large to be read, and warn about one that exceeds the cache,
+        because Arrow decodes only whole groups.
         """
         metadata = _opened(self.path)[0].metadata
         largest = max((self._group_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)), default=0)
@@ -78,7 +79,7 @@ class PictureFile:
         return sum(leaf.total_uncompressed_size for leaf in of_column)
 
     def stream(self, numbers: np.ndarray) -> Iterator[Any]:
-        """The fields of rows, by their ascending numbers. What is in memory does not grow with the file."""
+        """Yield the fields of rows, by ascending row numbers. Memory does not grow with the file."""
         file, ends = _opened(self.path)
         groups = np.searchsorted(ends, numbers, side="right")
         for group in np.unique(groups).tolist():
@@ -92,7 +93,7 @@ class PictureFile:
 
 @dataclass(frozen=True)
 class PictureTable:
-    """Images that a program has made: pickled fields, and the ascending numbers of their rows."""
+    """Images from a program: pickled fields, and the ascending numbers of their rows."""
 
     path: str
     values: pa.ChunkedArray
@@ -100,35 +101,35 @@ class PictureTable:
 
     @property
     def absolute(self) -> PictureTable:
-        """See `PictureFile`; it has no file."""
+        """The table itself, which has no file (see `PictureFile`)."""
         return self
 
     def check_groups(self) -> None:
-        """See `PictureFile`; it has none."""
+        """Do nothing: there are no row groups (see `PictureFile`)."""
 
     def value(self, number: int) -> Any:
-        """See `PictureFile`."""
+        """Return the field of row ``number``."""
         return pickle.loads(self.values[int(np.searchsorted(self.numbers, number))].as_py())
 
     def stream(self, numbers: np.ndarray) -> Iterator[Any]:
-        """See `PictureFile`."""
+        """Yield the fields of rows."""
         return map(self.value, numbers.tolist())
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of rows."""
+    """Image locations of rows."""
 
     sources: tuple[PictureFile | PictureTable, ...]
     source: np.ndarray
-    """[rows]: which of the ``sources``."""
+    """[rows]: index into ``sources``."""
     number: np.ndarray
-    """[rows]: of the row in it."""
+    """[rows]: row number in the source."""
     seal: np.ndarray
-    """[rows]: of what the look before the run has seen."""
+    """[rows]: digest of the images at the check before the run."""
 
     def of(self, row: int) -> list[bytes]:
-        """The files of the images of a row. Raises DataError where they are not those of before the run."""
+        """Return the image files of a row. Raises DataError if they have changed since the check before the run."""
         source = self.sources[self.source[row]]
         try:
             image_entries = entries(source.value(int(self.number[row])), source.path)
@@ -140,17 +141,17 @@ class Pictures:
                 files.append(file_bytes(entry))
             except DataError as error:
                 raise DataError(f"image {number} of {len(image_entries)}: {error}") from error
-        # Other images of as many tokens would go unnoticed.
+        # Other images with the same number of tokens would go unnoticed.
         if seal([_digest(file) for file in files]) != self.seal[row]:
             raise DataError("its images have changed since the run was started.")
         return files
 
     def as_they_stand(self, rows: np.ndarray) -> np.ndarray:
-        """Places of ``rows`` in the order in which their images are read fastest, [rows]."""
+        """Return the order in which the images of ``rows`` are read fastest, [rows]."""
         return np.lexsort((self.number[rows], self.source[rows]))
 
     def check_here(self) -> None:
-        """Raises DataError for a file that this node does not have."""
+        """Raise DataError for a file that is missing on this node."""
         for source in self.sources:
             if isinstance(source, PictureFile) and not Path(source.path).exists():
                 raise DataError(
@@ -159,14 +160,14 @@ class Pictures:
                 )
 
     def origin(self, row: int) -> str:
-        """Where a row stands, for messages."""
+        """Return the location of a row, for messages."""
         return f"{self.sources[self.source[row]].path!r} row {self.number[row]}"
 
 
 def entries(value: Any, path: str) -> list[Any]:
-    """The images of a field, be it one or a list of them.
+    """Return the images of a field that contains one image or a list.
 
-    A path without bytes is taken from the folder of the parquet file at ``path``.
+    A path without bytes is relative to the folder of the parquet file at ``path``.
     """
     folder = Path(path).expanduser().parent
     return [
@@ -174,23 +175,23 @@ def entries(value: Any, path: str) -> list[Any]:
     ]
 
 
-# -- the look before a run ---------------------------------------------------------------------------------------------
+# -- check before a run ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Look:
-    """Tells what a look at the images of a row has found."""
+    """Result of the check of a row's images."""
 
     content: list[str] | None = None
-    """A digest per file, or None."""
+    """Digest per file, or None."""
     sizes: tuple[tuple[int, int], ...] = ()
     """Width and height of each image."""
     problem: str | None = None
-    """Of one, or None."""
+    """Problem of one image, or None."""
 
 
 def look_through(source: PictureFile | PictureTable, numbers: np.ndarray, column: str) -> Iterator[Look]:
-    """A look at the images of each row, by their ascending numbers."""
+    """Check the images of each row, by ascending row numbers."""
     source.check_groups()
     values = source.stream(numbers)
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
@@ -216,7 +217,7 @@ def _digest(file: bytes) -> str:
 
 
 def seal(content: Sequence[str] | None) -> int:
-    """64 bits for the images of a row, by their digests."""
+    """Return a 64-bit digest of a row's images from their digests."""
     return int.from_bytes(hashlib.blake2b("".join(content or ()).encode(), digest_size=8).digest(), "big")
 
 
@@ -224,14 +225,14 @@ def seal(content: Sequence[str] | None) -> int:
 
 
 class _Groups:
-    """Row groups of columns, the latest ones kept."""
+    """LRU cache of row groups of columns."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[pq.ParquetFile, str, int], pa.ChunkedArray] = OrderedDict()
         self._lock = Lock()
 
     def value(self, of: PictureFile, number: int) -> Any:
-        """The field of a row."""
+        """Return the field of a row."""
         with self._lock:
             file, ends = _opened(of.path)
             group = int(np.searchsorted(ends, number, side="right"))
@@ -247,7 +248,7 @@ class _Groups:
 
 
 def _opened(path: str) -> tuple[pq.ParquetFile, np.ndarray]:
-    """A file, and the number of the row behind each of its row groups."""
+    """Return a file, and the row number after each of its row groups."""
     stat = Path(path).expanduser().stat()
     return _opened_as_it_was(path, stat.st_mtime_ns, stat.st_size)
 

@@ -1,8 +1,8 @@
-"""Prompts of a run: tokens of all from the start, pixels of one when it is asked for.
+"""Prompts of a run: all tokens from the start, pixels of a prompt on demand.
 
 Prompts are encoded once, before a run starts, into a `PromptStore`: flat arrays that every process reads from shared
-memory without a tokenizer. Pixels are hundreds of times larger. So a store knows only where the images are, and the
-process that needs a prompt reads and processes them itself.
+memory without a tokenizer. Pixels are hundreds of times larger. Therefore a store contains only the locations of
+images, and the process that needs a prompt reads and processes its images.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rltrain.data.images import EncodedPrompt, has_slot, one_each, with_parts
 from rltrain.data.pictures import Pictures
 from rltrain.data.rows import PromptRow, Rows, first_of
 
-# Enough for the tokenizer to work on in parallel, without the texts of all rows in memory at once.
+# Enough rows for parallel tokenization, without the texts of all rows in memory at once.
 _ENCODE_CHUNK_ROWS = 512
-# For more than one bad prompt: a template that does not end takes its time with each.
+# Time limit for finding more bad prompts, because a template that hangs costs its time limit for each.
 _SEARCH_S = 5.0
 
 
 @dataclass(frozen=True)
 class PromptStore:
-    """Token ids of prompts, one after another. Texts are readable without torch or a tokenizer.
+    """Token ids of prompts, concatenated. Text prompts are readable without torch or a tokenizer.
 
-    Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of the rows it was
-    made from; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: of images, see the properties. ``pictures``
-    and ``encoder``: what the pixels are made from.
+    Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of its source
+    rows; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: image counts (see the properties). ``pictures``
+    and ``encoder``: sources of the pixels.
     """
 
     values: np.ndarray
@@ -43,7 +43,7 @@ class PromptStore:
     pictures: Pictures | None = None
     encoder: ChatEncoder | None = None
     placeholder: int | None = None
-    """The token that stands for a piece of an image. All four are None where no prompt has images."""
+    """Token id of image placeholders. This and the three fields above are None if no prompt has images."""
 
     def __len__(self) -> int:
         return len(self.row_index)
@@ -58,7 +58,7 @@ class PromptStore:
 
     @property
     def has_images(self) -> bool:
-        """Whether any prompt has."""
+        """True if any prompt has images."""
         return self.counts is not None
 
     @property
@@ -68,21 +68,21 @@ class PromptStore:
 
     @property
     def image_rows(self) -> np.ndarray:
-        """Rows of pixels (patches or tiles) per prompt, int64: what the tower works on."""
+        """Rows of pixels (patches or tiles) per prompt, int64: the vision tower's workload."""
         return self._counts(1)
 
     @property
     def image_tokens(self) -> np.ndarray:
-        """Those of a prompt's tokens that stand for images, int64."""
+        """Image tokens per prompt, int64."""
         return self._counts(2)
 
     def _counts(self, row: int) -> np.ndarray:
         return np.zeros(len(self), dtype=np.int64) if self.counts is None else self.counts[row]
 
     def encoded(self, i: int) -> EncodedPrompt:
-        """Prompt ``i`` with its pixels, which are read and processed now, in this process.
+        """Return prompt ``i`` with its pixels, which are read and processed in this process.
 
-        Raises DataError, naming file and row, for an image that cannot be read any more or has changed.
+        Raises DataError, naming file and row, if an image is no longer readable or has changed.
         """
         tokens = self.prompt(i)
         if self.counts is None or not self.counts[0, i]:
@@ -95,13 +95,13 @@ class PromptStore:
             raise DataError(f"{self.pictures.origin(i)}: {error}") from error
 
     def prompt(self, i: int) -> np.ndarray:
-        """Token ids of prompt ``i`` (int32, a view)."""
+        """Return the token ids of prompt ``i`` (int32, a view)."""
         if not 0 <= i < len(self):
             raise IndexError(f"prompt {i} of {len(self)}")
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def short(self, i: int) -> np.ndarray:
-        """Token ids of prompt ``i`` with one placeholder for each image: for people, and for engines that expand it."""
+        """Return prompt ``i`` with one placeholder per image: for logs, and for engines that expand it."""
         tokens = self.prompt(i)
         return tokens if self.placeholder is None else one_each(tokens, self.placeholder)
 
@@ -114,29 +114,28 @@ def encode_prompts(
     truncation: str = "error",
     clock: Clock = SYSTEM,
 ) -> PromptStore:
-    """Token ids of all rows no longer than ``max_prompt_length``.
+    """Encode all rows with at most ``max_prompt_length`` tokens.
 
-    A longer prompt is dropped (``filter_overlong``) or else treated by ``truncation``: ``error`` raises, ``left`` keeps
-    its last tokens, ``right`` its first, ``middle`` half of each. Go on with ``rows.select(store.row_index)``: prompt i
-    of the store is then row i of the rows.
+    A longer prompt is dropped (``filter_overlong``) or else handled by ``truncation``: ``error`` raises, ``left`` keeps
+    its last tokens, ``right`` its first, ``middle`` half of each. Continue with ``rows.select(store.row_index)``, so
+    that prompt i of the store is row i of the rows.
     """
     token_ids, row_index, overlong, counts, wrong = [], [], [], [], []
-    _ = encoder.tokenizer  # where there is none, no row is to blame
+    _ = encoder.tokenizer  # a missing tokenizer is not a row's fault
     for position, outcome in enumerate(_encode_rows(rows, encoder, clock)):
         if isinstance(outcome, str):
             wrong.append(f"{rows.origin(position)}: {outcome}")
             continue
         ids, count = outcome
         if len(ids) > max_prompt_length:
-            # Collected even where they are an error, so that one message names how many there are and the length that
-            # would do.
+            # Collected even if they are an error, so that one message gives their number and a sufficient length.
             if filter_overlong or truncation == "error" or count[0]:
                 overlong.append((position, len(ids)))
                 continue
             ids = truncate(ids, max_prompt_length, truncation)
         row_index.append(position)
         counts.append(count)
-        # int32 holds every vocabulary and is half of what every process maps.
+        # int32 is enough for every vocabulary and halves the shared memory.
         token_ids.append(np.asarray(ids, dtype=np.int32))
     title = f"{len(wrong)} or more prompts cannot be used:"
     reports = [wrong[0] if len(wrong) == 1 else first_of(title, wrong)] if wrong else []
@@ -161,12 +160,12 @@ def encode_prompts(
         return store
     pictures, placeholder = rows.select(row_index).pictures(), encoder.processor.image_token_id
     store = replace(store, counts=of_images, pictures=pictures, encoder=encoder, placeholder=placeholder)
-    store.encoded(int(np.argmax(of_images[0] > 0)))  # what the processor does must be what was counted
+    store.encoded(int(np.argmax(of_images[0] > 0)))  # verifies the processor's output against its counts
     return store
 
 
 def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None:
-    """Raises DataError for a prompt with more images than ``most`` (``rollout.limit_images``). rows: of the store."""
+    """Raise DataError for a prompt with more images than ``most`` (``rollout.limit_images``). rows: of the store."""
     over = [] if most is None else np.flatnonzero(store.num_images > most).tolist()
     if over:
         title = (
@@ -176,7 +175,7 @@ def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None
 
 
 def check_vocabulary(rows: Rows, store: PromptStore, encoder: ChatEncoder) -> None:
-    """Raises DataError for a prompt with a token that the model does not know. rows: of the store."""
+    """Raise DataError for a prompt with a token outside of the model's vocabulary. rows: of the store."""
     size = encoder.model_vocab_size
     over = np.flatnonzero(store.values >= size) if size is not None else ()
     if len(over):
@@ -189,7 +188,7 @@ def check_vocabulary(rows: Rows, store: PromptStore, encoder: ChatEncoder) -> No
 
 
 def truncate(ids: list[int], limit: int, how: str) -> list[int]:
-    """At most ``limit`` of ``ids``: the last (``left``), the first (``right``) or half of each (``middle``)."""
+    """Return at most ``limit`` of ``ids``: the last (``left``), the first (``right``) or half of each (``middle``)."""
     if len(ids) <= limit:
         return ids
     if how == "left":
@@ -204,9 +203,9 @@ Encoded = tuple[list[int], tuple[int, int, int]]
 
 
 def _encode_rows(rows: Rows, encoder: ChatEncoder, clock: Clock) -> Iterator[Encoded | str]:
-    """Token ids and counts of images, row by row, or what is wrong with a row.
+    """Yield token ids and image counts per row, or the problem of a row.
 
-    In chunks, and again one by one where a chunk fails. Ends early where the search for wrong rows takes too long.
+    Rows are encoded in chunks, and one by one if a chunk fails. Stops early if the search for bad rows takes too long.
     """
     with_images = np.flatnonzero(rows.num_images)
     if len(with_images):
@@ -233,7 +232,7 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder, clock: Clock) -> Iterator[Enc
 
 
 def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[PromptRow]) -> list[Encoded]:
-    """Token ids and counts of the images of rows from ``first`` on. Raises DataError."""
+    """Return token ids and image counts of the rows from ``first`` on. Raises DataError."""
     if problem := next(filter(None, map(encoder.row_tools.problem, chunk)), None):
         raise DataError(problem)
     prompts = [row.prompt for row in chunk]
@@ -242,7 +241,7 @@ def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[
     for tools, numbers in encoder.row_tools.groups(chunk):
         group = [prompts[number] for number in numbers]
         if not rows.num_images.any():
-            # Else a model that could see would be trained on the word.
+            # Otherwise a vision model would be trained on the literal word.
             for messages in filter(has_slot, group):
                 if encoder.has_tower:
                     with_parts(messages, 0)
@@ -259,7 +258,7 @@ def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[
 
 
 def _one_by_one(rows: Rows, encoder: ChatEncoder, start: int, chunk: Sequence[PromptRow]) -> Iterator[Encoded | str]:
-    """What becomes of each row from ``start`` on, or is wrong with it."""
+    """Yield the encoding or the problem of each row from ``start`` on."""
     for position, row in enumerate(chunk, start):
         try:
             yield from _encode_chunk(rows, encoder, position, [row])
@@ -268,7 +267,7 @@ def _one_by_one(rows: Rows, encoder: ChatEncoder, start: int, chunk: Sequence[Pr
 
 
 def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
-    # A prompt with images is never cut: no model could read the rest of an image.
+    # A prompt with images is never truncated: no model could read part of an image.
     has_images = rows.num_images[[position for position, _ in overlong]].any()
     instead = "a smaller data.max_pixels (a prompt with images is not cut)" if has_images else "data.truncation=left"
     longest = max(length for _, length in overlong)

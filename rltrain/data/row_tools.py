@@ -1,4 +1,4 @@
-"""Who leads the conversation of a row, and which tools its prompt shows: columns ``agent_name`` and ``extra_info``."""
+"""Agent and tools of each row: columns ``agent_name`` and ``extra_info``."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _PLACES = "actor_rollout_ref.rollout.multi_turn.function_tool_path, tool_config_
 
 @dataclass(frozen=True)
 class RowTools:
-    """The tools of a run, and which of them each row has."""
+    """Tools of a run, and their selection per row."""
 
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    """In JSON, as chat templates show them: of all tools."""
+    """JSON schemas of all tools, as chat templates show them."""
     has_step: bool = False
-    """Whether the run has an environment that answers whole turns."""
+    """True if the run has an environment that replies to whole turns."""
     default_agent: str = SINGLE_TURN
-    """Of rows without ``agent_name``."""
+    """Agent of rows without ``agent_name``."""
     enabled: bool = True
-    """False: every row has one turn, whatever it asks for."""
+    """False: every row has one turn, independently of its agent."""
     scores: bool = False
-    """Whether the class of the run gives trajectories their scores."""
+    """True if the run's class scores trajectories."""
     own_agents: tuple[str, ...] = ()
     """Agents that the configuration lists. A row selects among these; its text is never loaded as code."""
     several_turns: bool = True
-    """Whether anybody is there to answer a turn."""
+    """True if the run has anything that replies to a turn."""
 
     def agent_of(self, row: PromptRow) -> str:
-        """``single_turn_agent``, ``tool_agent``, ``env_agent`` or FILE.py:NAME."""
+        """Return ``single_turn_agent``, ``tool_agent``, ``env_agent`` or FILE.py:NAME."""
         return (row.agent_name or self.default_agent) if self.enabled else SINGLE_TURN
 
     def of(self, row: PromptRow) -> list[dict[str, Any]]:
-        """JSON schemas of the tools that the row's prompt shows, and that may be called.
+        """Return the JSON schemas of the tools that the row's prompt shows and that may be called.
 
-        None for an answer of one turn or to an environment. In the order of ``extra_info.tool_selection``, if the row
-        has one, which may not be empty.
+        Empty for single-turn and environment rows. In the order of ``extra_info.tool_selection``, if the row has a
+        non-empty one.
         """
         if self.agent_of(row) in (SINGLE_TURN, ENVIRONMENT):
             return []
@@ -54,12 +54,12 @@ class RowTools:
         return [by_name[name] for name in row.extra_info.get("tool_selection") or by_name if name in by_name]
 
     def scores_itself(self, row: PromptRow) -> bool:
-        """Whether a trajectory of the row may bring its score with it, so that no scorer need know the row."""
+        """Return whether a trajectory of the row may include its score, so that no scorer needs to support the row."""
         agent = self.agent_of(row)
         return agent in self.own_agents or (agent != SINGLE_TURN and self.scores)
 
     def groups(self, rows: Sequence[PromptRow]) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
-        """The rows, by number, that show the same tools; with their schemas."""
+        """Group row indices by equal tools. Yields schemas and indices."""
         groups: dict[tuple[str, ...], tuple[list[dict[str, Any]], list[int]]] = {}
         for number, row in enumerate(rows):
             schemas = self.of(row)
@@ -68,7 +68,7 @@ class RowTools:
         yield from groups.values()
 
     def problem(self, row: PromptRow) -> str | None:
-        """What the row asks for and the run lacks; None where there is nothing."""
+        """Return the requirement of the row that the run lacks, or None."""
         agent = self.agent_of(row)
         if problem := self._problem_of_agent(agent):
             said = "its agent_name" if row.agent_name else "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -106,10 +106,10 @@ class RowTools:
 
 
 def row_tools(cfg: Config) -> RowTools:
-    """Those of a run. Raises ConfigError where its tools cannot be loaded."""
+    """Return the tools of a run. Raises ConfigError if they cannot be loaded."""
     rollout = cfg.actor_rollout_ref.rollout
     toolbox = toolbox_of(cfg)
-    # Where there are both, turns that call no tool go to the environment.
+    # With both, turns without tool calls go to the environment.
     usual = TOOLS if toolbox.schemas else ENVIRONMENT if toolbox.has_step else SINGLE_TURN
     return RowTools(
         toolbox.schemas,
@@ -123,7 +123,7 @@ def row_tools(cfg: Config) -> RowTools:
 
 
 def check_agents(cfg: Config, tools: RowTools, splits: Mapping[str, Rows]) -> None:
-    """Raise DataError where somebody is there to answer turns, and no row lets them."""
+    """Raise DataError if the run can reply to turns, but no row has an agent for it."""
     rollout, all_rows = cfg.actor_rollout_ref.rollout, chain.from_iterable(splits.values())
     if not several_turns(rollout) or any(tools.agent_of(row) != SINGLE_TURN for row in all_rows):
         return

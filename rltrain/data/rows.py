@@ -1,9 +1,10 @@
-"""Rows in verl's schema: what one must hold, and errors that name the file, the row and the field.
+"""Rows in verl's schema: checks, and errors that name the file, the row and the field.
 
 Files come from many programs, and a wrong field would otherwise surface hours later, as a crash in a scorer or as a
-prompt that reads "None". So every row is checked before anything starts. A ``Rows`` keeps the Arrow tables and builds a
-``PromptRow`` on demand: a process that takes it from Ray's object store shares the memory. The `datasets` library was
-left out: of it we would use the parquet reader alone, Arrow's own. So was pandas: no chat template takes its arrays.
+prompt that reads "None". Therefore every row is checked before anything starts. A ``Rows`` stores the Arrow tables and
+builds a ``PromptRow`` on demand: a process that gets it from Ray's object store shares the memory. The `datasets`
+library is not used, because only its parquet reader, which is Arrow's, would be needed. Neither is pandas, because no
+chat template accepts its arrays.
 """
 
 import hashlib
@@ -25,13 +26,13 @@ from rltrain.data.files import files_of
 from rltrain.data.pictures import Look, PictureFile, Pictures, entries, look_through, seal
 from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
 
-# A column of arguments for tools, whose absent keys are no arguments.
+# Field of tool arguments. Its null keys are dropped, because they are not arguments.
 _OF_TOOLS = "tools_kwargs"
 _NUM_SHOWN = 5
 # The columns of verl's files.
 KEYS = Keys()
 _MOST_PATHS = 3
-# Rows become Python objects to be checked, which take many times the memory of the table; a chunk at a time is enough.
+# Rows become Python objects for the check, which take many times the memory of the table, so they are read in chunks.
 _READ_CHUNK_ROWS = 1024
 _DIGEST_BYTES = 16
 
@@ -47,15 +48,15 @@ class PromptRow:
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
     agent_name: str | None = None
-    """Who leads the conversation (`row_tools`); None: the run's default."""
+    """Agent of the conversation (`row_tools`). None: the run's default."""
 
 
 @dataclass(frozen=True)
 class _Checks:
-    """What was found of each row."""
+    """Results of the check of each row."""
 
     digests: np.ndarray
-    """[rows, 16]: of the content; image_ends, seals [rows], sizes [images, 2]."""
+    """[rows, 16]: digests of the content; image_ends, seals [rows], sizes [images, 2]."""
     image_ends: np.ndarray
     sizes: np.ndarray
     seals: np.ndarray
@@ -88,13 +89,13 @@ class Rows:
 
     @property
     def paths(self) -> str:
-        """The files the rows came from, for messages."""
+        """File names of the rows, for messages."""
         num_more = len(self._files) - _MOST_PATHS
         names = ", ".join(file.path for file in self._files[: _MOST_PATHS + (num_more == 1)])
         return f"{names}, … ({num_more} more)" if num_more > 1 else names
 
     def origin(self, position: int) -> str:
-        """Where a row came from, for messages: ``'train.parquet' row 17`` (rows are counted from 0)."""
+        """Return the location of a row, for messages: ``'train.parquet' row 17`` (rows are counted from 0)."""
         file, row = self._locate(position)
         return f"{file.path!r} row {file.numbers[row]}"
 
@@ -104,59 +105,59 @@ class Rows:
         return np.diff(self._checks.image_ends, prepend=0)[self._index]
 
     def image_sizes(self, position: int) -> list[tuple[int, int]]:
-        """Width and height of the images of a row, upright; (0, 0) where Pillow is not installed."""
+        """Return width and height of a row's images, upright; (0, 0) if Pillow is not installed."""
         row = int(self._index[position])
         start = self._checks.image_ends[row - 1] if row else 0
         return [(width, height) for width, height in self._checks.sizes[start : self._checks.image_ends[row]].tolist()]
 
     def images(self, position: int) -> list[Any]:
-        """The images of a row, read now, as they stand in the file."""
+        """Read and return the images of a row as stored in the file."""
         file, row = self._locate(position)
         return entries(file.pictures.value(int(file.numbers[row])), file.path) if file.pictures else []
 
     def pictures(self) -> Pictures:
-        """Where the images of these rows stand."""
+        """Return the image locations of these rows."""
         sources = tuple((file.pictures or PictureFile(file.path, self._keys.image)).absolute for file in self._files)
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
         return Pictures(sources, self._file_numbers().astype(np.int32), numbers, self._checks.seals[self._index])
 
     def without_pictures(self) -> "Rows":
-        """These rows for who reads their texts alone: the images that a program has made are not pickled along."""
+        """Return these rows for text-only readers, without images from a program, which would be pickled."""
         return Rows([replace(file, pictures=None) for file in self._files], self._keys, self._index, self._checks)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
-        """The rows at ``indices``, in that order, as new ``Rows``. No data is copied."""
+        """Return the rows at ``indices``, in that order, as new ``Rows``. No data is copied."""
         return Rows(self._files, self._keys, self._index[np.asarray(indices, dtype=np.int64)], self._checks)
 
     def data_sources(self) -> dict[str, int]:
-        """Position of the first row per data source."""
+        """Return the position of the first row per data source."""
         first: dict[str, int] = {}
         for position, name in enumerate(self.sources()):
             first.setdefault(name, position)
         return first
 
     def sources(self) -> list[str]:
-        """The data source of every row."""
+        """Return the data source of every row."""
         source = self._keys.source
         names = [record[source] for file in self._files for record in file.records([source], 0, file.table.num_rows)]
         return [names[row] for row in self._index.tolist()]
 
     def files(self) -> list[str]:
-        """The file of every row."""
+        """Return the file of every row."""
         return [self._files[number].path for number in self._file_numbers().tolist()]
 
     def _file_numbers(self) -> np.ndarray:
         return np.searchsorted(self._starts, self._index, side="right") - 1
 
     def fingerprint(self) -> str:
-        """A digest of the rows' content and order. How they are spread over files, and other columns, do not matter."""
+        """Return a digest of the rows' content and order. Files and other columns do not matter."""
         digest = hashlib.sha256(f"{self._keys}\n".encode())
-        # Digests per row, so that the order and a selection can change without reading the files again.
+        # Digests per row, so that order and selection can change without reading the files again.
         digest.update(np.ascontiguousarray(self._checks.digests[self._index]).tobytes())
         return f"rows:{digest.hexdigest()}"
 
     def identity(self) -> str:
-        """`fingerprint`, and after a space the number of rows and their files, for people."""
+        """Return the `fingerprint`, and after a space the number of rows and their files, for people."""
         return f"{self.fingerprint()} {len(self)} rows of {self.paths}"
 
     def _locate(self, position: int) -> tuple[Table, int]:
@@ -168,19 +169,18 @@ class Rows:
 
 
 def read_rows(files: str | Sequence[str], *, keys: Keys = KEYS, max_rows: int = -1, seed: int | None = None) -> Rows:
-    """Read and check files in verl's schema (parquet, json, jsonl; patterns and folders of them); every row is looked
-    at before anything is started.
+    """Read and check files in verl's schema (parquet, json, jsonl; patterns and folders). Every row is checked.
 
-    ``max_rows`` keeps so many rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises
-    DataError naming file, row, field, what is wrong and what to do; up to five problems at once.
+    ``max_rows`` limits the rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises DataError
+    with file, row, field, problem and fix, for up to five problems at once.
     """
     return _usable(*scan_rows(files, keys=keys, max_rows=max_rows, seed=seed))
 
 
 def rows_of(records: Iterable[dict[str, Any]], name: str, numbers: np.ndarray, *, keys: Keys = KEYS) -> Rows:
-    """Rows that a program has made, of plain values, checked as those of a file.
+    """Return rows of plain values from a program, checked like file rows.
 
-    ``name`` and ``numbers`` [n], ascending, are for messages. Raises DataError as `read_rows` does.
+    ``name`` and ``numbers`` [n], ascending, are for messages. Raises DataError like `read_rows`.
     """
     return _usable(*_checked([Pickled.of(records, name, keys, numbers)], keys))
 
@@ -201,9 +201,9 @@ def _usable(rows: Rows, problems: Sequence[str]) -> Rows:
 def scan_rows(
     files: str | Sequence[str], *, keys: Keys = KEYS, max_rows: int = -1, seed: int | None = None
 ) -> tuple[Rows, list[str]]:
-    """The usable rows, perhaps none, and one problem per row of the others.
+    """Return the valid rows, possibly none, and one problem per invalid row.
 
-    Raises DataError for a file that cannot be read or lacks a column.
+    Raises DataError for a file that cannot be read or misses a column.
     """
     paths = [files] if isinstance(files, (str, Path)) else list(files)
     if not paths:
@@ -231,7 +231,7 @@ def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
 
 
 def _looks(file: Table, keys: Keys) -> Iterator[Look]:
-    """A look at the images of every row of a file."""
+    """Check the images of every row of a file."""
     try:
         yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look())
     except (OSError, pa.ArrowException) as error:
@@ -239,7 +239,7 @@ def _looks(file: Table, keys: Keys) -> Iterator[Look]:
 
 
 def _check_table(file: Table, keys: Keys, digests: bytearray, looks: list[Look]) -> dict[int, str]:
-    """The problem per bad row, by row number. A digest per row and the look at its images are put to the others."""
+    """Return the problem per bad row, by row number. Appends a digest and image check per row."""
     bad: dict[int, str] = {}
     coming = _looks(file, keys)
     for start in range(0, file.table.num_rows, _READ_CHUNK_ROWS):
@@ -250,7 +250,7 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, looks: list[Look])
         for row, record in enumerate(records, start):
             look = next(coming)
             looks.append(look)
-            # As JSON with sorted keys: the order of a struct's fields is the writing program's affair.
+            # As JSON with sorted keys, because the order of a struct's fields depends on the program that wrote it.
             whole = _plain(record | {keys.image: look.content})
             content = json.dumps(whole, sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
@@ -263,22 +263,22 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, looks: list[Look])
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message of a prompt without the nulls that Parquet adds.
 
-    Parquet gives every struct of a column the same keys, at any depth, with null where a row lacks one; templates ask
-    whether a key is there. The content of a message with tool calls may be null.
+    Parquet gives every struct of a column the same keys, at any depth, with null if a row misses one, but templates
+    test whether a key exists. The content of a message with tool calls may be null.
     """
     found = without_nulls(message)
     return {"content": "", **found} if found.get("tool_calls") else found
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys that are null, at any depth. An item of a list that is null stays."""
+    """Return a value without null keys, at any depth. Null items of a list stay."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:
-    """One form for a value however a program has stored it: nulls are left out, and a whole number has no fraction."""
+    """Return a normalized value, independent of the program that stored it: without nulls, whole floats as integers."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -306,11 +306,11 @@ def _build(record: dict[str, Any], keys: Keys) -> PromptRow:
 
 
 def bad_rows(problems: Sequence[str]) -> str:
-    """What is said of rows with problems, one line each."""
+    """Return a message about bad rows, one line each."""
     return first_of("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems)
 
 
 def first_of(title: str, lines: Sequence[str]) -> str:
-    """A title, and below it the first of the lines."""
+    """Return a title and the first of the lines below it."""
     remainder = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
     return "\n  ".join([title, *lines[:_NUM_SHOWN], *remainder])

@@ -1,8 +1,9 @@
-"""Which prompts a round of generation gets: in the plain order (`BatchOrder`), or by the accuracy of earlier answers.
+"""Prompts of a generation round: in plain order (`BatchOrder`), or by the accuracy of earlier responses.
 
-A prompt whose answers are all right or all wrong gives group-relative estimators no gradient, but costs as much
-generation as any other. `SolveRateSampler` skips most of those. A sampler's knowledge is part of the checkpoint, so
-that a resumed run draws the same prompts. Left out: weights between 0 and 1, since skipping is what saves time.
+A prompt whose responses are all right or all wrong gives group-relative estimators no gradient, but costs as much
+generation as any other. `SolveRateSampler` skips most of these prompts. A sampler's state is part of the checkpoint, so
+that a resumed run draws the same prompts. Sampling weights between 0 and 1 are not used, because only skipping saves
+time.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ State = dict[str, NDArray[Any]]
 
 
 class Sampler(Protocol):
-    """The interface of what ``data.sampler.name=FILE.py:NAME`` returns when called with (BatchOrder, Rows).
+    """Interface of the object that ``data.sampler.name=FILE.py:NAME`` returns when called with (BatchOrder, Rows).
 
-    A class that was written for verl, with the arguments data_source and data_config, is an `EpochSampler`.
+    A class written for verl, with arguments data_source and data_config, is wrapped in an `EpochSampler`.
     """
 
     def rows(self, draw: int) -> Sequence[int]:
-        """``batch_size`` distinct rows for draw ``draw``, counted from 0. Called once per draw, in order."""
+        """Return ``batch_size`` distinct rows for draw ``draw`` (from 0). Called once per draw, in order."""
 
     def epoch(self, draw: int) -> int:
-        """The epoch (from 0) that draw ``draw`` belongs to."""
+        """Return the epoch (from 0) of draw ``draw``."""
 
     def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
-        """The mean accuracy, from 0 to 1, of the answers per drawn row."""
+        """Observe the mean accuracy, from 0 to 1, of the responses per drawn row."""
 
     def state(self) -> State:
-        """Arrays that a checkpoint keeps."""
+        """Return arrays to be saved in a checkpoint."""
 
     def restore(self, state: State) -> None:
-        """Go on from ``state``."""
+        """Continue from ``state``."""
 
 
 class SolveRateSampler:
-    """Goes through `BatchOrder`'s shuffled epochs and mostly skips prompts that are always or never solved.
+    """Sampler that follows `BatchOrder`'s shuffled epochs and mostly skips prompts that are always or never solved.
 
-    A prompt's solve rate is the mean accuracy of its last answers, at first the ``pass_rate`` (or ``PassRate_…``,
-    ``solve_rate``) of its extra_info. A prompt at 0 or 1 is drawn again with probability ``revisit`` per epoch, decided
-    by seed, epoch and row alone. Skipped prompts fill up a batch only where no others are left.
+    A prompt's solve rate is the mean accuracy of its last responses, initially the ``pass_rate`` (or ``PassRate_…``,
+    ``solve_rate``) of its extra_info. A prompt at 0 or 1 is drawn again with probability ``revisit`` per epoch, which
+    depends only on seed, epoch and row. Skipped prompts fill a batch only if no others are left.
     """
 
     def __init__(self, order: BatchOrder, rows: Iterable[PromptRow], revisit: float = 0.1) -> None:
@@ -61,17 +62,17 @@ class SolveRateSampler:
         self._cursor = 0
 
     def rows(self, draw: int) -> list[int]:
-        """The next rows that are worth an attempt."""
+        """Return the next rows that are worth an attempt."""
         chosen: dict[int, None] = {}
         skipped: dict[int, None] = {}
-        # From any cursor so many places hold one whole epoch, so every row has been looked at before skipped ones fill
-        # up.
+        # From any cursor, this range contains one whole epoch, so every row has been considered before skipped ones are
+        # used.
         for _ in range(2 * self._order.num_rows):
-            # A cursor over single rows, not draws: how many rows a draw passes over is not known beforehand. So the
-            # tail of an epoch is used too.
+            # A cursor over rows instead of draws, because the number of skipped rows is not known beforehand. Therefore
+            # the last rows of an epoch are used too.
             epoch, place = divmod(self._cursor, self._order.num_rows)
             self._cursor += 1
-            # A row may come twice where a draw crosses into the next epoch; dictionaries keep it once, in order.
+            # A row may occur twice if a draw crosses into the next epoch. Dictionaries keep it once, in order.
             row = int(self._order.permutation(epoch)[place])
             (chosen if self._worth(row, epoch) else skipped)[row] = None
             if len(chosen) == self._order.batch_size:
@@ -85,25 +86,25 @@ class SolveRateSampler:
         return bool(stream(self._order.seed, "revisit", epoch, row).random_raw() < self._revisit * 2.0**64)
 
     def epoch(self, draw: int) -> int:
-        """The epoch of the newest row."""
+        """Return the epoch of the latest row."""
         return max(self._cursor - 1, 0) // self._order.num_rows
 
     def observe(self, rows: Sequence[int], solved: Sequence[float]) -> None:
-        """Remember the newest solve rates."""
-        # Only the newest answers count, because the policy that gave older ones is gone.
+        """Store the latest solve rates."""
+        # Earlier rates are overwritten, because they belong to an older policy.
         self._rates[np.asarray(rows, dtype=np.int64)] = solved
 
     def state(self) -> State:
-        """Position and solve rates."""
+        """Return position and solve rates."""
         return {"cursor": np.array(self._cursor), "rates": self._rates.copy()}
 
     def restore(self, state: State) -> None:
-        """Go on from ``state``."""
+        """Continue from ``state``."""
         self._cursor, self._rates = int(state["cursor"]), state["rates"].copy()
 
 
 def make_sampler(data: DataConfig, order: BatchOrder, rows: Rows) -> Sampler:
-    """The sampler of ``data.sampler.name``. Raises ConfigError for one that cannot be made or lacks a method."""
+    """Return the sampler of ``data.sampler.name``. Raises ConfigError if it cannot be created or lacks a method."""
     name = data.sampler.name
     if name == "shuffle":
         return order

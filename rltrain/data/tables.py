@@ -1,4 +1,4 @@
-"""The rows of files as Arrow tables, opened and drawn: of parquet as they stand there, of JSON each field a pickle."""
+"""Rows of files as Arrow tables: parquet as stored, JSON with pickled fields; and random subsets of rows."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from rltrain.data.pictures import PictureFile, PictureTable
 
 log = logging.getLogger(__name__)
 _MAX_TEXT_BYTES = 64 << 20
-# A file may become this large in memory, or this many times its size.
+# Maximum size of a file in memory: this many bytes, or this many times its size.
 _MAX_FILE_BYTES, _MAX_EXPANSION = 2 << 30, 64
 
 
 @dataclass(frozen=True)
 class Table:
-    """A file, the rows of it that are used (without images), and their numbers in it."""
+    """Used rows of a file (without images), and their row numbers."""
 
     path: str
     table: pa.Table
     numbers: np.ndarray
     pictures: PictureFile | PictureTable | None = None
-    """Where these stand."""
+    """Location of the images."""
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
-        """Columns ``names`` of ``number`` rows from ``start`` on."""
+        """Return columns ``names`` of ``number`` rows from ``start`` on."""
         return self.table.select(names).slice(start, number).to_pylist()
 
 
 class Pickled(Table):
-    """Rows that were no table: each field is a pickle, because Arrow wants one type for all rows of a column."""
+    """Rows from a non-table source. Each field is pickled, because Arrow requires one type per column."""
 
     @classmethod
     def of(
         cls, rows: Iterable[dict[str, Any]], path: str, keys: Keys, numbers: np.ndarray | None = None, place: str = ""
     ) -> Pickled:
-        """The columns of ``keys`` in rows of plain values.
+        """Store the columns of ``keys`` from rows of plain values.
 
-        numbers [rows]: ascending; None: 0, 1, …. path, place: for messages, and of the file from whose folder names of
-        images count ("": as path). Images that stand in the rows stay in memory.
+        numbers [rows]: ascending; None: 0, 1, …. path: for messages. place: file whose folder relative image paths
+        refer to ("": path). Images in the rows stay in memory.
         """
         columns: dict[str, list[bytes]] = {
             column: [] for column in (*keys.required(), *keys.optional(), VIDEOS, keys.image)
@@ -70,18 +70,18 @@ class Pickled(Table):
         return cls(path, table.drop_columns(keys.image), numbers, pictures)
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
-        """See `Table`."""
+        """Return columns ``names`` of rows (see `Table`)."""
         packed = super().records(names, start, number)
         return [{name: pickle.loads(value) for name, value in record.items()} for record in packed]
 
 
 def open_table(path: str, keys: Keys) -> Table:
-    """All rows of a file. Raises DataError for one that cannot be read or lacks a column, and StorageError."""
+    """Open all rows of a file. Raises DataError if it is unreadable or misses a column, and StorageError."""
     return _asked(path, partial(_read, path, _local(path), keys))
 
 
 def num_rows(path: str) -> int:
-    """Rows of a file. Raises as `open_table`; of a parquet file only the end is looked at."""
+    """Return the number of rows of a file. Raises like `open_table`. Of a parquet file, only the footer is read."""
 
     def count(file: Path) -> int:
         if (kind := kind_of(path, file)) != "parquet":
@@ -114,7 +114,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
             f"data file {path!r} is a table of csv, whose cells hold no messages. Convert it: "
             f"python -m rltrain.data_preprocess.jsonl --input {path} --output FOLDER (see its --help)."
         )
-    # Other processes, which read the images, may have another folder for their current one.
+    # Absolute, because other processes that read the images may have another working directory.
     place = str(file.absolute())
     if kind == "json":
         mended: list[int] = []
@@ -138,10 +138,10 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
             )
         return Pickled.of(json_records, path, keys, place=place)
     _check_sizes(path, file, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image})
-    # A flipped bit in a page with a checksum is then an error and not another number.
+    # Page checksums turn a flipped bit into an error instead of another number.
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
         check_schema(path, source.schema_arrow, keys)
-        # Columns that nobody reads would only fill Ray's object store.
+        # Unused columns would only fill Ray's object store.
         names, columns = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
         table = source.read(columns=[name for name in names if name in columns])
     return Table(
@@ -152,8 +152,8 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
 def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
     """Raise DataError for texts that are much larger in memory than in the file, before they are decoded.
 
-    A dictionary makes a row of a few bytes of any text. Columns that may hide that are read as dictionaries, which
-    takes the memory of the distinct texts only.
+    A dictionary can reduce any text to a few bytes per row. Columns where this is possible are read as dictionaries,
+    which takes only the memory of the distinct texts.
     """
     with pq.ParquetFile(file) as source:
         groups = range(source.metadata.num_row_groups)
@@ -188,7 +188,7 @@ def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
 
 
 def _text_sizes(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of each text of a column of one leaf [n], and its row [n]."""
+    """Return the bytes of each text of a single-leaf column [n], and its row [n]."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     array = pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
     rows = np.arange(len(array))
@@ -205,7 +205,7 @@ def _text_sizes(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def unreadable(path: str, error: Exception) -> RltrainError:
-    """The error to raise of a file of which Arrow or the system says this."""
+    """Return the error for a file that Arrow or the system cannot read."""
     return host_error(error) or DataError(
         f"data file {path!r} cannot be read as parquet: it is truncated, damaged or of another format "
         f"({first_line(error)[:200]}). Write or copy it again."
@@ -213,18 +213,19 @@ def unreadable(path: str, error: Exception) -> RltrainError:
 
 
 def drawn(total: int, most: int, seed: int | None) -> np.ndarray:
-    """At most ``most`` of the numbers below ``total`` (0 or less: all), drawn by ``seed`` (None: the first); ascending
-    [n], int64."""
+    """Return at most ``most`` of the numbers below ``total`` (0 or less: all), drawn by ``seed`` (None: the first).
+    Sorted, [n], int64.
+    """
     if not 0 < most < total:
         return np.arange(total)
     if seed is None:
         return np.arange(most)
-    # As in `BatchOrder`: rows are ranked by raw numbers, whose stream NumPy guarantees.
+    # As in `BatchOrder`: rows are sorted by raw numbers, whose stream NumPy guarantees.
     return np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:most])
 
 
 def chosen(files: list[Table], max_rows: int, seed: int | None) -> list[Table]:
-    """The files with at most ``max_rows`` of their rows (0 or less: all), in file order."""
+    """Return the files with at most ``max_rows`` of their rows (0 or less: all), in file order."""
     total = sum(len(file.numbers) for file in files)
     if not 0 < max_rows < total:
         return files
@@ -234,7 +235,8 @@ def chosen(files: list[Table], max_rows: int, seed: int | None) -> list[Table]:
 
 
 def _taken(file: Table, rows: np.ndarray) -> Table:
-    # Batch by batch: Arrow may join all chunks of a column before it takes rows, which images are too large for.
+    # Batch by batch, because Arrow may concatenate all chunks of a column before taking rows, and images are too large
+    # for one chunk.
     batches = file.table.to_batches()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
     pieces = zip(batches, pairwise(starts), strict=True)
@@ -243,5 +245,5 @@ def _taken(file: Table, rows: np.ndarray) -> Table:
 
 
 def _between(rows: np.ndarray, start: int, end: int) -> np.ndarray:
-    """Those of the ascending ``rows`` from ``start`` to before ``end``, counted from ``start``."""
+    """Return those ascending ``rows`` in [start, end), relative to ``start``."""
     return rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start

@@ -1,10 +1,10 @@
-"""Work of somebody else's code, tried in a fork of this process under limits of time and memory.
+"""Trial of third-party code in a fork of this process, with limits of time and memory.
 
-Problem: a chat template is a program that comes with a model's folder, and nothing ends one that loops for ever, or
-that asks for all memory in a single expression: a signal is not heard inside it, and a thread does not run. Choice: a
-fork does the work first, where the kernel ends it. A fork and not a new interpreter, because it has the tokenizer, the
-template and the conversations already, and costs milliseconds. Left out: bringing back what the fork has made; the
-work is done again here, now that it is known to end.
+A chat template is a program from a model's folder. If it loops forever or requests all memory in a single expression,
+nothing in the process can stop it: signal handlers and threads do not run during the expression. Therefore a fork runs
+the code first, and the kernel can kill it. A fork instead of a new interpreter already has the tokenizer, the template
+and the conversations, and takes milliseconds. Results are not transferred from the fork. The code runs again here after
+it is known to end.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 
 from rltrain.base.clock import SYSTEM, Clock
 
-# Of what was tried. A template of a real model writes hundreds of conversations within a tenth of a second.
+# Limit for the trial. A real model's template writes hundreds of conversations within a tenth of a second.
 CPU_S = 10
 MEMORY_BYTES = 2 << 30
-# A busy machine may give the fork little of its time.
+# A busy machine may give the fork little CPU time.
 _WALL_S_PER_CPU_S = 20
 _POLL_S = 0.005
 _NO_MEMORY, _TOO_LARGE, _NO_HOST_MEMORY = 3, 4, 5
@@ -30,14 +30,14 @@ _NO_MEMORY, _TOO_LARGE, _NO_HOST_MEMORY = 3, 4, 5
 def trouble(
     work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES, clock: Clock = SYSTEM
 ) -> str:
-    """Why ``work`` cannot be done here: a phrase, or "" if it can.
+    """Return why ``work`` cannot be done here, as a phrase, or "" if it can.
 
-    work: returns the size of what it has made, of which ``most`` are allowed; an error that it raises is no trouble,
-    as it will be raised here too. memory_bytes: beyond what this process has now. Raises MemoryError where the
-    host, and not this bound, has no memory for it.
+    work: returns the size of its result, which may be at most ``most``. Its exceptions are ignored, because they will
+    be raised here too. memory_bytes: limit beyond the current memory of this process. Raises MemoryError if the host,
+    instead of this limit, runs out of memory.
     """
     with warnings.catch_warnings():
-        # Python 3.12 warns of a fork where there are threads. This one takes no lock that a thread may hold.
+        # Python 3.12 warns about a fork with threads. This one takes no lock that a thread may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
@@ -49,12 +49,12 @@ def trouble(
             clock.sleep(pause)
             pause = min(2 * pause, _POLL_S)
             pid, status = os.waitpid(child, os.WNOHANG)
-    finally:  # a signal may end this process meanwhile
+    finally:  # in case a signal ends this process
         if not pid:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGXCPU
-    if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # by the kernel, as nobody else knows of the fork
+    if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # by the kernel, as nothing else kills the fork
         raise MemoryError("there was none to try the chat template in a process of its own")
     if code == -signal.SIGXCPU:
         return f"does not end within {cpu_s} s"
@@ -67,9 +67,9 @@ def trouble(
 
 @contextmanager
 def memory_bound(memory_bytes: int = MEMORY_BYTES) -> Iterator[bool]:
-    """Within, this process may take so much memory beyond what it has. Systems other than Linux have no such bound.
+    """Limit the memory of this process beyond its current size inside the context. Effective only on Linux.
 
-    Yields whether this is the bound: a tighter one, which the process has had before, stays.
+    Yields whether this limit applies: an earlier, tighter limit stays.
     """
     before, bounds = resource.getrlimit(resource.RLIMIT_AS), False
     with suppress(OSError, ValueError), open("/proc/self/statm", encoding="utf-8") as file:
@@ -84,10 +84,10 @@ def memory_bound(memory_bytes: int = MEMORY_BYTES) -> Iterator[bool]:
 
 
 def _work(work: Callable[[], int], most: int, cpu_s: int, memory_bytes: int) -> None:
-    """The fork: never returns, and runs nothing that this process would run at its end."""
+    """Run in the fork: never returns, and skips the exit handlers of this process."""
     code, bounded = 0, False
     try:
-        for kind in (signal.SIGINT, signal.SIGTERM):  # those of a terminal are for the process that waits
+        for kind in (signal.SIGINT, signal.SIGTERM):  # terminal signals are for the waiting process
             signal.signal(kind, signal.SIG_IGN)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -96,7 +96,7 @@ def _work(work: Callable[[], int], most: int, cpu_s: int, memory_bytes: int) -> 
             code = _TOO_LARGE if work() > most else 0
     except MemoryError:
         code = _NO_MEMORY if bounded else _NO_HOST_MEMORY
-    except BaseException:  # noqa: BLE001 - raised again, and told, by the process that waits
+    except BaseException:  # noqa: BLE001 - raised again, and reported, by the waiting process
         pass
     finally:
         os._exit(code)

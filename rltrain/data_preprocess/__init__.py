@@ -2,7 +2,7 @@
 
 import sys
 
-# The folder data_preprocess/ at the top of a checkout is a link, for readers. A converter that is started as a program
-# may be found through it; an import through it would make every class twice.
+# data_preprocess/ at the top of a checkout is a link for readers. A converter run as a program may be found through it,
+# but an import through it would create a second copy of every class.
 if __name__ != "rltrain.data_preprocess" and sys.argv[0] != "-m":
     raise ImportError("import rltrain.data_preprocess: through the link there would be a second copy of every class")

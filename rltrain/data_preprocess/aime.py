@@ -1,7 +1,7 @@
 """Convert AIME 2024 or 2025 for validation: records with a problem and an answer, or copies in verl's schema.
 
-The scorer reads the last "Answer:" line. Of problems that a copy repeats (for avg@k) one is kept: rollout.n repeats
-them. A problem of another year than that of --dataset is an error, where its year, id or url tells.
+The scorer reads the last "Answer:" line. If a copy repeats problems (for avg@k), each is kept once, because rollout.n
+repeats them. A problem of another year than --dataset is an error, if its year, id or url contains the year.
 """
 
 import re
@@ -20,7 +20,7 @@ INSTRUCTION = 'Reason step by step. The last line must be "Answer: " followed by
 
 
 def to_row(record: Record, at: At) -> Row:
-    """The row of a problem, with the instruction of the options."""
+    """Return the row of a problem, with the instruction of the options."""
     source = at.options.dataset
     fields = {name.lower(): value for name, value in record.items()}  # copies differ: Problem, problem, question
     if isinstance(fields.get("prompt"), list):
@@ -31,7 +31,7 @@ def to_row(record: Record, at: At) -> Row:
         raise DataError(
             f"this is a problem of AIME {year}, and --dataset is {source}. Give the file or the --dataset of that year."
         )
-    # All answers are whole numbers from 0 to 999; some copies write 073, $73$ or 73^\circ.
+    # All answers are integers from 0 to 999; some copies write 073, $73$ or 73^\circ.
     number = re.fullmatch(r"\$?0*([0-9]{1,3})(\.0)?(\^\{?\\circ\}?|°)?\$?", str(fields.get("answer")).strip())
     if number is None:
         raise Drop("an answer that is not a number from 0 to 999")
@@ -41,7 +41,7 @@ def to_row(record: Record, at: At) -> Row:
 
 
 def _year(fields: Record) -> str | None:
-    """The year that a record names; copies have it as year, in the id (2024-II-4) or in the address of a solution."""
+    """Return the year of a record, from its year, its id (2024-II-4) or the address of a solution, or None."""
     named = (re.search(r"(?<![0-9])20[0-9]{2}(?![0-9])", str(fields.get(name))) for name in ("year", "id", "url"))
     return next((match[0] for match in named if match), None)
 

@@ -1,4 +1,4 @@
-"""Generate arithmetic problems such as ``12+7=?``. Nothing is downloaded; the same options give the same files."""
+"""Generate arithmetic problems such as ``12+7=?``. Nothing is downloaded; equal options give equal files."""
 
 import argparse
 import random
@@ -17,9 +17,9 @@ Problem = tuple[str, int, int]
 def generate(
     num_train: int, num_test: int, *, seed: int, max_operand: int, operators: str, min_operand: int = 0
 ) -> dict[str, list[Row]]:
-    """Train and test rows. No test problem is in train, not even with its operands swapped (7+12 for 12+7).
+    """Return train and test rows. No test problem is in train, not even with its operands swapped (7+12 for 12+7).
 
-    Test problems are distinct; train problems are too until the possible ones run out, then they come again.
+    Test problems are distinct. Train problems are distinct until all possible ones are used, and then repeat.
     """
     unknown = sorted(set(operators) - set(_COMPUTE))
     if unknown or not operators:
@@ -46,7 +46,7 @@ def generate(
 
 
 def _draw(count: int, seed: int, operands: range, operators: str) -> list[Problem]:
-    """Up to ``count`` distinct problems in random order."""
+    """Return up to ``count`` distinct problems in random order."""
     operators, size = "".join(dict.fromkeys(operators)), len(operands)
     space = len(operators) * size * size
     numbers = random.Random(seed).sample(range(space), min(count, space))
@@ -73,7 +73,7 @@ def _rows(problems: list[Problem], split: str) -> list[Row]:
 
 
 def convert(options: argparse.Namespace) -> Splits:
-    """Rows for the options of the command line."""
+    """Return the rows for the command-line options."""
     return generate(
         options.num_train,
         options.num_test,
@@ -85,7 +85,7 @@ def convert(options: argparse.Namespace) -> Splits:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line. Returns the exit code."""
     parser = arguments(__doc__ or "", output="data/arithmetic")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training problems")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out problems")

@@ -1,7 +1,7 @@
-"""What the converters of benchmarks share: their wordings, lettered choices, and the row with what its scorer reads.
+"""Common code of benchmark converters: wordings, lettered choices, and rows with the fields that the scorers read.
 
-``extra_info`` of such a row has ``id``, ``category``, ``answer_type`` (``choice``, ``choices`` or what the data set
-calls it), ``choices``, and ``scored_by``: whether the published protocol scores by rule too, or asks a model.
+``extra_info`` of such a row has ``id``, ``category``, ``answer_type`` (``choice``, ``choices`` or the data set's type),
+``choices``, and ``scored_by``: whether the published protocol also scores by rule, or uses a model.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BY_RULE_FOR_JUDGE = "rule; the published protocol uses a judge"
 
 
 def wordings(*others: str) -> Callable[[argparse.ArgumentParser], object]:
-    """``--prompt``: the published wording, another published one, or ours that asks for a box."""
+    """Return a function that adds ``--prompt``: the published wording, ``others``, or ours with a box."""
 
     def add(parser: argparse.ArgumentParser) -> None:
         names = ("published", *others, "boxed")
@@ -29,25 +29,25 @@ def wordings(*others: str) -> Callable[[argparse.ArgumentParser], object]:
 
 
 def lettered(choices: Sequence[str], form: str) -> str:
-    """One line for each choice; ``form`` as ``({}) {}``."""
+    """Return one line per choice, in the format ``form`` such as ``({}) {}``."""
     return "\n".join(form.format(letter, choice) for letter, choice in zip(LETTERS, choices, strict=False))
 
 
 def letter_of(choice: str, choices: Sequence[str]) -> str:
-    """The letter of a choice. Raises DataError where it is none of them, or two."""
+    """Return the letter of a choice. Raises DataError unless it occurs exactly once."""
     if list(choices).count(choice) != 1:
         raise DataError(f"the answer {choice!r} is not one of the choices {list(choices)}.")
     return LETTERS[list(choices).index(choice)]
 
 
 def choices_within(text: str, answer: str) -> list[str]:
-    """The choices that a question lists; [] where they cannot be told apart, or do not reach to the right letter."""
+    """Return the choices in a question, or [] if they are ambiguous or do not include the letter ``answer``."""
     choices = listed_choices(text)
     return choices if answer in tuple(LETTERS[: len(choices)]) else []
 
 
 def metadata(record: Record, name: str) -> Any:
-    """A field of the column ``metadata``; None without it."""
+    """Return a field of the column ``metadata``, or None."""
     fields = record.get("metadata")
     return fields.get(name) if isinstance(fields, Mapping) else None
 
@@ -67,7 +67,7 @@ def benchmark_row(
     scored_by: str = BY_RULE,
     extra: Mapping[str, Any] | None = None,
 ) -> Row:
-    """The row of a question; ``images`` are as they stand in the record, None for a set of texts."""
+    """Return the row of a question. images: as stored in the record, or None for a text-only set. Raises DataError."""
     if not truth.strip():
         raise DataError("the answer is empty.")
     if answer_type == "choice" and truth not in tuple(LETTERS[: len(choices)] or LETTERS):

@@ -1,7 +1,7 @@
 """Convert AReaL-boba (inclusionAI/AReaL-boba-Data, AReaL-boba-106k.jsonl): maths with several accepted solutions.
 
-Its prompts are written in one model's chat template. Its marks are taken off, so that any model's template can be used;
-what stands between them stays as it is. The ground truth is the list of solutions.
+Its prompts are written in one model's chat template. The template's marks are removed, so that any model's template can
+be used; the text between them stays unchanged. The ground truth is the list of solutions.
 """
 
 import re

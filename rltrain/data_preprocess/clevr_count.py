@@ -1,4 +1,4 @@
-"""Convert CLEVR counting (BUAADreamer/clevr_count_70k): how many things are in the image, answered as ``[3]``."""
+"""Convert CLEVR counting (BUAADreamer/clevr_count_70k): count the objects in an image, with answers like ``[3]``."""
 
 import re
 import sys

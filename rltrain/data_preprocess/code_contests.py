@@ -20,7 +20,7 @@ _TESTS = ("public_tests", "private_tests", "generated_tests")
 
 
 def read_tests(record: Record) -> dict[str, Any]:
-    """Inputs and outputs (and ``fn_name`` where a function is called) of a record of any of the three data sets."""
+    """Return inputs and outputs (and ``fn_name`` if a function is called) of a record of any of the three data sets."""
     if "public_tests" in record:
         groups = [record.get(name) or {} for name in _TESTS]
         tests = {

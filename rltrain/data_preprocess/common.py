@@ -1,4 +1,4 @@
-"""What every converter shares: the row layout, the files it writes and the command line around it."""
+"""Common code of all converters: row layout, output files and command line."""
 
 import argparse
 import json
@@ -28,21 +28,21 @@ BOXED = "Reason step by step and put the final answer in \\boxed{}."
 
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-# Arrow cannot nest more than 2 GiB in one array: images and tests of programs are written in groups of rows.
+# Arrow cannot nest more than 2 GiB in one array, so images and program tests are written in groups of rows.
 _GROUP_ROWS = 512
-# A run reads images when it needs them, a group at a time.
+# A run reads images on demand, one group at a time.
 PICTURE_GROUP_ROWS = 32
 _SHOWN_CHARS = 2000
 
 
 class Drop(Exception):
-    """A record that is left out; the text is the reason it is counted under."""
+    """A record to be dropped. The text is the reason under which it is counted."""
 
 
 class Part(list[Row]):
-    """The rows of a split, and how many records were left out for which reason.
+    """Rows of a split, and the number of dropped records by reason.
 
-    notes: what is worth a word of how many rows. unused: columns that nobody asked for.
+    notes: number of rows by note. unused: columns that no option uses.
     """
 
     def __init__(self, rows: Iterable[Row] = (), dropped: Mapping[str, int] | None = None):
@@ -54,8 +54,9 @@ class Part(list[Row]):
 
 @dataclass(frozen=True)
 class At:
-    """Where a record stands: split and number in the source (as ``row`` takes them), options, the input's folder; and
-    what is told of the rows in the end (see `Part`)."""
+    """Context of a record: split and index in the source (as ``row`` takes them), options, the input's folder, and the
+    notes and unused columns of its `Part`.
+    """
 
     place: dict[str, Any]
     options: argparse.Namespace
@@ -81,10 +82,10 @@ def row(
     style: str = "rule",
     agent_name: str | None = None,
 ) -> Row:
-    """One row of verl's schema: a user message (after any system message) or a whole conversation, and its answer.
+    """Return one row of verl's schema: a user message (after a system message) or a conversation, and its answer.
 
-    ``ground_truth`` is a list where any of several answers is right. ``style="model"``: a reward model scores.
-    ``agent_name="tool_agent"``: tools answer the policy.
+    ``ground_truth`` is a list if any of several answers is right. ``style="model"``: a reward model scores.
+    ``agent_name="tool_agent"``: the policy can call tools.
     """
     messages = [] if system is None else [{"role": "system", "content": system}]
     prompt = [{"role": "user", "content": question}] if isinstance(question, str) else question
@@ -100,7 +101,7 @@ def row(
 
 
 def texts(record: Record, *names: str) -> list[str]:
-    """The named fields of a record. Raises DataError if one is not text."""
+    """Return the named fields of a record. Raises DataError if one is not text."""
     values = [record.get(name) for name in names]
     field_texts = [value for value in values if isinstance(value, str)]
     if len(field_texts) < len(names):
@@ -110,12 +111,12 @@ def texts(record: Record, *names: str) -> list[str]:
 
 
 def kept(record: Record, *names: str) -> Record:
-    """The named fields that a record has, for ``extra_info``."""
+    """Return the named fields that a record has, for ``extra_info``."""
     return {name: record[name] for name in names if record.get(name) is not None}
 
 
 def with_slots(text: str, images: Sequence[Any]) -> str:
-    """``text`` with one ``<image>`` for each image: as it is, or with all of them put before it where it has none."""
+    """Return ``text`` with one ``<image>`` per image. A text without any gets all of them at its start. Raises Drop."""
     num_slots = text.count(IMAGE_SLOT)
     if num_slots == 0 and images:
         return IMAGE_SLOT * len(images) + "\n" + text
@@ -125,7 +126,7 @@ def with_slots(text: str, images: Sequence[Any]) -> str:
 
 
 def stored_images(values: Any, folder: Path) -> list[Record]:
-    """Images as their encoded bytes: entries ``{bytes, path}`` as on the hub, bytes, base64, or files in ``folder``."""
+    """Return encoded images from hub entries ``{bytes, path}``, bytes, base64, or files in ``folder``. Raises Drop."""
     encoded_images = []
     for entry in entries(values or [], str(folder / "_")):
         path = entry.get("path")
@@ -141,9 +142,9 @@ def stored_images(values: Any, folder: Path) -> list[Record]:
 
 
 def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, unique: bool = False) -> dict[str, Part]:
-    """Rows of every split. ``unique`` leaves out a prompt that came before in its split.
+    """Return the rows of every split. ``unique`` drops repeated prompts of a split.
 
-    ``to_row`` raises Drop for a record to leave out and DataError for one that shows the input is of another shape.
+    ``to_row`` raises Drop to drop a record, and DataError if the input does not have the expected format.
     """
     folder = Path(options.input or ".").expanduser()
     folder = folder if folder.is_dir() else folder.parent
@@ -177,9 +178,9 @@ def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, uni
 
 
 def write_splits(output: str | Path, splits: Splits) -> dict[str, Path]:
-    """Write ``<output>/<split>.parquet`` for every split that has rows; the same rows give the same bytes.
+    """Write ``<output>/<split>.parquet`` for every non-empty split. Equal rows give equal bytes.
 
-    Pages carry checksums, and a file appears whole or not at all. What was written is read back and checked.
+    Pages have checksums, and files are written atomically. They are read back and checked.
     """
     folder, written = Path(output).expanduser(), {}
     for split, rows in splits.items():
@@ -194,7 +195,7 @@ def write_splits(output: str | Path, splits: Splits) -> dict[str, Path]:
 
 
 def arguments(description: str, *, output: str) -> argparse.ArgumentParser:
-    """A parser with the option every converter has."""
+    """Return a parser with the options that every converter has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", default=output, help="folder for train.parquet and test.parquet")
     return parser
@@ -210,7 +211,7 @@ def converter(
     unique: bool = False,
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> Callable[..., int]:
-    """The command line of a converter, as its ``main``. Several ``hubs`` become choices of ``--dataset``."""
+    """Return the ``main`` of a converter's command line. Several ``hubs`` become choices of ``--dataset``."""
 
     def main(argv: list[str] | None = None) -> int:
         choices = {name: hubs} if isinstance(hubs, Hub) else hubs
@@ -231,7 +232,7 @@ def converter(
 
 
 def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Namespace) -> int:
-    """Convert, write, and show what was written: counts, what was left out, the first row. Returns the exit code."""
+    """Convert, write, and print a summary: counts, dropped records, the first row. Returns the exit code."""
     lenient_output()
     try:
         splits = convert(options)
@@ -257,7 +258,7 @@ def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Names
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number no smaller than ``minimum``."""
+    """Return an argparse type for integers of at least ``minimum``."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -293,13 +294,13 @@ def _write(rows: Sequence[Row], path: Path) -> None:
 
 
 def _as_several(row: Row) -> Row:
-    """A row with a list of right answers, as others have; Arrow would make one of the signs of a text."""
+    """Return a row with a list of right answers, like the others. Arrow would split a text into its characters."""
     truth = row["reward_model"]["ground_truth"]
     return row if isinstance(truth, list) else {**row, "reward_model": {**row["reward_model"], "ground_truth": [truth]}}
 
 
 def _misfit(rows: Sequence[Row], types: Mapping[str, pa.DataType]) -> str:
-    """The field that cannot be written, and why."""
+    """Return a message about the field that cannot be written, or ""."""
     for name, kind in types.items():
         for row in rows if name in rows[0] and name not in ("images", "extra_info") else ():
             try:

@@ -1,7 +1,7 @@
 """Convert DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k): already in verl's schema, each prompt about 100 times.
 
-Every prompt is kept once, with its own instruction. The deduplicated copies of others, whose prompt is in
-``source_prompt``, are read as well.
+Every prompt is kept once, with its instruction. Deduplicated copies, whose prompt is in ``source_prompt``, are
+supported too.
 """
 
 import sys
@@ -15,7 +15,7 @@ HUB = Hub("BytedTsinghua-SIA/DAPO-Math-17k", splits={"train": "train"})
 
 
 def verl_row(record: Record, at: At, data_source: str) -> Row:
-    """The row of a record that is in verl's schema already: its messages and its ground truth."""
+    """Return the row of a record in verl's schema, with its messages and ground truth."""
     messages, reward = record.get("source_prompt") or record.get("prompt"), record.get("reward_model")
     if not isinstance(messages, list) or not isinstance(reward, dict) or reward.get("ground_truth") is None:
         raise DataError("it must hold 'prompt' (messages) and 'reward_model.ground_truth'.")

@@ -1,9 +1,9 @@
 """Convert DynaMath (DynaMath/DynaMath_Sample, 501 seed questions in ten variants: 5,010) for validation.
 
-``extra_info.id`` is the seed question and ``variant`` its variant, so that a validation has the worst case (all ten
-right) beside the accuracy. All ten files are needed. The published wording asks for JSON, and a model reads what is
-none; rules do so here. Read: id, question, decoded_image (or image, a path), ground_truth, answer_type, subject,
-knowledge_level.
+``extra_info.id`` is the seed question and ``variant`` its variant, so that a validation reports the worst case (all ten
+right) next to the accuracy. All ten files are required. The published wording asks for JSON, and a model reads
+responses that are not JSON; here rules do. Read: id, question, decoded_image (or image, a path), ground_truth,
+answer_type, subject, knowledge_level.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def _row(record: Record, at: At) -> Row:
 
 
 def _convert(options: argparse.Namespace) -> dict[str, Part]:
-    """All variants as one split, variant by variant."""
+    """Return all variants as one split, variant by variant."""
     # The files have shorter names than the splits.
     folder = Path(options.input or ".").expanduser()
     has_short_names = any(re.match(r"sample[0-9]", file.name) for file in folder.rglob("sample*"))
@@ -75,7 +75,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Part]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command line. Returns the exit code."""
     parser = arguments(__doc__ or "", output="data/dynamath")
     parser.add_argument("--input", help="folder with the files of all variants; default: the hub")
     wordings()(parser)

@@ -1,7 +1,7 @@
-"""Generate maps of frozen lakes for rltrain.agents.ready.frozen_lake:FrozenLake, by gymnasium's own generator.
+"""Generate frozen-lake maps for rltrain.agents.ready.frozen_lake:FrozenLake, with gymnasium's generator.
 
-Every map can be crossed; no map of test is in train. The prompt shows the first observation, and the ground truth is
-the moves of a shortest way.
+Every map has a path to the goal, and no test map is in train. The prompt shows the first observation, and the ground
+truth is the moves of a shortest path.
 """
 
 import argparse
@@ -19,9 +19,9 @@ INSTRUCTION = (
     "into a hole. Each turn, say one move: left, down, right or up."
 )
 _MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-# Draws of maps beyond those that are asked for, until there is no other one.
+# Consecutive duplicate maps after which the search for new ones stops.
 _PATIENCE = 200
-# With less, or on a larger map, hardly one can be crossed, and drawing goes on until one can be.
+# With less ice, or on a larger map, hardly any map has a path, and the generator retries until one has.
 _LEAST_ICE, _MAX_SIZE = 0.6, 16
 
 Map = tuple[str, ...]
@@ -30,9 +30,9 @@ Map = tuple[str, ...]
 def generate(
     num_train: int, num_test: int, *, seed: int, sizes: Sequence[int], ice: float, instruction: str = INSTRUCTION
 ) -> Splits:
-    """Rows of both splits; those of train come again where there are no other maps.
+    """Return the rows of both splits. Train maps repeat if there are no others.
 
-    Raises DataError where there are too few maps for ``num_test``, and ConfigError without gymnasium.
+    Raises DataError if there are too few maps for ``num_test``, and ConfigError without gymnasium.
     """
     if not _LEAST_ICE <= ice <= 1 or max(sizes) > _MAX_SIZE:
         raise DataError(f"--ice is {_LEAST_ICE} to 1 (got {ice}), and --sizes are 2 to {_MAX_SIZE}.")
@@ -52,7 +52,7 @@ def generate(
 
 
 def _maps(count: int, chance: random.Random, sizes: Sequence[int], ice: float) -> list[Map]:
-    """So many different maps, or all that were found."""
+    """Return ``count`` different maps, or all that were found."""
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
     maps: dict[Map, None] = {}
@@ -65,7 +65,7 @@ def _maps(count: int, chance: random.Random, sizes: Sequence[int], ice: float) -
 
 
 def shortest_way(lake: Map) -> list[str]:
-    """Moves from the start to the goal around the holes; the generator makes no lake without one."""
+    """Return the moves of a shortest path around the holes from start to goal. Every generated lake has one."""
     places = [(row, column) for row in range(len(lake)) for column in range(len(lake[0]))]
     start = next(place for place in places if lake[place[0]][place[1]] == "S")
     ways: dict[tuple[int, int], list[str]] = {start: []}
@@ -88,12 +88,12 @@ def _row(lake: FrozenLake, instruction: str, split: str, index: int, each: Map) 
 
 
 def convert(options: argparse.Namespace) -> Splits:
-    """Rows for the options of the command line."""
+    """Return the rows for the command-line options."""
     return generate(**{name: value for name, value in vars(options).items() if name != "output"})
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line. Returns the exit code."""
     parser = arguments(__doc__ or "", output="data/frozen_lake")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training maps")
     parser.add_argument("--num-test", type=at_least(0), default=128, help="held-out maps")

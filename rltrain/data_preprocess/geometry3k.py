@@ -1,4 +1,4 @@
-"""Convert Geometry3K (hiyouga/geometry3k): a figure, a problem, an answer. Figures stay the original files' bytes."""
+"""Convert Geometry3K (hiyouga/geometry3k): a figure, a problem, an answer. Figures keep the original files' bytes."""
 
 import sys
 

@@ -1,10 +1,10 @@
 """Convert GPQA-diamond (Idavidrein/gpqa, config gpqa_diamond, 198 questions) for validation.
 
-The file has the right answer in a column of its own; the four choices are permuted here. With ``--seed 0`` and the
-published file they stand as in the first pass of OpenAI's simple-evals, whose wording is the published one here.
+The file has the right answer in a separate column, and the four choices are permuted here. With ``--seed 0`` and the
+published file, they have the order of the first pass of OpenAI's simple-evals, whose wording is the published one here.
 
 Read: Question, Correct Answer, Incorrect Answer 1 to 3, High-level domain, Subdomain, Record ID. The set is gated, and
-its authors ask not to publish its questions in plain text: keep the files that this writes to yourself.
+its authors ask not to publish its questions in plain text: do not share the output files.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _PUBLISHED = (
 
 
 def permutation(seed: int, index: int) -> list[int]:
-    """Which answer stands at each place of the question ``index``, from (seed, index) alone."""
+    """Return the order of the answers of question ``index``, which depends only on (seed, index)."""
     draws = random.Random(seed)
     return [draws.sample(range(len(_ANSWERS)), len(_ANSWERS)) for _ in range(index + 1)][-1]
 

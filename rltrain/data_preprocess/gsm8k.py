@@ -1,7 +1,7 @@
 """Convert GSM8K (openai/gsm8k) from local jsonl or parquet files, or from the Hugging Face hub.
 
-With --tool the rows are for a run with tools: a calculator or an interpreter of ours (docs/agents.md), or verl's
-calc_gsm8k_reward, which is handed the right answer and tells the policy whether it has it: it tries the plumbing.
+With --tool the rows are for a run with tools: our calculator or interpreter (docs/agents.md), or verl's
+calc_gsm8k_reward. The latter knows the right answer and tells the policy whether it is correct, to test a setup.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from rltrain.base.errors import DataError
 from rltrain.data_preprocess.common import At, Row, converter, row, texts
 from rltrain.data_preprocess.sources import Hub, Record
 
-# What a row says of each tool.
+# Instruction for each tool.
 TOOLS = {
     "calculator": "Calculate with the tool calculator.",
     "python": "Calculate with the tool python.",
@@ -23,7 +23,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def ground_truth(answer: str) -> str | None:
-    """The number after the last ``####`` of a worked answer, commas and dollar signs removed."""
+    """Return the number after the last ``####`` of a worked answer, without commas and dollar signs, or None."""
     _, mark, number = answer.rpartition("####")
     number = number.strip().replace(",", "").replace("$", "")
     return number if mark and number else None

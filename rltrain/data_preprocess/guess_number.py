@@ -1,6 +1,7 @@
-"""Generate rows for the environment that answers "higher" or "lower" (rltrain.agents.ready.guess:Guess).
+"""Generate rows for the environment that replies "higher" or "lower" (rltrain.agents.ready.guess:Guess).
 
-All numbers come equally often. The prompt says the bounds alone, so the rows of a split differ in what is hidden.
+All numbers are equally frequent. The prompt contains only the bounds, so the rows of a split differ only in the hidden
+number.
 """
 
 import argparse
@@ -15,7 +16,7 @@ PROMPT = "Guess my number from {low} to {high}."
 
 
 def generate(num_train: int, num_test: int, *, seed: int, low: int, high: int, prompt: str = PROMPT) -> Splits:
-    """Train and test rows. Raises DataError for bounds that hold no number, and for a prompt with other names."""
+    """Return train and test rows. Raises DataError for empty bounds, and for a prompt with unknown placeholders."""
     if low > high:
         raise DataError(f"--low {low} is over --high {high}.")
     try:
@@ -33,7 +34,7 @@ def generate(num_train: int, num_test: int, *, seed: int, low: int, high: int, p
 
 
 def _spread(most: int, low: int, high: int) -> list[int]:
-    """At most so many numbers, evenly spread over the bounds."""
+    """Return at most ``most`` numbers, evenly spread over the bounds."""
     size = high - low + 1
     count = min(most, size)
     return [low + index * size // count for index in range(count)]
@@ -52,13 +53,13 @@ def _row(text: str, split: str, index: int, low: int, high: int, number: int) ->
 
 
 def convert(options: argparse.Namespace) -> Splits:
-    """Rows for the options of the command line."""
+    """Return the rows for the command-line options."""
     given = vars(options)
     return generate(**{name: value for name, value in given.items() if name != "output"})
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line. Returns the exit code."""
     parser = arguments(__doc__ or "", output="data/guess_number")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training rows")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="test rows, each with another number")

@@ -1,7 +1,7 @@
 """Convert prompts of preference data for PPO with a reward model: full-hh-rlhf or UltraFeedback (binarized).
 
-A reward model scores these rows. The prompt is one user message, a full-hh transcript too; the preferred answer is kept
-as ground truth, but nothing compares with it.
+A reward model scores these rows. The prompt is one user message, even for a full-hh transcript. The preferred answer is
+stored as ground truth but not compared with responses.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Convert your own jsonl, json, csv or parquet file: say which columns hold what. ``a.b`` is field b of column a."""
+"""Convert your own jsonl, json, csv or parquet file by naming its columns. ``a.b`` is field b of column a."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from rltrain.data_preprocess.sources import Hub, Record
 
 
 def _field(record: Any, name: str) -> Any:
-    if isinstance(record, dict) and name in record:  # a name with a dot of its own
+    if isinstance(record, dict) and name in record:  # a name that contains a dot
         return record[name]
     return reduce(lambda value, part: value.get(part) if isinstance(value, dict) else None, name.split("."), record)
 
@@ -49,7 +49,7 @@ def _row(record: Record, at: At) -> Row:
 
 
 def _truth(answer: Any, name: str) -> str | list[str] | None:
-    """The right answer as text, or several of them; None where there is none."""
+    """Return the right answer as text, or several of them, or None if there is none."""
     if isinstance(answer, list):
         return [
             truth
@@ -64,7 +64,7 @@ def _truth(answer: Any, name: str) -> str | list[str] | None:
         return None
     if isinstance(answer, str) and not answer.strip():
         return None
-    # Whole numbers become floats where a program had no value in some rows.
+    # Programs store integers as floats if some rows have no value.
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 

@@ -1,6 +1,6 @@
 """Check parquet files before a run: schema, duplicates, lengths, images, and whether reference answers earn full score.
 
-Exit code 0: nothing found; 2: problems, or nothing could be read.
+Exit code 0: no problems; 2: problems, or no readable data.
 """
 
 import argparse
@@ -24,7 +24,7 @@ Findings = dict[str, list[str]]
 
 NUM_SHOWN = 3
 FULL_SCORE = 1.0
-# Every form is tried after a thinking block too.
+# Every form is also tried after a thinking block.
 THOUGHT = "<think>\nThe reference.\n</think>\n"
 _OPEN_TAG = re.compile(r"<(\w+)>\s*\Z")
 
@@ -37,14 +37,14 @@ def lint(
     custom: CustomReward | None = None,
     max_rows: int | None = None,
 ) -> tuple[int, Findings]:
-    """Number of usable rows, and what is wrong, by kind: one line for each row (or file) concerned.
+    """Return the number of usable rows, and the problems by kind, one line per row (or file).
 
-    ``max_rows``: look at the first rows of each file only (its schema is read whole).
+    ``max_rows``: check only the first rows of each file (its schema is checked completely).
     """
     findings: Findings = defaultdict(list)
     if encoder is not None:
         encoder.try_template([[{"role": "user", "content": "?"}]])
-        encoder.encode([{"role": "user", "content": "?"}])  # a folder without a tokenizer fails here, not row by row
+        encoder.encode([{"role": "user", "content": "?"}])  # fails here, not per row, without a tokenizer
     tables = []
     for file in files:
         try:
@@ -65,7 +65,7 @@ def lint(
 def look_at(
     tables: Sequence[Rows], *, encoder: ChatEncoder | None, custom: CustomReward | None = None, grade: bool = True
 ) -> Findings:
-    """What is wrong with rows that a run can read. ``grade``: whether their reference answers are scored."""
+    """Return the problems of valid rows. ``grade``: also score their reference answers."""
     findings: Findings = defaultdict(list)
     _check_duplicates(tables, findings)
     for rows in tables:
@@ -89,7 +89,7 @@ def _check_slots(rows: Rows, findings: Findings) -> None:
     num_images = rows.num_images.tolist()
     for _, position, row in _each([rows]):
         text, num_given = str([message["content"] for message in row.prompt]), num_images[position]
-        # written into the text, or a part of its own
+        # in the text, or as a separate part
         num_slots = text.count(IMAGE_SLOT) + text.count("'type': 'image'")
         if num_slots != num_given:
             sentence = f"{rows.origin(position)}: {num_slots} {IMAGE_SLOT} in the prompt, {num_given} images"
@@ -118,7 +118,7 @@ def _check_lengths(rows: Rows, encoder: ChatEncoder, limit: int, findings: Findi
 def _check_answers(
     tables: Sequence[Rows], encoder: ChatEncoder | None, custom: CustomReward | None, findings: Findings
 ) -> None:
-    """Every reference answer, written down in some form, must earn its scorer's full score."""
+    """Check that every reference answer, in some form, earns its scorer's full score."""
     form: dict[str, str] = {}
     unscored: dict[str, int] = defaultdict(int)
     passed: set[str] = set()
@@ -153,7 +153,7 @@ def _check_answers(
 
 
 def _unmatchable(row: PromptRow) -> str | None:
-    """Why no answer can match the row's ground truth. Only one of mathematics has to be a value."""
+    """Return why no response can match the row's ground truth, or None. Only ground truths of maths must be values."""
     kind = find_scorer(row.data_source).__module__.rpartition(".")[2]
     return None if kind in ("code", "qa", "reasoning_gym") else why_unmatchable(row.ground_truth)
 
@@ -163,7 +163,7 @@ def _is_tests(truth: Any) -> bool:
 
 
 def best_form(slot: ScoringSlot, row: PromptRow, form: str | None = None) -> tuple[float, str]:
-    """The best score of the reference answer (of several: of the worst), and the form that earns it."""
+    """Return the best score of the reference answer (of several: of the worst), and the form that earns it."""
     forms = [
         candidate
         for candidate in (form, *FORMS, *(THOUGHT + base_form for base_form in FORMS))
@@ -180,7 +180,7 @@ def best_form(slot: ScoringSlot, row: PromptRow, form: str | None = None) -> tup
 
 
 def _truths(row: PromptRow) -> list[list[Any]]:
-    """The reference answers as they stand in the row, and as a scorer of values reads them where that differs."""
+    """Return the reference answers as stored, and as a scorer of values reads them if that differs."""
     written = row.ground_truth if isinstance(row.ground_truth, list) else [row.ground_truth]
     read: list[Any] = solutions(row.ground_truth)
     return [written] if read == [str(truth) for truth in written] else [written, read]
@@ -192,7 +192,7 @@ def _score(slot: ScoringSlot, row: PromptRow, answer: str) -> float:
 
 
 def _unreachable(slot: ScoringSlot, row: PromptRow, form: str, encoder: ChatEncoder) -> list[str]:
-    """Whether the scorer looks for a tag that it never sees: the chat template opens it, or it is a special token."""
+    """Return a note if the scorer requires a tag that it never sees: special, or opened by the chat template."""
     answer = form.format(_truths(row)[-1][0])
     special = {token.content for token in encoder.tokenizer.added_tokens_decoder.values() if token.special}
     if dropped := sorted(token for token in special if token in answer):
@@ -206,7 +206,7 @@ def _unreachable(slot: ScoringSlot, row: PromptRow, form: str, encoder: ChatEnco
         prompt = encoder.tokenizer.apply_chat_template(
             row.prompt, tokenize=False, add_generation_prompt=True, **encoder.template_kwargs
         )
-    except Exception:  # noqa: BLE001 - a template may raise anything; it is told where rows are tokenised
+    except Exception:  # noqa: BLE001 - a template may raise anything; it is reported where rows are tokenised
         return []
     opened = _OPEN_TAG.search(prompt)
     if opened is None or not form.startswith(f"<{opened[1]}>"):
@@ -227,7 +227,7 @@ def _count(number: int, what: str) -> str:
 
 
 def describe(findings: Findings) -> str:
-    """The report: every kind with its count and its first rows."""
+    """Return the report: every kind with its count and its first rows."""
     text = ""
     for kind, lines in findings.items():
         remainder = [f"… and {len(lines) - NUM_SHOWN} more"] if len(lines) > NUM_SHOWN else []
@@ -237,7 +237,7 @@ def describe(findings: Findings) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m rltrain.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

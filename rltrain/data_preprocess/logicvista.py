@@ -1,9 +1,9 @@
-"""Convert LogicVista (448 questions, each with an image) for validation: lscpku/LogicVista, or the LogicVista.tsv of
-VLMEvalKit.
+"""Convert LogicVista (448 questions, each with an image) for validation: lscpku/LogicVista, or VLMEvalKit's
+LogicVista.tsv.
 
-The choices stand in the image or in the question. Several letters may be right; then the answer must name them all.
-The published wording is the question alone, and a model extracts the letters; the rule here is that of `choices`.
-Read: image, question, answer, skill, and id or index.
+The choices are in the image or in the question. If several letters are right, the answer must name them all. The
+published wording is only the question, and a model extracts the letters; here the rule is that of `choices`. Read:
+image, question, answer, skill, and id or index.
 """
 
 import re
@@ -21,7 +21,7 @@ _BOXED = (
 
 def _row(record: Record, at: At) -> Row:
     question, answer = texts(record, "question", "answer")
-    # "A, C", "AC", and here and there the number of a figure.
+    # "A, C", "AC", and sometimes the number of a figure.
     if not re.fullmatch(r"(?:(?:[A-Za-z]|[A-J]{2,8}|[0-9]{1,2})(?:[\s,;]+|$))+", answer.strip()):
         raise Drop("an answer that names no choice")
     labels = sorted(set(re.findall(r"[0-9]+|[A-Z]", answer.upper())))

@@ -10,7 +10,7 @@ HUB = Hub("DigitalLearningGmbH/MATH-lighteval")
 
 
 def boxed_answer(solution: str) -> str | None:
-    """What the last ``\\boxed{}`` holds; for the few solutions that write ``\\boxed 5``, what follows up to a ``$``."""
+    """Return the content of the last ``\\boxed{}``, or of ``\\boxed 5`` (in a few solutions) up to ``$``."""
     boxed = last_boxed(solution)
     if boxed is None:
         boxed = solution.rpartition("\\boxed ")[2].partition("$")[0] if "\\boxed " in solution else None

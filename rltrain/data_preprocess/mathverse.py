@@ -1,9 +1,9 @@
 """Convert MathVerse testmini (AI4Math/MathVerse, 788 problems in five versions with an image: 3,940) for validation.
 
-Versions shift what a problem says from text to image; ``acc_<version>`` tells them apart. Published wordings are the
-columns query_cot (``--prompt published``) and query_wo (``direct``). The published protocol lets a model extract and
-judge; rules do so here. Read: sample_index, problem_index, problem_version, question, question_for_eval, image,
-answer, question_type, metadata (subject), query_wo, query_cot.
+Versions move information from the text to the image; ``acc_<version>`` separates them. Published wordings are the
+columns query_cot (``--prompt published``) and query_wo (``direct``). In the published protocol, a model extracts and
+judges; here rules do. Read: sample_index, problem_index, problem_version, question, question_for_eval, image, answer,
+question_type, metadata (subject), query_wo, query_cot.
 """
 
 import sys
@@ -30,7 +30,7 @@ def _row(record: Record, at: At) -> Row:
         text = f"{question}\n{BOXED_LETTER if is_choice else BOXED}".lstrip("\n")
     else:
         (text,) = texts(record, _COLUMNS[at.options.prompt])
-    # The version whose question stands in the image has its words in question_for_eval alone.
+    # For the version whose question is in the image, only question_for_eval has its text.
     whole = record.get("question_for_eval") or question
     extra = {"question": whole, "subject": metadata(record, "subject"), **kept(record, "problem_index")}
     return benchmark_row(

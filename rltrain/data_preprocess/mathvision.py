@@ -1,7 +1,7 @@
 """Convert MathVision testmini (MathLLMs/MathVision, 304 questions, each with an image) for validation.
 
-The wording is the published one, which asks for a box; the published code compares by rule, as is done here, though
-with another grader. Read: id, question, options, decoded_image (or image, a path), answer, level, subject.
+The wording is the published one, which asks for a box. Like here, the published code compares by rule, but with another
+grader. Read: id, question, options, decoded_image (or image, a path), answer, level, subject.
 """
 
 import sys
@@ -20,7 +20,7 @@ _PUBLISHED = (
 def _row(record: Record, at: At) -> Row:
     question, answer = texts(record, "question", "answer")
     options = list(record.get("options") or ())
-    # Where the options are A, B, C, D, E, they are drawn in the image.
+    # If the options are A, B, C, D, E, they are drawn in the image.
     shown = lettered(options, "({}) {}") if "".join(options) != "ABCDE" else ""
     return benchmark_row(
         "mathvision_mini", f"{_PUBLISHED}{question}\n{shown}".rstrip("\n"), answer, at, question_id=record.get("id"),

@@ -1,8 +1,8 @@
 """Convert MathVista testmini (AI4Math/MathVista, 1,000 questions, each with an image) for validation.
 
-The published wording is the column ``query``: a hint at the kind of answer, the question, its choices. The published
-protocol lets a model extract the answer; rules do so here. Read: pid, question, decoded_image (or image, a path),
-choices, unit, precision, answer, question_type, answer_type, metadata (task), query.
+The published wording is the column ``query``: a hint at the kind of answer, the question, its choices. In the published
+protocol, a model extracts the answer; here rules do. Read: pid, question, decoded_image (or image, a path), choices,
+unit, precision, answer, question_type, answer_type, metadata (task), query.
 """
 
 import sys

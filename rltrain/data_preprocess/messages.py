@@ -1,4 +1,4 @@
-"""Messages in the forms that people's files have, as the list of roles and texts that a row of verl's schema holds."""
+"""Conversion of messages in common formats to the roles and texts of verl's schema."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from rltrain.base.errors import DataError, short
 
-# As ShareGPT, LLaMA-Factory, OpenAI and others call them.
+# Names of ShareGPT, LLaMA-Factory, OpenAI and others.
 _ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",
@@ -17,10 +17,10 @@ _TEXTS = ("content", "value", "text")
 
 
 def messages_of(value: Any, field: str) -> str | list[dict[str, str]]:
-    """A text as it is, or messages with ``role`` and ``content``. Raises DataError, which names ``field``.
+    """Return a text unchanged, or messages with ``role`` and ``content``. Raises DataError, which names ``field``.
 
     value: a text (JSON of messages counts as messages), one message, or a list of them, each with ``role`` or ``from``,
-    and ``content`` or ``value``, be it a text or parts.
+    and ``content`` or ``value``, which is a text or parts.
     """
     if isinstance(value, str):
         value = _of_json(value)
@@ -51,7 +51,7 @@ def _message(value: Any, field: str) -> dict[str, str]:
 
 
 def _text(content: Any, field: str) -> str:
-    """A text, or parts of texts and places of images as one text."""
+    """Return a text, or the texts and image slots of parts, as one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -70,7 +70,7 @@ def _text(content: Any, field: str) -> str:
 
 
 def _of_json(text: str) -> Any:
-    """Messages that stand in a text as JSON, as cells of csv have them; any other text as it is."""
+    """Parse messages that are stored as JSON text, as in csv cells. Other text is returned unchanged."""
     if not text.lstrip().startswith(("[{", '{"role"', '{"from"')):
         return text
     try:

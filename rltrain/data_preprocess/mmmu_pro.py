@@ -1,7 +1,7 @@
 """Convert MMMU-Pro vision (MMMU/MMMU_Pro, config vision, 1,730 questions, up to ten choices) for validation.
 
-Question and choices stand in the image alone. Wordings are those of MMMU-Benchmark/MMMU, mmmu-pro/prompts.yaml:
-``published`` reasons first, ``direct`` does not. Read: id, image, options, answer, subject.
+Question and choices are only in the image. Wordings are from MMMU-Benchmark/MMMU, mmmu-pro/prompts.yaml: ``published``
+reasons first, ``direct`` does not. Read: id, image, options, answer, subject.
 """
 
 import ast
@@ -28,7 +28,7 @@ _WORDINGS = {
 
 
 def _options(value: Any) -> list[str]:
-    """The choices, which the hub has as a list in a text."""
+    """Return the choices, which the hub stores as the text of a list."""
     with suppress(ValueError, SyntaxError):
         value = ast.literal_eval(value) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # run as a file: this folder, which has a reasoning_gym.py, comes first on the path
+if __name__ == "__main__":  # as a program, this folder, which has a reasoning_gym.py, comes first on the path
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
 from rltrain.base.errors import DataError
@@ -16,14 +16,14 @@ from rltrain.data_preprocess.gsm8k import DATA_SOURCE as GSM8K
 from rltrain.data_preprocess.gsm8k import INSTRUCTION as GSM8K_INSTRUCTION
 from rltrain.rewards.scorers.reasoning_gym import PREFIX, check_task
 
-# One worked problem in gsm8k's form, for models that are too small to follow the instruction alone.
+# One worked problem in gsm8k's format, for models that are too small to follow only the instruction.
 WORKED_EXAMPLE = [
     {"role": "user", "content": f"Tom has 3 boxes with 4 pens each. How many pens does he have? {GSM8K_INSTRUCTION}"},
     {"role": "assistant", "content": "Each box has 4 pens and there are 3 boxes, so Tom has 3 * 4 = 12 pens.\n#### 12"},
 ]
 INSTRUCTION = "Give your final answer between <answer> and </answer> tags."
 _MAX_TEST_DRAWS_PER_ROW = 20
-# Entry i of a data set with seed s is that of seed s + 1 at i - 1, so the streams are put far apart.
+# Entry i of a data set with seed s equals entry i - 1 with seed s + 1, so the streams are far apart.
 _SEED_STRIDE = 20_000_000
 
 
@@ -37,10 +37,10 @@ def generate(
     worked_example: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> dict[str, list[Row]]:
-    """Train rows from ``seed``, test rows from another stream; a question of one never appears in the other.
+    """Return train rows from ``seed`` and test rows from another stream. No question is in both.
 
     ``as_gsm8k`` writes rows of openai/gsm8k: its instruction, and a plain number as ground truth; ``worked_example``
-    puts one solved problem before the question. ``settings`` go to the task's own configuration.
+    puts one solved problem before the question. ``settings`` are for the task's configuration.
     """
     check_task(task)
     make = _gsm8k_row if as_gsm8k else _task_row
@@ -106,7 +106,7 @@ def _gsm8k_row(task: str, entry: dict[str, Any], split: str, index: int) -> Row:
 
 
 def convert(options: argparse.Namespace) -> Splits:
-    """Rows for the options of the command line."""
+    """Return the rows for the command-line options."""
     return generate(
         options.task,
         options.num_train,
@@ -129,7 +129,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line. Returns the exit code."""
     parser = arguments(__doc__ or "", output="data/reasoning_gym")
     parser.add_argument("--task", default="chain_sum", help="a reasoning-gym task, such as basic_arithmetic")
     parser.add_argument("--num-train", type=at_least(0), default=1024, help="training problems")

@@ -1,6 +1,4 @@
-"""Generate rectangles on squared paper and ask for their area. Nothing is downloaded; the same options give the same
-files.
-"""
+"""Generate rectangles on squared paper and ask for their area. No downloads; equal options give equal files."""
 
 import argparse
 import random
@@ -15,17 +13,17 @@ from rltrain.data_preprocess.common import Row, Splits, arguments, at_least, row
 DATA_SOURCE = "rltrain/rectangles"
 QUESTION = "<image>area=?"
 NUM_SQUARES = 3  # along an edge of the paper
-# Pixels along an edge of a square: what one token of Qwen2-VL and Qwen2.5-VL sees.
+# Pixels along an edge of a square: the area of one token of Qwen2-VL and Qwen2.5-VL.
 SQUARE = 28
 _LINE = 200
 _EDGES = range(1, NUM_SQUARES + 1)
 AREAS = sorted({width * height for width in _EDGES for height in _EDGES})
-# Ink that is light enough would be paper.
+# Lighter ink could not be distinguished from paper.
 _DARKEST, _LIGHTEST = 0, 160
 
 
 def draw(rng: random.Random, area: int) -> np.ndarray:
-    """An image [84, 84, 3] (uint8) of a rectangle that covers ``area`` squares, anywhere on the paper."""
+    """Draw a rectangle that covers ``area`` squares, anywhere on the paper. Returns an image [84, 84, 3] (uint8)."""
     width, height = rng.choice([(width, height) for width in _EDGES for height in _EDGES if width * height == area])
     left, top = rng.randint(0, NUM_SQUARES - width), rng.randint(0, NUM_SQUARES - height)
     picture = paper()
@@ -36,14 +34,14 @@ def draw(rng: random.Random, area: int) -> np.ndarray:
 
 
 def paper() -> np.ndarray:
-    """White [84, 84, 3]."""
+    """Return a white image [84, 84, 3]."""
     return np.full((NUM_SQUARES * SQUARE, NUM_SQUARES * SQUARE, 3), 255, dtype=np.uint8)
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """A PNG file of ``pixels`` [height, width, 3] (uint8), written here so that no package is needed."""
+    """Encode ``pixels`` [height, width, 3] (uint8) as PNG, without any package."""
     height, width, _ = pixels.shape
-    lines = b"".join(b"\0" + line.tobytes() for line in pixels)  # 0: a line of pixels as they are
+    lines = b"".join(b"\0" + line.tobytes() for line in pixels)  # 0: an unfiltered line
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(lines)) + _chunk(b"IEND", b"")
 
@@ -53,9 +51,9 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def generate(num_train: int, num_test: int, *, seed: int, blank: bool = False) -> dict[str, list[Row]]:
-    """Train and test rows; no image comes twice. blank: the same rows with white images.
+    """Return train and test rows with distinct images. blank: the same rows with white images.
 
-    Every area comes equally often, so whoever sees no image is right once in six times.
+    All areas are equally frequent, so a model that sees no image is right in one of six cases.
     """
     rng, pictures, white = random.Random(seed), set[bytes](), png(paper())
     rows: list[Row] = []
@@ -72,12 +70,12 @@ def generate(num_train: int, num_test: int, *, seed: int, blank: bool = False) -
 
 
 def convert(options: argparse.Namespace) -> Splits:
-    """Rows for the options of the command line."""
+    """Return the rows for the command-line options."""
     return generate(options.num_train, options.num_test, seed=options.seed, blank=options.blank)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line. Returns the exit code."""
     parser = arguments(__doc__ or "", output="data/rectangles")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training images")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out images")

@@ -1,7 +1,7 @@
-"""Convert the sets of ReTool (Feng et al. 2025): DAPO-Math-17k to train, AIME 2024 or 2025 to validate, for a run in
-which the policy may call an interpreter.
+"""Convert the sets of ReTool (Feng et al. 2025) for a run with an interpreter: DAPO-Math-17k for training, AIME 2024 or
+2025 for validation.
 
-The answer is the last box. It is scored by retool/*: +1 or -1, and wrong answers lose less where tools were called.
+The answer is the last box. It is scored by retool/*: +1 or -1, and wrong answers lose less if tools were called.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Convert questions as Search-R1 trains on (PeterJinGo/nq_hotpotqa_train), or records of FlashRAG's sets.
+"""Convert the questions of Search-R1 (PeterJinGo/nq_hotpotqa_train), or records of FlashRAG's sets.
 
-A record has question and golden_answers (or reward_model.ground_truth.target); its data_source, such as nq, becomes
+A record has question and golden_answers (or reward_model.ground_truth.target). Its data_source, such as nq, becomes
 searchR1_nq, which is scored by exact match of the text in <answer>.
 """
 

@@ -1,4 +1,4 @@
-"""Where the records of a data set come from: local parquet, json, jsonl and csv files, or the Hugging Face hub."""
+"""Sources of a data set's records: local parquet, json, jsonl and csv files, or the Hugging Face hub."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.parquet")
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set by its hub name. ``splits``: the hub's split for each of ours; the first is that of a lone file."""
+    """A data set by its hub name. ``splits``: the hub's split for each of ours. A single file is the first split."""
 
     name: str
     config: str | None = None
@@ -38,10 +38,9 @@ def open_splits(
     test_given: str | None = None,
     mended: Callable[[int], object] = lambda row: None,
 ) -> dict[str, tuple[str, Iterable[Record]]]:
-    """Name and records of every split: from ``--input`` (a file, a pattern of several, or a folder laid out as on the
-    hub), or from the hub.
+    """Return name and records of every split, from ``--input`` (file, pattern, or folder like on the hub) or the hub.
 
-    mended(row): see `records`. Raises DataError for an input without usable files, naming what to give.
+    mended(row): see `records`. Raises DataError for an input without usable files, with a fix.
     """
     if given is None and not hub.name:
         raise DataError("give --input FILE (parquet, json, jsonl or csv), or a folder with a train and a test file.")
@@ -64,14 +63,14 @@ def open_splits(
 
 
 def _find(folder: Path, hub: Hub, split: str) -> list[Path]:
-    """The file of a split (``train.jsonl``, or all of ``train-00000-of-00002.parquet``), in the folder or below."""
+    """Return the file of a split (``train.jsonl``, or all ``train-00000-of-00002.parquet``), in the folder or below."""
     if hub.config and (folder / hub.config).is_dir():
         folder = folder / hub.config
     files = sorted(
         (file for file in folder.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file()),
         key=lambda file: (len(file.relative_to(folder).parts), not file.name.endswith(SUFFIXES[:3]), file.name),
     )
-    # "variant1" does not stand for variant10.
+    # "variant1" does not match variant10.
     named = [file for file in files if re.match(rf"{re.escape(split)}{r'(?![0-9])' * split[-1].isdigit()}", file.name)]
     if not named and len(hub.splits) == 1:
         named = files
@@ -116,5 +115,5 @@ def _from_hub(hub: Hub, split: str) -> Iterator[Record]:
         data = datasets.load_dataset(hub.name, hub.config, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"the hub could not be reached ({error}). Give local files with --input FOLDER.") from error
-    for table in data.with_format("arrow").iter(batch_size=_READ_ROWS):  # as stored: images stay encoded bytes
+    for table in data.with_format("arrow").iter(batch_size=_READ_ROWS):  # as stored, so that images stay encoded bytes
         yield from table.to_pylist()

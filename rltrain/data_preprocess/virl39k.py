@@ -1,7 +1,7 @@
-"""Convert ViRL39K (TIGER-Lab/ViRL39K): visual reasoning with several or no images a question.
+"""Convert ViRL39K (TIGER-Lab/ViRL39K): visual reasoning with several or no images per question.
 
-The hub keeps the images in images.zip, so a local folder is needed: its parquet file and, unpacked, its ``images``
-folder. Pass rates (a prior for the difficulty) and category stay in ``extra_info``.
+The hub stores the images in images.zip, so a local folder is required: its parquet file and the unpacked ``images``
+folder. Pass rates (a prior for the difficulty) and category are stored in ``extra_info``.
 """
 
 import sys

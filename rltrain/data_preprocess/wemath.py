@@ -1,8 +1,8 @@
 """Convert We-Math testmini (We-Math/We-Math, 525 composite problems and their sub-problems: 1,740) for validation.
 
-``extra_info.id`` and ``key`` say which rows are one problem (2steps_1, 2steps_2, 2steps_multi, …), so that a validation
-has the strict and the loose score beside the accuracy. Read: ID, key, question, option, answer, image_path,
-knowledge concept.
+``extra_info.id`` and ``key`` identify the rows of one problem (2steps_1, 2steps_2, 2steps_multi, …), so that a
+validation reports the strict and the loose score next to the accuracy. Read: ID, key, question, option, answer,
+image_path, knowledge concept.
 """
 
 import re

@@ -1,13 +1,13 @@
-"""Expert parallelism: each rank of a group holds some experts of every layer, and tokens travel to them and back.
+"""Expert parallelism: each rank of a group holds some experts of every layer, and tokens are exchanged between ranks.
 
-Without it a device gathers all experts of a layer to compute that layer, of which each token needs a few. With it the
-experts stay: an all-to-all before them brings the hidden states of tokens to the ranks of their experts, and one behind
-them brings the outputs home (Lepikhin et al. 2020, GShard, arXiv 2006.16668). No token is dropped. What an expert
-computes, and how its outputs are weighed, is what transformers' own code computes, in its order.
+Without it, a device gathers all experts of a layer, although each token needs only a few. With it, experts stay on
+their ranks: an all-to-all before the experts sends the hidden states of tokens to the ranks of their experts, and one
+after them returns the outputs (Lepikhin et al. 2020, GShard, arXiv 2006.16668). No token is dropped. transformers' own
+code computes the experts and weights their outputs in its own order.
 
-Left out: to send a token once to a rank that has several of its experts, which takes fewer bytes (at 8 of 128 experts
-and 8 ranks 5.3 sendings for 8), because a rank would then have to add up outputs whose order is another one, and
-routing weights would travel too.
+Not implemented: sending a token only once to a rank that has several of its experts. This would take fewer bytes (at 8
+of 128 experts and 8 ranks, 5.3 transfers instead of 8), but a rank would have to sum outputs in another order, and
+routing weights would have to be sent too.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from transformers import PretrainedConfig
 from rltrain.models.attention.ulysses import exchange
 from rltrain.models.routing import num_experts
 
-# What transformers gives to the experts of a family whose forward takes (tokens, their experts, the weights of these)
-# and does nothing with the weights but to multiply outputs.
+# Attribute of experts in transformers whose forward takes (tokens, experts, expert weights) and uses the weights only
+# to multiply outputs.
 _PLAIN = "is_transposed"
 
 
 def parts_with_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the experts of a layer as one weight each [experts, ...]."""
+    """Return the modules that hold the experts of a layer, with each weight as [experts, ...]."""
     found = (getattr(part, "experts", None) for part in model.modules())
     return [experts for experts in found if isinstance(experts, nn.Module)]
 
 
 def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shards: int) -> str | None:
-    """What is wrong with ``size`` ranks that share the experts of each layer of ``model``, and a way out; or None.
+    """Return why ``size`` ranks cannot share the experts of each layer of ``model``, with a fix, or None.
 
-    shards: ranks that hold one copy of all weights.
+    shards: number of ranks that hold one copy of all weights.
     """
     number, parts = num_experts(config), parts_with_experts(model)
     if not number or not parts:
@@ -74,9 +74,9 @@ def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shard
 
 
 def keep_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Give this rank its experts of every layer of a model on the meta device, and have tokens travel.
+    """Keep only this rank's experts of a model on the meta device, and exchange tokens around them.
 
-    mesh: [ranks that share the experts]. Returns the modules whose weights are spread: DTensors over ``mesh`` now.
+    mesh: [ranks that share the experts]. Returns the modules whose weights are now DTensors over ``mesh``.
     """
     parts, group = parts_with_experts(model), mesh.get_group()
     part: Any
@@ -94,22 +94,22 @@ def _travel(
     part: Any, compute: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor, experts: Tensor,
     weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """tokens: [n, hidden] of this rank. experts, weights: [n, k], numbers among those of all ranks."""
+    """Compute this rank's tokens [n, hidden]. experts: indices over all ranks [n, k]; weights: [n, k]."""
     order = experts.reshape(-1).argsort(stable=True)
     here, theirs, numbers = row_sizes(experts, part.num_experts, group)
     rows = exchange(tokens[order // experts.shape[1]], group, here, theirs)
     outputs = _compute(part, compute, rows, numbers, group.size())
     home = exchange(outputs, group, theirs, here)
-    # Back in the order of the choices; then as transformers adds up.
+    # Restore the order of the choices, then sum as transformers does.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     chosen = home[places].unflatten(0, experts.shape)
     return (chosen * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
 def row_sizes(experts: Tensor, num_here: int, group: ProcessGroup) -> tuple[list[int], list[int], Tensor]:
-    """Rows that go to each rank, rows that come from each, and which expert of this rank each of the latter is for.
+    """Return the rows for each rank, the rows from each rank, and the local expert index of each received row.
 
-    The host waits here, for the numbers alone.
+    The host waits here, but only for the counts.
     """
     ranks = group.size()
     counts = torch.bincount(experts.reshape(-1), minlength=ranks * num_here).view(ranks, num_here)
@@ -124,13 +124,13 @@ def _compute(part: nn.Module, compute: Callable[..., Tensor], rows: Tensor, numb
     own = {name: weight.to_local() for name, weight in part.named_parameters() if isinstance(weight, DTensor)}
     for weight in own.values():
         if weight.requires_grad:
-            # FSDP takes the mean over the ranks that share an expert. Its tokens are those of all ranks, among which
-            # every other weight takes the mean.
+            # FSDP averages over the ranks that share an expert. An expert gets tokens of all ranks, and every other
+            # weight is averaged over all of them.
             weight.register_hook(lambda gradient: gradient / num_ranks)
     if not len(rows):
-        # No token came, and yet the weights need their gradient, and the way back its place in the graph.
+        # Without tokens, the weights still need a gradient, and the second all-to-all must stay in the graph.
         return rows + torch.stack([weight.sum() for weight in own.values()]).sum().to(rows.dtype)
-    # In front of the parameters of the same names, which the family's code would find.
+    # Instance attributes shadow the parameters of the same names in the family's code.
     vars(part).update(own)
     try:
         return compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))

@@ -1,8 +1,8 @@
-"""The packed forward pass: log-probs of the answers' tokens with their entropy and exact KL, or values and rewards.
+"""Packed forward pass: log-probs of response tokens with entropy and exact KL, or values and rewards.
 
-Both the log-prob passes and the update go through here, with the same packing, so that an unchanged policy has an
-importance ratio of exactly 1. FSDP gathers weights when a module's forward is called; therefore the head is computed
-inside the forward of the wrapped module, and the logits never leave it.
+Both the log-prob passes and the update use it, with the same packing, so that an unchanged policy has an importance
+ratio of exactly 1. FSDP gathers weights when a module's forward is called. Therefore the head is computed inside the
+forward of the wrapped module, and the logits never leave it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from rltrain.models.vision import read_with_images, tower, tower_numbers
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model over packed sequences: the unit that FSDP wraps.
+    """Hugging Face model over packed sequences: the unit that FSDP wraps.
 
-    group: the ranks that hold each sequence together (`ulysses`), or None. sees: prompts may have images, so the vision
-    tower takes part in every forward.
+    group: the ranks that share each sequence (`ulysses`), or None. sees: prompts may have images, so every forward uses
+    the vision tower.
     """
 
     sees = False
@@ -42,12 +42,12 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.group = group
-        # Now, as sharding gives their classes other names.
+        # Collected now, because sharding renames their classes.
         self._layers = decoder_layers(model)
 
     def train(self, mode: bool = True) -> PackedModel:
-        """Training recomputes activations, which layers decide, and computes nothing else: noise of a router inside
-        them would make the importance ratio of an unchanged policy differ from 1.
+        """Set training mode for the layers, which then recompute activations, but not for their children: router noise
+        would make the importance ratio of an unchanged policy differ from 1.
         """
         super().train(mode)
         for layer in self._layers:
@@ -56,8 +56,8 @@ class PackedModel(nn.Module):
         return self
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
-        """Last hidden states [total, hidden]."""
-        # By default, transformers would fill a cache with keys and values that nobody reads.
+        """Compute the last hidden states [total, hidden]."""
+        # By default, transformers would fill a cache with unused keys and values.
         arguments = {"use_cache": False, PLAN: inputs.plan, GROUP: self.group}
         if self.sees:
             return read_with_images(self.model, inputs.tokens, inputs.positions, inputs.images, **arguments)
@@ -67,37 +67,39 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """A causal language model whose forward returns log-probs, never logits. Its head must be a plain linear layer."""
+    """Causal language model whose forward returns log-probs, never logits. Its head must be a plain linear layer."""
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__(model, group)
-        # A subclass, such as a linear layer under adapters, computes more than its weight says, and we use the weight
-        # alone.
+        # A subclass, such as a linear layer with adapters, computes more than its weight, but only the weight is used
+        # here.
         if type(head := model.get_output_embeddings()) is not nn.Linear:
             raise ConfigError(
                 f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain can compute log-probs only "
                 "for a linear head without adapters."
             )
         self.routing = Routing(model, model.config) if num_experts(model.config) else None
-        """Of a model with experts."""
+        """Routing of a model with experts; otherwise None."""
 
     def measure_load(self) -> None:
-        """Begin to count how many tokens go to each expert in forwards with gradients. Not with compiled layers."""
+        """Start counting the tokens of each expert in forwards with gradients. Not for compiled layers."""
         if self.routing is not None:
             self.routing.measure_load()
 
     def load(self) -> Tensor | None:
-        """Tokens that went to each expert [layers, experts] on this rank since `measure_load`, which ends.
+        """Return the tokens of each expert [layers, experts] on this rank since `measure_load`, and stop counting.
 
-        They are those of the samples, prompts and answers: a prompt that answers share counts for each of them, and
-        neither padding nor what only keeps ranks in step counts. So the sum over ranks does not depend on how samples
-        are laid out. None: the model has no experts, or routers that do not show where tokens go.
+        They are the tokens of the samples, prompts and responses: a shared prompt counts once per response, and padding
+        and dummy tokens do not count. The sum over ranks therefore does not depend on the packing. None: the model has
+        no experts, or its routers do not expose their choice.
         """
         return self.routing.load() if self.routing is not None else None
 
     def balance(self, weights: Tensor | None) -> None:
-        """Have forwards with gradients compute the loss on the balance of experts, with these weights [layers, experts]
-        (`algorithms.expert_balance`); None: not."""
+        """Make forwards with gradients compute the load-balancing loss of the experts (`algorithms.expert_balance`).
+
+        weights: [layers, experts], or None to disable.
+        """
         if self.routing is not None:
             self.routing.balance(weights)
 
@@ -112,12 +114,12 @@ class PolicyModel(PackedModel):
         *,
         states_only: bool = False,
     ) -> TokenLogProbs | Tensor:
-        """Log-probs of the labels under softmax(logits / temperature): the sampling distribution before top-k and
-        top-p.
+        """Compute log-probs of the labels under softmax(logits / temperature), the distribution before top-k and top-p.
 
-        reference: also return the exact KL to it. with_squares: also the sum over the vocabulary of pi^2.
-        with_experts: also where the tokens went. states_only: return the hidden states at the predictors instead.
-        Under sequence parallelism these cover this rank's slice only, as do the states in ``reference``.
+        reference: also return the exact KL to it. with_squares: also return the sum over the vocabulary of pi^2.
+        with_experts: also return the experts of the tokens. states_only: return only the hidden states at the
+        predictors. Under sequence parallelism, these states and the states in ``reference`` cover only this rank's
+        slice.
         """
         total = inputs.plan.num_tokens
         counts = self.routing is not None and self.routing.counts and torch.is_grad_enabled()
@@ -133,7 +135,7 @@ class PolicyModel(PackedModel):
         asked = with_entropy, reference, has_fp32_head(config), with_squares
         outputs = token_log_probs(head, states, inputs.labels, scaling, *asked)
         if not inputs.labels.numel():
-            # A rank without answer tokens only keeps step: every parameter must stay in its graph.
+            # A rank without response tokens must keep every parameter in its graph.
             outputs = outputs._replace(log_probs=outputs.log_probs + 0.0 * hidden.float().sum())
         others = (values if values is None else collect(values) for values in outputs[1:])
         outputs = TokenLogProbs(collect(outputs.log_probs), *others)._replace(experts=experts)
@@ -141,8 +143,9 @@ class PolicyModel(PackedModel):
         return outputs if balance is None else outputs._replace(balance_loss=whole_sum(balance, self.group))
 
     def _routed(self, inputs: PackedInputs, times: Tensor | None, *, record: bool) -> tuple[Tensor, Tensor | None]:
-        """The hidden states of tokens that go where ``inputs`` says, and where they went if that is asked. times: how
-        often the load counts each token.
+        """Compute hidden states with the experts in ``inputs``. With ``record``, also return the experts used.
+
+        times: number of times that each token counts for the load.
         """
         if self.routing is None:
             return self.hidden(inputs), None
@@ -155,20 +158,20 @@ class PolicyModel(PackedModel):
 
 
 class ScalarModel(PackedModel):
-    """A decoder under a linear head, for critic and reward model: one number per predictor.
+    """Decoder with a linear head, for critic and reward model: one number per predictor.
 
-    The head is called ``score``, because Hugging Face checkpoints of classifiers call it so.
+    The head is called ``score``, as in Hugging Face checkpoints of classifiers.
     """
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__(model, group)
         parameter = next(model.parameters())
         size = model.config.get_text_config().hidden_size
-        # Without a bias, as the heads of transformers' sequence classifiers.
+        # Without a bias, like the heads of transformers' sequence classifiers.
         self.score = nn.Linear(size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
-        """The head's output at the predictors [answer tokens], in fp32."""
+        """Compute the head's output at the predictors [response tokens], in fp32."""
         inputs, collect = share_of_row(inputs, self.group)
         hidden = self.hidden(inputs)
         # Calling the head would multiply in the compute dtype, to which FSDP casts the gathered weight.
@@ -177,11 +180,11 @@ class ScalarModel(PackedModel):
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
-    """The model without its head."""
+    """Return the model without its head. Raises ConfigError if the two are not separate."""
     base = model.base_model
     if base is not model or model.get_output_embeddings() is None:
         return base
-    # Llama 4's text model names the part as it is called in the model with images, and then has none of that name.
+    # Llama 4's text model has the base_model_prefix of the model with images, but no part of that name.
     if "model" not in dict(model.named_children()):
         raise ConfigError(
             f"{type(model).__name__} does not separate its decoder from its head (it has no `model`), so log-probs "
@@ -191,7 +194,7 @@ def trunk(model: PreTrainedModel) -> nn.Module:
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """Hidden states [n, hidden] -> logits [n, vocabulary] in fp32, with the scaling that some families apply."""
+    """Map hidden states [n, hidden] to logits [n, vocabulary] in fp32, with the scaling of the model's family."""
     head, scaling = model.get_output_embeddings(), Scaling.of(model.config)._replace(temperature=temperature)
     if has_fp32_head(model.config):
         return scaling.apply(head_product(head.weight, head.bias, True)(hidden))
@@ -199,16 +202,16 @@ def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.
 
 
 def model_numbers(policy: PackedModel) -> dict[str, float]:
-    """Sizes from which FLOPs are counted.
+    """Return model sizes for counting FLOPs.
 
-    num_parameters: all of them; trained_parameters: those with a gradient. matmul_parameters: those that a token is
-    multiplied with (the head, not the input embedding or a vision tower; of the experts only those it is routed to).
-    expert_parameters: of all experts; idle_share: of those, how many a token is not routed to.
-    attention_width: layers x heads x head size. cache_width: numbers that an engine keeps of a token. num_experts: of a
-    layer. Where prompts may have images, also those of `tower_numbers`.
+    num_parameters: all; trained_parameters: those with a gradient. matmul_parameters: weights that a token is
+    multiplied with (with the head and the token's routed experts, without the input embedding and the vision tower).
+    expert_parameters: of all experts; idle_share: fraction of them that a token is not routed to. attention_width:
+    layers x heads x head size. cache_width: numbers that an engine caches per token. num_experts: per layer. If prompts
+    may have images, also the sizes of `tower_numbers`.
     """
     config = policy.model.config.get_text_config()
-    settings = config.to_dict()  # a config whose layers differ refuses to be asked for one head size
+    settings = config.to_dict()  # a config with heterogeneous layers raises when asked for one head size
     total = sum(parameter.numel() for parameter in policy.parameters())
     embedding = next(policy.model.get_input_embeddings().parameters())
     output = policy.model.get_output_embeddings()  # a critic's decoder has none
@@ -218,7 +221,7 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
     width = 2 * (settings.get("num_key_value_heads") or config.num_attention_heads) * head_size
     if settings.get("kv_lora_rank"):  # latent attention (DeepSeek-AI 2024): one vector for all heads
         width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
-    # A recurrent layer sees no pairs of tokens and keeps no keys.
+    # A recurrent layer has no attention pairs and no cached keys.
     layers = config.num_hidden_layers - list(settings.get("layer_types") or ()).count("linear_attention")
     idle = 1 - settings.get("num_experts_per_tok", experts) / experts if experts else 0.0
     aside = sum(parameter.numel() for part in tower(policy.model) for parameter in part.parameters())

@@ -1,10 +1,11 @@
-"""From hidden states to log-probs, entropy and an exact divergence without the logits of all tokens.
+"""Log-probs, entropy and an exact divergence from hidden states, without the logits of all tokens.
 
-The logits of a batch are its largest tensor (8,192 tokens x 152k vocabulary x 4 bytes = 4.6 GiB), and automatic
-differentiation keeps several of it. So logits exist for a chunk of tokens at a time and are computed again in a
-backward pass written by hand; memory then grows with neither vocabulary nor tokens, beyond the gradient of the head's
-weight. The head's product may be in float32 over half-precision weights and states (MiniMax 2025, section 3.2), so that
-no logit is rounded. Left out: heads that are more than a linear map, which would need the plain way beside this one.
+The logits of a batch are its largest tensor (8,192 tokens x 152k vocabulary x 4 bytes = 4.6 GiB), and autograd keeps
+several tensors of this size. Therefore logits exist only for a chunk of tokens at a time and are recomputed in a
+hand-written backward pass. Apart from the gradient of the head's weight, memory grows with neither vocabulary nor
+tokens. The head's product may be in float32 with half-precision weights and states (MiniMax 2025, section 3.2), so that
+logits are not rounded. Heads that are not a linear map are not supported, because they would need a second
+implementation.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ REVERSE_KL = ReverseKL()
 
 
 class TokenLogProbs(NamedTuple):
-    """log pi(label), entropy of pi, exact KL(pi || pi_ref), sum over the vocabulary of pi^2, each [answer tokens] in
-    fp32; None where not asked for. The last has no gradient.
+    """Outputs of the head: log pi(label), entropy of pi, exact KL(pi || pi_ref), and sum over the vocabulary of pi^2.
 
-    In place of the KL may stand another divergence (`ReferenceStates`). experts: where the tokens went
-    [tokens of samples, layers, experts per token], in the order of `PackedInputs.by_sample`. balance_loss: the loss on
-    the balance of experts (scalar), where `PolicyModel.balance` has it computed.
+    Each is [response tokens] in fp32, or None if not requested. The last has no gradient. The KL may be another
+    divergence (`ReferenceStates`). experts: of the tokens [tokens of samples, layers, experts per token], in the order
+    of `PackedInputs.by_sample`. balance_loss: load-balancing loss of the experts (scalar), if `PolicyModel.balance`
+    enabled it.
     """
 
     log_probs: Tensor
@@ -41,26 +42,27 @@ class TokenLogProbs(NamedTuple):
 
 
 class ReferenceStates(NamedTuple):
-    """Last hidden states of another model at the predictors [answer tokens, hidden], and its head as a function."""
+    """Last hidden states of another model at the predictors [response tokens, hidden], and its head as a function."""
 
     hidden: Tensor
     logits: Callable[[Tensor, float], Tensor]
-    """Hidden states and a temperature -> fp32 logits, for at least as many tokens as the policy's head has."""
+    """Function: hidden states, temperature -> fp32 logits, for at least the policy's vocabulary."""
     divergence: Divergence = REVERSE_KL
-    """What is computed of the two distributions."""
+    """Divergence between the two distributions."""
 
 
 def has_fp32_head(config: PretrainedConfig) -> bool:
-    """Whether the head's product is in float32, as the config's ``head_dtype`` says: a name of vLLM's."""
+    """Return whether the config's ``head_dtype`` (a name from vLLM) requests the head's product in float32."""
     return getattr(config, "head_dtype", None) == "float32"
 
 
 def head_product(weight: Tensor, bias: Tensor | None, in_fp32: bool) -> Callable[[Tensor], Tensor]:
-    """States [n, size] -> the head's output [n, vocabulary]. in_fp32: in float32, whatever both are in."""
+    """Return a function from states [n, size] to the head's output [n, vocabulary]. in_fp32: compute in float32."""
     if not in_fp32 or weight.dtype == torch.float32:
         return lambda states: nn.functional.linear(states, weight, bias)
     if weight.is_cuda:
-        # Products of half-precision numbers are exact in float32, so cuBLAS's sums of them need no copy of the weight.
+        # Products of half-precision numbers are exact in float32, so cuBLAS can sum them without an fp32 copy of the
+        # weight.
         def product(states: Tensor) -> Tensor:
             output = torch.mm(states, weight.t(), out_dtype=torch.float32)
             return output if bias is None else output.add_(bias.float())
@@ -71,7 +73,7 @@ def head_product(weight: Tensor, bias: Tensor | None, in_fp32: bool) -> Callable
 
 
 class Scaling(NamedTuple):
-    """The function after the head: logits = cap * tanh(multiplier * x / cap) / temperature; cap None: no tanh."""
+    """Function after the head: logits = cap * tanh(multiplier * x / cap) / temperature. No tanh if cap is None."""
 
     multiplier: float = 1.0
     cap: float | None = None
@@ -79,7 +81,7 @@ class Scaling(NamedTuple):
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Scaling:
-        """The scaling of the model's family, at temperature 1.
+        """Return the scaling of the model's family, at temperature 1.
 
         Cohere multiplies by ``logit_scale``, Muse Glimmer by ``output_multiplier``, Granite divides by
         ``logits_scaling``, HyperCLOVA X multiplies by it, Gemma 2 soft-caps.
@@ -92,7 +94,7 @@ class Scaling(NamedTuple):
         return cls(scaling, getattr(text, "final_logit_softcapping", None) or None)
 
     def apply(self, x: Tensor) -> Tensor:
-        """The head's output [n, vocabulary] -> fp32 logits."""
+        """Map the head's output [n, vocabulary] to fp32 logits."""
         logits = x.float()
         if not self.cap:
             factor = self.multiplier / self.temperature
@@ -100,7 +102,7 @@ class Scaling(NamedTuple):
         return torch.tanh(logits * (self.multiplier / self.cap)) * (self.cap / self.temperature)
 
     def apply_(self, x: Tensor) -> Tensor:
-        """`apply`, to the last bit, in place where ``x`` is in fp32 already."""
+        """Compute `apply`, bitwise equal, in place if ``x`` is in fp32."""
         logits = x.float()
         if not self.cap:
             factor = self.multiplier / self.temperature
@@ -108,7 +110,7 @@ class Scaling(NamedTuple):
         return logits.mul_(self.multiplier / self.cap).tanh_().mul_(self.cap / self.temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """The gradient of the head's output, in place of that of the logits. ``logits`` are needed under a cap."""
+        """Convert the gradient of the logits, in place, to that of the head's output. A cap needs ``logits``."""
         if self.cap:
             assert logits is not None
             gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())
@@ -126,9 +128,9 @@ def token_log_probs(
     in_fp32: bool = False,
     with_squares: bool = False,
 ) -> TokenLogProbs:
-    """Log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), and the others where asked for.
+    """Compute log-probs of ``labels`` [n] under softmax(logits of ``hidden`` [n, size]), and other requested outputs.
 
-    in_fp32: the head's product is; the gradients of its factors are rounded to their dtype as without.
+    in_fp32: compute the head's product in float32; the gradients are rounded to the dtype of their tensors as usual.
     """
     asked = with_entropy, reference, in_fp32, with_squares
     outputs = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, *asked)
@@ -139,9 +141,9 @@ def token_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """The backward pass by hand. With p = softmax(z):
+    """Log-probs with a hand-written backward pass. With p = softmax(z):
 
-    d log p(l) / dz = 1_l - p;  dH / dz = -p (log p + H);  that of a divergence is the divergence's own.
+    d log p(l) / dz = 1_l - p;  dH / dz = -p (log p + H);  a divergence provides its gradient.
     """
 
     @staticmethod
@@ -157,19 +159,19 @@ class _TokenLogProbs(torch.autograd.Function):
         in_fp32: bool,
         with_squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # An output that no loss uses then has the gradient None, and backward can leave its terms out.
+        # Outputs that no loss uses then have gradient None, so backward can skip their terms.
         ctx.set_materialize_grads(False)
         ctx.scaling, ctx.reference, ctx.in_fp32 = scaling, reference, in_fp32
         output_of = head_product(weight, bias, in_fp32)
         log_probs, normaliser = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
-        # Every output must be a tensor, so an empty one stands for what was not asked for.
+        # Every output must be a tensor, so an empty one represents an output that is not requested.
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs[:0].clone()
         kl = torch.empty_like(log_probs) if reference else log_probs[:0].clone()
         squares = torch.empty_like(log_probs) if with_squares else log_probs[:0].clone()
         kept = torch.empty_like(kl)
         for part in _chunks(len(labels), weight):
             logits = scaling.apply_(output_of(hidden[part]))
-            # The normaliser is kept for backward, which otherwise would reduce over the vocabulary a second time.
+            # Kept for backward, which would otherwise reduce over the vocabulary again.
             normaliser[part] = logits.logsumexp(-1)
             log_pi = logits.sub_(normaliser[part, None])
             log_probs[part] = log_pi.gather(-1, labels[part, None])[:, 0]
@@ -193,7 +195,7 @@ class _TokenLogProbs(torch.autograd.Function):
         output_of = head_product(weight, bias, ctx.in_fp32)
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if to_hidden else None
-        # In fp32, because the chunks are added up here: in half precision, small contributions would be rounded away.
+        # In fp32, because the chunks are summed here: in half precision, small contributions would be rounded away.
         d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if to_weight else None
         d_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if to_bias else None
         for part in _chunks(len(labels), weight):
@@ -201,7 +203,7 @@ class _TokenLogProbs(torch.autograd.Function):
             # The derivative of tanh needs the logits, which the next line overwrites.
             capped = logits.clone() if scaling.cap else None
             log_pi = logits.sub_(normaliser[part, None])
-            # The usual case needs no second tensor as large as the logits.
+            # The usual case needs no second tensor of the logits' size.
             if of_log_probs is not None and of_entropy is None and of_kl is None:
                 gradient = log_pi.exp_().mul_(-of_log_probs[part, None])
             else:
@@ -225,7 +227,7 @@ class _TokenLogProbs(torch.autograd.Function):
             gradient = gradient.to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[part])
-            # addmm_ wants all tensors in one dtype, and the sum is in fp32.
+            # addmm_ requires one dtype for all tensors, and the sum is in fp32.
             if d_weight is not None and hidden.dtype == torch.float32:
                 d_weight.addmm_(gradient.T, hidden[part])
             elif d_weight is not None:
@@ -234,8 +236,8 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _theirs(reference: ReferenceStates, part: slice, temperature: float, vocabulary: int) -> Tensor:
-    """log pi_ref [part, vocabulary], of the policy's tokens: rows that pad a larger model's head have none."""
-    # By the same operations as log pi, and not by log_softmax: the KL of equal models is then 0 and not its rounding.
+    """Compute log pi_ref [part, vocabulary] of the policy's tokens, without padding rows of a larger model's head."""
+    # With the same operations as log pi instead of log_softmax: the KL of equal models is then exactly 0.
     logits = reference.logits(reference.hidden[part], temperature)[:, :vocabulary]
     return logits.sub_(logits.logsumexp(-1, keepdim=True))
 

@@ -1,9 +1,9 @@
-"""Fused RMSNorm, SwiGLU and rotary embedding in place of the modules and functions that compute the same in many steps.
+"""Fused RMSNorm, SwiGLU and rotary embedding for modules and functions that compute them in many steps.
 
-transformers writes each of them as five to ten element-wise operators, which read and write a token's state as often.
-So they are computed by the kernels of torch_npu or Liger, put in by structure and not by names of classes: whatever
-looks like one of the three is run once on a few random numbers, and replaced where it computes the formula. What does
-not stays as it is: another activation, a clamp, a norm with a bias.
+transformers writes each of them as five to ten element-wise operators, and every operator reads and writes a token's
+state. The kernels of torch_npu or Liger replace them. Modules are matched by structure instead of class names: each
+candidate is run once on a few random numbers and replaced only if it computes the formula. Others stay unchanged, such
+as those with another activation, a clamp, or a bias in the norm.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _TOLERANCE = 1e-5
 
 
 class Kernels(NamedTuple):
-    """rms_norm(x [..., n], weight [n], eps); swiglu(gate, up), of one shape; rotary(query, key, cos, sin,
-    unsqueeze_dim) with the arguments and results of transformers' function. All are differentiable.
+    """Differentiable kernels: rms_norm(x [..., n], weight [n], eps); swiglu(gate, up), of equal shape; rotary(query,
+    key, cos, sin, unsqueeze_dim), with the arguments and results of transformers' function.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -40,18 +40,18 @@ class Kernels(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """w x / sqrt(mean(x^2) + eps)   (Zhang & Sennrich 2019, eq. 4), in fp32."""
+    """Compute w x / sqrt(mean(x^2) + eps)   (Zhang & Sennrich 2019, eq. 4), in fp32."""
     wide = x.float()
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up   (Shazeer 2020, eq. 6)."""
+    """Compute silu(gate) * up   (Shazeer 2020, eq. 6)."""
     return nn.functional.silu(gate) * up
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """x cos + (-x2, x1) sin, with x1, x2 the halves of each head   (Su et al. 2021, eq. 34, in Llama's order)."""
+    """Compute x cos + (-x2, x1) sin; x1, x2: halves of each head   (Su et al. 2021, eq. 34, in Llama's order)."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
 
     def turned(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ PLAIN = Kernels(rms_norm, swiglu, rotary)
 
 
 def torch_npu_kernels() -> Kernels:
-    """torch_npu's operators. Not run on hardware."""
+    """Return the kernels of torch_npu. Not run on hardware."""
     npu = torch_npu()
 
     def npu_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def torch_npu_kernels() -> Kernels:
 
 
 def liger_kernels() -> Kernels:
-    """Liger's, for CUDA. Not run on hardware. Raises ConfigError where the package is missing."""
+    """Return Liger's kernels, for CUDA. Not run on hardware. Raises ConfigError if the package is missing."""
     try:
         from liger_kernel.transformers import functional as liger
     except ImportError as error:
@@ -88,7 +88,7 @@ def liger_kernels() -> Kernels:
             f"actor_rollout_ref.model.use_liger=True needs Liger's kernels: pip install 'rltrain[liger]' ({error})."
         ) from error
     return Kernels(
-        # In place, its backward pass would overwrite a gradient that others may read.
+        # In place, its backward pass would overwrite a gradient that may be used elsewhere.
         lambda x, weight, eps: liger.liger_rms_norm(x, weight, eps, in_place=False),
         liger.liger_swiglu,
         lambda query, key, cos, sin, dim: liger.liger_rope(query, key, cos, sin, unsqueeze_dim=dim),
@@ -96,16 +96,16 @@ def liger_kernels() -> Kernels:
 
 
 def kernels_of(device: Device, wanted: bool) -> Kernels | None:
-    """The fused kernels of a device, or None for the plain ones. A CPU has none."""
+    """Return the fused kernels of a device, or None. A CPU has none."""
     make = {"npu": torch_npu_kernels, "cuda": liger_kernels}.get(device.kind) if wanted else None
     return make() if make else None
 
 
 def fuse(model: PreTrainedModel, kernels: Kernels) -> Counter[str]:
-    """Compute the norms, MLPs and rotary embeddings of ``model`` with ``kernels``. Returns what was replaced, by name.
+    """Replace the norms, MLPs and rotary embeddings of ``model`` by ``kernels``. Returns their numbers by name.
 
     The model may be on the meta device. Functions of its modeling file are replaced for all models of the process, and
-    compute on a CPU as before.
+    are unchanged on a CPU.
     """
     counts: Counter[str] = Counter()
     replacements: dict[tuple[Any, ...], Any] = {}
@@ -121,7 +121,7 @@ def fuse(model: PreTrainedModel, kernels: Kernels) -> Counter[str]:
                 counts[type(module).__name__] += 1
     for name in {type(module).__module__ for module in model.modules()}:
         counts[f"{name.rpartition('.')[2]}.{_ROTARY}"] += _replace_rotary(sys.modules.get(name), kernels)
-    counts += Counter()  # without those of which there is none
+    counts += Counter()  # drops counts of 0
     log.info(
         "fused kernels: %s", ", ".join(f"{count} {name}" for name, count in counts.items()) or "none fits the model"
     )
@@ -132,11 +132,11 @@ Fused = Callable[[Any, Kernels], Callable[..., Tensor]]
 
 
 def _attempt(replace: Callable[[Any], Fused | None], module: nn.Module) -> Fused | None:
-    """What takes the place of such a module, or None where it computes something else."""
+    """Return the replacement for such a module, or None if it computes something else."""
     try:
         with torch.no_grad():
             return replace(module)
-    except Exception as error:  # noqa: BLE001 - code of any model: what fails on its own is left alone
+    except Exception as error:  # noqa: BLE001 - code of any model: modules that fail stay unchanged
         log.debug("%s is left as it is: %r", type(module).__name__, error)
         return None
 
@@ -146,7 +146,7 @@ def _agree(result: Tensor, expected: Tensor) -> bool:
 
 
 def _numbers(*shape: int) -> Tensor:
-    """The same numbers each time, around 0 and 3 wide, which draw nothing from the generator of the run."""
+    """Return fixed normal numbers (mean 0, std 3) without using the run's generator."""
     generator = torch.Generator().manual_seed(1)
     return torch.empty(shape, device="cpu").normal_(0, 3, generator=generator)
 
@@ -165,7 +165,7 @@ def _eps(module: Any) -> float:
 def _norm(module: Any) -> Fused | None:
     trial, x = copy.copy(module), _numbers(2, len(module.weight))
     trial._parameters = {"weight": nn.Parameter(_numbers(len(module.weight)), requires_grad=False)}
-    # Gemma's families multiply by 1 + weight, which half precision would round, and are left as they are.
+    # Gemma's families multiply by 1 + weight, which half precision would round, so they stay unchanged.
     return _norm_forward if _agree(type(module).forward(trial, x), rms_norm(x, trial.weight, _eps(module))) else None
 
 
@@ -189,7 +189,7 @@ def _mlp_shape(module: nn.Module) -> tuple[Any, ...] | None:
 
 
 def _mlp(module: Any) -> Fused | None:
-    # A copy with small projections that have weights: those of the model may have none yet.
+    # A copy with small initialized projections, because the model's may have no weights yet.
     trial, width = copy.copy(module), 4
     parts = {name: part for name, part in module.named_children() if not name.endswith("_proj")}
     sizes = {"gate_up_proj": (width, 2 * width)}
@@ -217,7 +217,7 @@ def _replace_rotary(modeling: Any, kernels: Kernels) -> int:
     if plain is None or list(inspect.signature(plain).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return 0
     query, key, cos = _numbers(1, 2, 3, 8), _numbers(1, 1, 3, 8), _numbers(1, 3, 4)
-    # Both halves of a head turn by the same angles.
+    # Both halves of a head use the same angles.
     cos, sin = torch.cat([cos, cos], -1), torch.cat([cos + 1, cos + 1], -1)
     try:
         same = all(map(_agree, plain(query, key, cos, sin), rotary(query, key, cos, sin)))
@@ -229,7 +229,7 @@ def _replace_rotary(modeling: Any, kernels: Kernels) -> int:
 
     @wraps(plain)
     def fused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # Some families turn only as many numbers of a head as there are angles, which the trial does not show.
+        # Some families rotate only part of a head, which the trial does not show.
         if q.is_cpu or args or set(kwargs) - {"unsqueeze_dim"} or cos.shape[-1] != q.shape[-1]:
             return plain(q, k, cos, sin, *args, **kwargs)
         return kernels.rotary(q, k, cos, sin, kwargs.get("unsqueeze_dim", 1))

@@ -1,4 +1,4 @@
-"""Reading Hugging Face models, from a folder or the hub."""
+"""Loading of Hugging Face models, from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def load_config(
     path: str, section: str = "actor_rollout_ref.model", *, trust_remote_code: bool = False,
     override: dict[str, Any] | None = None,
 ) -> PretrainedConfig:  # fmt: skip
-    """The model's config with ``override`` applied. Raises ConfigError for a folder that is not a model's."""
+    """Load the model's config with ``override``. Raises ConfigError if the path has no model or a key is unknown."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        # Of a folder that is not there, transformers says that it is no name on the hub.
+        # For a missing folder, transformers complains that it is not a valid hub name.
         absent = None if Path(path).is_dir() else model_problem(f"{section}.path", path)
         raise ConfigError(absent or f"{section}.path={path} is not a Hugging Face model: {error}") from error
     for key, value in (override or {}).items():
-        # In a model with a vision tower, most of what users change belongs to the decoder.
+        # In a model with a vision tower, most keys that users change belong to the decoder.
         owner = config if hasattr(config, key) else config.get_text_config()
         if not hasattr(owner, key):
-            # verl takes any name. What is off anyway, such as the dropout of another family, changes nothing.
+            # verl accepts any name. A value that is off, such as the dropout of another family, changes nothing.
             if is_off(value):
                 continue
             raise ConfigError(f"{section}.override_config.{key}: {type(config).__name__} has no such field.")
@@ -59,14 +59,14 @@ def load_config(
 
 
 def split_by_owner(config: PretrainedConfig, override: dict[str, Any]) -> dict[str, Any]:
-    """``override`` with what `load_config` gave to the decoder of ``config`` under ``text_config``, as engines ask."""
+    """Return ``override`` with the decoder's keys (see `load_config`) under ``text_config``, as engines require."""
     of_decoder = {key: value for key, value in override.items() if not hasattr(config, key)}
     of_config = {key: value for key, value in override.items() if key not in of_decoder}
     return of_config | ({"text_config": of_decoder} if of_decoder else {})
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy with every dropout at zero, because dropout would make the ratio of an unchanged policy differ from 1."""
+    """Return a copy with zero dropout, because dropout would make the ratio of an unchanged policy differ from 1."""
     config = copy.deepcopy(config)
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
         for key, value in vars(part).items():
@@ -76,7 +76,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def model_kind(config: PretrainedConfig, decoder_only: bool) -> Any:
-    """The class that builds the model: with its vision tower, where it has one, and with or without a head."""
+    """Return the class that builds the model: with its vision tower, if it has one, and with or without a head."""
     if decoder_only:
         return AutoModel
     sees = takes_images(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -91,9 +91,9 @@ def read_weights(
     decoder_only: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model with its weights, on the CPU, in ``dtype``. ``decoder_only``: without any head.
+    """Load the model with its weights, on the CPU, in ``dtype``. ``decoder_only``: without any head.
 
-    Raises ConfigError for files that hold anything else than tensors.
+    Raises ConfigError for files that hold anything else than tensors, or miss weights.
     """
     kind = model_kind(config, decoder_only)
     how: Any = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -101,7 +101,7 @@ def read_weights(
         model, loading_info = kind.from_pretrained(path, **how, output_loading_info=True)
     except UNREADABLE as error:
         raise ConfigError(f"the weights of {path} cannot be read as tensors: {error}") from error
-    # What transformers has made of random numbers.
+    # transformers initializes missing weights with random numbers.
     if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(
             f"the files of {path} have not {count(len(missing), 'weight')} of {type(model).__name__}: {missing[0]}"
@@ -112,9 +112,9 @@ def read_weights(
 
 
 def read_score_head(path: str) -> Tensor | None:
-    """The classification head of a checkpoint [1, hidden], or None where it has none.
+    """Load the classification head of a checkpoint [1, hidden], or return None if it has none.
 
-    Raises ConfigError for more labels.
+    Raises ConfigError for more than one label.
     """
     try:
         entries = read_entries(path, fetch=True)
@@ -135,9 +135,9 @@ def empty_model(
     decoder_only: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The module structure on the meta device: no memory, no weights. attention: of the decoder's layers."""
+    """Build the model on the meta device, without weights. attention: implementation of the decoder's layers."""
     kind = model_kind(config, decoder_only)
-    # Patches see each other in both directions, which no packed attention knows.
+    # Image patches attend in both directions, which packed attention does not support.
     attn = {"": attention, "text_config": attention, "vision_config": "sdpa"} if takes_images(config) else attention
     try:
         with torch.device("meta"):
@@ -157,7 +157,7 @@ def empty_model(
 
 
 def _hand_on(model: PreTrainedModel) -> PreTrainedModel:
-    """Some families' layers keep the keyword arguments of a forward to themselves; their attention gets ours here."""
+    """Pass our keyword arguments to the attention of layers that do not forward them."""
     layer: Any
     closed = family(model.config.get_text_config().model_type).closed_layers
     for layer in model.modules() if closed else ():
@@ -168,7 +168,7 @@ def _hand_on(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _keep_ours(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    # Called again when activations are recomputed, with the arguments of that forward.
+    # Recomputing activations calls this again, with the arguments of that forward.
     layer.self_attn.of_layer = {name: value for name, value in kwargs.items() if name.startswith("rltrain_")}
 
 
@@ -177,10 +177,10 @@ def _give_ours(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
 
 
 def recompute_activations(model: PreTrainedModel, section: str, *, offload: bool = False) -> None:
-    """Gradient checkpointing of every decoder layer (transformers renamed the method on its way from 5.5 to 5.23).
+    """Enable gradient checkpointing of every decoder layer (transformers renamed the method between 5.5 and 5.23).
 
-    offload: what a layer is recomputed from, its input, rests in host memory until then. Raises ConfigError for a model
-    that cannot recompute. section: its part of the config.
+    offload: keep a layer's input in host memory until recomputation. section: config section of the model. Raises
+    ConfigError for a model that does not support it.
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
@@ -188,9 +188,8 @@ def recompute_activations(model: PreTrainedModel, section: str, *, offload: bool
             f"Set {section}.enable_gradient_checkpointing=False."
         )
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    # The reentrant kind needs an input with a gradient; under LoRA the embeddings are frozen, and the first hidden
-    # states have none.
-    # Every dropout is 0, so there is no randomness to repeat.
+    # The reentrant kind needs an input with a gradient, but under LoRA the embeddings are frozen and the first hidden
+    # states have none. Every dropout is 0, so no random state has to be restored.
     enable({"use_reentrant": False, "preserve_rng_state": False})
     module: Any
     for module in model.modules() if offload else ():
@@ -199,14 +198,14 @@ def recompute_activations(model: PreTrainedModel, section: str, *, offload: bool
 
 
 def _from_host(recompute: Callable[..., Any], layer: Callable[..., Any], *inputs: Tensor, **others: Any) -> Any:
-    """``recompute`` of a layer, whose inputs go to page-locked host memory now and come back when it is recomputed."""
+    """Run ``recompute`` of a layer with its inputs in pinned host memory until recomputation."""
     kind = inputs[0].device.type
     with torch.autograd.graph.save_on_cpu(pin_memory=kind != "cpu", device_type=kind):
         return recompute(layer, *inputs, **others)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of decoder and vision tower, as the model itself names them: FSDP shards them one by one."""
+    """Return the repeated blocks of decoder and vision tower that FSDP shards, from the model's `_no_split_modules`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -217,11 +216,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def source_dtype(config: PretrainedConfig, path: str | None = None) -> torch.dtype:
-    """The dtype of the checkpoint the model came from: as its config says, else that of most numbers in its files.
+    """Return the dtype of the source checkpoint from its config, else the dtype of most numbers in its files.
 
-    path: of the checkpoint; None where its config alone is asked.
+    path: of the checkpoint, or None to use only the config.
     """
-    # Qwen3-VL's folders name it for the decoder alone.
+    # Qwen3-VL's folders give it only for the decoder.
     named = (getattr(part, "dtype", None) for part in (config, config.get_text_config()))
     if named_dtype := next((dtype for dtype in named if isinstance(dtype, torch.dtype)), None):
         return named_dtype

@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule, the clipping of gradients that are sharded, and the scale of a loss in float16."""
+"""AdamW, learning-rate schedule, clipping of sharded gradients, and the loss scale for float16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rltrain.config.schema.model import OptimConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig, device: Device) -> torch.optim.AdamW:
-    """AdamW over the sharded fp32 master weights, in one kernel where the device has it."""
+    """Build AdamW over the sharded fp32 master weights, fused if the device supports it."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     betas = (cfg.betas[0], cfg.betas[1])
     decay, fused = cfg.weight_decay, device.fused_optimizer or None
@@ -25,13 +25,13 @@ def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig, device:
 
 
 def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:
-    """Learning rate of trainer step ``step`` (from 0): linear warm-up, then constant or cosine to ``min_lr_ratio``.
+    """Return the learning rate of step ``step`` (from 0): linear warm-up, then constant or cosine to ``min_lr_ratio``.
 
-    A pure function of the step, so a resumed run needs no scheduler state. The optimizer steps of a trainer step share
+    It depends only on the step, so a resumed run needs no scheduler state. All optimizer steps of a trainer step use
     it.
     """
     if step < warmup_steps:
-        # The first step already learns, and the full rate comes with the first step after the warm-up.
+        # The rate of the first step is above 0, and the first step after the warm-up has the full rate.
         return cfg.lr * (step + 1) / (warmup_steps + 1)
     if cfg.lr_scheduler_type == "constant":
         return cfg.lr
@@ -51,7 +51,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def _norm(group: list[nn.Parameter]) -> Tensor:
-    """Of the gradients of weights that are spread alike, over all ranks."""
+    """Compute the norm of equally sharded gradients over all ranks."""
     gradients = [weight.grad for weight in group if weight.grad is not None]
     norm = get_total_norm([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients])
     if isinstance(first := group[0], DTensor):
@@ -64,7 +64,7 @@ def _norm(group: list[nn.Parameter]) -> Tensor:
 
 
 def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that are spread over the same ranks in the same way together: one kernel takes no others."""
+    """Group parameters with the same device mesh and placements, because a fused kernel requires equal ones."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         spread = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -73,12 +73,11 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 class LossScale:
-    """What a loss is multiplied by where gradients are computed in float16, in which numbers below 6e-8 are 0
-    (Micikevicius et al. 2018, section 3.2).
+    """Loss scale for gradients in float16, in which numbers below 6e-8 are 0 (Micikevicius et al. 2018, section 3.2).
 
-    It starts, halves and doubles as torch.amp.GradScaler does. That one is not used because its ranks decide each for
-    itself, after another wait for the device; here one number of all ranks says whether a step is made, as in every
-    other dtype. All values are powers of two, so that gradients lose nothing by it.
+    It starts, halves and doubles like torch.amp.GradScaler. GradScaler is not used, because its ranks decide
+    independently after another device sync. Here a number reduced over all ranks decides whether a step is made, as for
+    every other dtype. All values are powers of two, so scaling loses no precision.
     """
 
     FIRST, LOWEST, HIGHEST = 2.0**16, 1.0, 2.0**24
@@ -86,27 +85,27 @@ class LossScale:
 
     def __init__(self) -> None:
         self.state = torch.tensor([self.FIRST, 0.0])
-        """The scale, and the steps since it was changed, on the host; written to in place."""
+        """Scale and number of steps since its last change, on the host; updated in place."""
 
     @property
     def value(self) -> float:
-        """The scale."""
+        """Return the scale."""
         return float(self.state[0])
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divide all gradients by it."""
+        """Divide all gradients by the scale."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(1 / self.value)
 
     def made(self) -> None:
-        """Count a step whose gradients were finite."""
+        """Count a step with finite gradients, and double the scale if it is due."""
         self.state[1] += 1
         if self.state[1] >= self.STEPS_TO_DOUBLE:
             self._become(min(2 * self.value, self.HIGHEST))
 
     def lower(self) -> bool:
-        """Halve it, after gradients have overflowed. False where it is 1: then it is not the scale that does it."""
+        """Halve the scale after an overflow. Returns False at scale 1, where the scale cannot be the cause."""
         if self.value <= self.LOWEST:
             return False
         self._become(self.value / 2)

@@ -1,8 +1,8 @@
-"""Models with a vision tower: what their configuration says of images, where the tower is, and the forward with images.
+"""Models with a vision tower: image settings of their configuration, the tower's modules, and the forward with images.
 
-transformers' own forward would encode an image once per answer and count positions from the tokens of one sample. So
-the tower is called here, once for the images of a packed row, and the decoder gets embeddings. Under FSDP every rank
-must call every part, so a row without images encodes a blank one, and its features count for nothing.
+transformers' forward would encode an image once per response and derive positions from the tokens of one sample.
+Therefore the tower is called here, once for all images of a packed row, and the decoder gets embeddings. Under FSDP
+every rank must call every module, so a row without images encodes a blank image, whose features are multiplied by 0.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _KINDS = ("image", "video", "vision", "audio", "boi", "eoi")
 
 
 def takes_images(config: PretrainedConfig) -> bool:
-    """Whether the model has a vision tower."""
+    """Return whether the model has a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
 
 def placeholder_ids(config: PretrainedConfig) -> list[int]:
-    """Token ids that mark or stand for an image, a video or sound, ascending.
+    """Return the token ids that mark or represent an image, a video or sound, ascending.
 
-    They are no text: in an answer they would ask the training forward for features of an image that is not there.
+    They are not text: in a response, the training forward would need features of an image that does not exist.
     """
     fields = vars(config).items()
     return sorted(
@@ -37,12 +37,12 @@ def placeholder_ids(config: PretrainedConfig) -> list[int]:
 
 
 def language_model(model: PreTrainedModel) -> nn.Module:
-    """The part that reads tokens: the decoder, or the whole model without its head where there is no tower."""
+    """Return the decoder, or the whole model without its head if there is no tower."""
     return getattr(model.base_model, "language_model", model.base_model)
 
 
 def tower(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that make features of images, with what projects them; none in a model of text."""
+    """Return the modules that compute and project image features; [] for a text model."""
     language = language_model(model)
     return (
         []
@@ -52,16 +52,16 @@ def tower(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
-    """What the tower costs, from its configuration and weights.
+    """Return the cost of the tower, from its configuration and weights.
 
     row_flops: FLOPs of a forward per row of pixels (patch or tile); pair_flops: per (query, key) pair of rows of one
     image. A weight takes 2 FLOPs, and a pair of patches 4 per layer and channel, in both directions (Narayanan et al.
-    2021, appendix). A layer with windows counts whole ones, and a tile is a window of its own. backward_share: FLOPs of
-    the update (forward, gradients of activations and of weights) relative to those with all weights trained.
+    2021, appendix). Windowed layers count full windows, and a tile is one window. backward_share: FLOPs of the update
+    (forward, gradients of activations and of weights) relative to training all weights.
     """
     vision: Any = model.config.vision_config
     merge = getattr(vision, "spatial_merge_size", None)
-    # Of Qwen2-VL's tower, `hidden_size` is the decoder's.
+    # In Qwen2-VL's tower, `hidden_size` is the decoder's.
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
     share = 1 / merge**2 if merge else model.config.downsample_ratio**2
@@ -73,7 +73,7 @@ def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
         trained += sum(parameter.numel() for parameter in part.parameters() if parameter.requires_grad)
         for name, layer in part.named_modules():
             if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d):
-                # What projects features sees each of them once, and a feature is made of several patches.
+                # A projector processes each feature once, and a feature consists of several patches.
                 is_after = "merger" in name or "projector" in part_name
                 weights += layer.weight.numel() * (share if is_after else 1)
     backward = {"backward_share": (1 + (trained > 0) + trained / total) / 3}
@@ -89,16 +89,16 @@ def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
 def read_with_images(
     model: PreTrainedModel, tokens: Tensor, positions: Tensor, images: PackedImages | None, **arguments: Any
 ) -> Tensor:
-    """Last hidden states [total, hidden] of a packed row in whose placeholders the features of the images stand.
+    """Compute the last hidden states [total, hidden] of a packed row, with image features at its placeholders.
 
-    tokens [total]; positions [total] or [3, total]; ``arguments`` go to the decoder. Qwen3-VL's deepstack features
-    enter the layers that they belong to.
+    tokens [total]; positions [total] or [3, total]; ``arguments`` go to the decoder. Qwen3-VL's deepstack features are
+    added in their layers.
     """
     embeddings = model.get_input_embeddings()(tokens)
     pixels, grids = _blank(model) if images is None else (images.pixel_values, images.grids)
     features, deep = _encode(model, send(pixels, tokens.device).to(embeddings.dtype), grids)
     if images is None:
-        # Not left out: the backward pass of the tower is a collective as well.
+        # Required, because the backward pass of the tower is a collective as well.
         for tensor in (features, *deep):  # a sum in half precision may overflow
             embeddings = embeddings + (0.0 * tensor.float().sum()).to(embeddings.dtype)
     else:
@@ -107,7 +107,7 @@ def read_with_images(
         if deep:
             is_image = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
             is_image[places] = True
-            # Places ascend, which is the order in which the decoder reads the mask.
+            # Placeholders are ascending, the order in which the decoder reads the mask.
             arguments["visual_pos_masks"] = is_image[None]
             arguments["deepstack_visual_embeds"] = [layer_features[order] for layer_features in deep]
     rows = positions[:, None] if positions.dim() == 2 else positions[None]
@@ -116,17 +116,17 @@ def read_with_images(
 
 
 def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """Features [n, hidden] of all images, one after the other, and those for the first layers of the decoder."""
+    """Encode all images. Returns features [n, hidden] and the features for the first decoder layers (deepstack)."""
     base: Any = model.base_model
     trains = any(parameter.requires_grad for part in tower(model) for parameter in part.parameters())
     where = {} if grids is None else {"image_grid_thw": send(grids, pixels.device)}
-    # A frozen tower keeps no activations.
+    # A frozen tower saves no activations.
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         output = base.get_image_features(pixel_values=pixels, return_dict=True, **where)
     features = output.pooler_output
-    # Qwen's families give a tensor per image, others one of [tiles, tokens, hidden].
+    # Qwen's families return a tensor per image, others one of [tiles, tokens, hidden].
     features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
-    # A tensor of all images (transformers 5.5), or one per image.
+    # One tensor of all images (transformers 5.5), or one per image.
     deep = getattr(output, "deepstack_features", None) or ()
     return features, [
         layer_features if isinstance(layer_features, Tensor) else torch.cat(list(layer_features))
@@ -135,7 +135,7 @@ def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tup
 
 
 def _blank(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """The pixels of the smallest image that the tower takes, and its grid."""
+    """Return the pixels of the smallest image that the tower accepts, and its grid."""
     vision: Any = model.config.vision_config
     merge = getattr(vision, "spatial_merge_size", None)
     if merge is None:  # tiles of one size

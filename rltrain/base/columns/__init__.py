@@ -1,1 +1,1 @@
-"""Samples as columns: their names, batches of them, and ragged ones."""
+"""Columns of samples: names, batches, and ragged columns."""

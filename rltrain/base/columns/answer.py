@@ -1,4 +1,4 @@
-"""An answer as text, on its way to those who score it."""
+"""Response text for scorers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 class AnswerText(str):
-    """A text that says more of its answer: ``told`` is added to the ``extra_info`` of a scorer."""
+    """Response text with additional data: ``told`` is added to the ``extra_info`` of a scorer."""
 
     told: dict[str, Any]
 
     @classmethod
     def of(cls, text: str, **told: Any) -> AnswerText:
-        """``text`` with what a scorer is told."""
+        """Return ``text`` with additional data for the scorer."""
         answer = cls(text)
         answer.told = told
         return answer

@@ -1,9 +1,9 @@
-"""Batch: the one data structure between phases.
+"""Batch: the data structure that is passed between phases.
 
-Several answers to one prompt share it, and prompts (later their images too) can be larger than answers. So a batch
-stores prompts in a *dictionary-encoded column*, as Arrow's DictionaryArray does: every value once, and an index per
-sample. The index also says which samples share a prompt, so nobody compares tokens to find out. Left out:
-dictionaries that several batches share; a part of a batch gets the values that its samples use.
+Several responses share a prompt, and prompts (and their images) can be larger than responses. Therefore a batch stores
+prompts in a *dictionary-encoded column*, like Arrow's DictionaryArray: every value once, and an index per sample. The
+index also shows which samples share a prompt, so tokens need not be compared. Batches do not share dictionaries: a part
+of a batch gets only the values that its samples use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RowNumbers: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class DictionaryColumn:
-    """n samples whose values stand once each: sample i has ``values[index[i]]``. values: k rows; index: [n], int64."""
+    """Column of n samples that stores each value once: sample i has ``values[index[i]]``. index: [n], int64."""
 
     __slots__ = ("index", "values")
 
@@ -36,14 +36,14 @@ class DictionaryColumn:
         return len(self.index)
 
     def select(self, rows: RowNumbers) -> DictionaryColumn:
-        """The given samples, in the given order, with the values that they use."""
-        # A copy: what has come through Ray cannot be written to, and torch would warn of it.
-        # `unique` also numbers the values anew, so a part of a batch carries no prompt that none of its samples has.
+        """Return the given samples, in the given order, with the values that they use."""
+        # A copy, because arrays from Ray are read-only, and torch would warn. `unique` also renumbers the values, so
+        # that a part of a batch contains no unused prompt.
         entries, index = self.index[torch.tensor(rows, device=self.index.device).long()].unique(return_inverse=True)
         return DictionaryColumn(_select(self.values, entries.tolist()), index)
 
     def by_group(self, groups: NDArray[np.integer[Any]]) -> DictionaryColumn:
-        """One value per group, that of its first sample. groups [n]: samples with the same number have equal values."""
+        """Return one value per group, from its first sample. groups [n]: samples of a group have equal values."""
         _, first, index = np.unique(groups, return_index=True, return_inverse=True)
         return DictionaryColumn(
             _select(self.values, self.index[torch.from_numpy(first)].tolist()), torch.from_numpy(index)
@@ -58,11 +58,11 @@ _Kind = TypeVar("_Kind")
 
 
 class Batch:
-    """n samples, column by column.
+    """n samples, stored by column.
 
-    A column is a `Ragged` (answers, log-probs: one row per sample), a `Tensor` of shape [n, ...] (lengths, scores), a
-    list of n Python objects (texts) or a `DictionaryColumn` (prompts). A missing column is a KeyError that lists the
-    present ones.
+    A column is a `Ragged` (responses, log-probs: one row per sample), a `Tensor` of shape [n, ...] (lengths, scores), a
+    list of n Python objects (texts) or a `DictionaryColumn` (prompts). A missing column raises KeyError with a list of
+    the existing ones.
     """
 
     def __init__(self, columns: Mapping[str, Column] | Batch | None = None) -> None:
@@ -71,7 +71,7 @@ class Batch:
             self.update(columns)
 
     def update(self, columns: Mapping[str, Column] | Batch) -> None:
-        """Add or replace columns; every column has one row per sample."""
+        """Add or replace columns with one row per sample. Raises ValueError for another number of rows."""
         for name, column in columns.items():
             if self._columns and len(column) != len(self):
                 raise ValueError(f"column '{name}' has {len(column)} rows, the batch has {len(self)}")
@@ -101,15 +101,15 @@ class Batch:
             raise KeyError(f"the batch has no column '{name}' (columns: {column_names})") from None
 
     def ragged(self, name: str) -> Ragged:
-        """The column ``name``, which must be ragged."""
+        """Return the column ``name``. Raises TypeError if it is not ragged."""
         return self._of_kind(name, Ragged)
 
     def dense(self, name: str) -> Tensor:
-        """The column ``name``, which must be a tensor."""
+        """Return the column ``name``. Raises TypeError if it is not a tensor."""
         return self._of_kind(name, Tensor)
 
     def dictionary(self, name: str) -> DictionaryColumn:
-        """The column ``name``, which must be dictionary-encoded."""
+        """Return the column ``name``. Raises TypeError if it is not dictionary-encoded."""
         return self._of_kind(name, DictionaryColumn)
 
     def _of_kind(self, name: str, kind: type[_Kind]) -> _Kind:
@@ -119,22 +119,21 @@ class Batch:
         return column
 
     def select(self, rows: RowNumbers) -> Batch:
-        """The given samples, in the given order."""
+        """Return the given samples, in the given order."""
         return Batch({name: _select(column, rows) for name, column in self._columns.items()})
 
     def split(self, counts: Sequence[int]) -> list[Batch]:
-        """Consecutive parts of ``counts[i]`` samples."""
+        """Return consecutive parts of ``counts[i]`` samples."""
         parts = [Batch() for _ in counts]
         for name, column in self._columns.items():
             for part, piece in zip(parts, _split(column, counts), strict=True):
-                # `update` would check every piece again, and pieces that were cut by the same counts have equal
-                # lengths.
+                # `update` would check every piece again, but pieces with the same counts have equal lengths.
                 part._columns[name] = piece
         return parts
 
     @classmethod
     def concat(cls, parts: Sequence[Batch]) -> Batch:
-        """Samples of all parts, which must have the same columns."""
+        """Concatenate parts, which must have the same columns."""
         return cls({name: _concat([part[name] for part in parts]) for name in parts[0]})
 
     def to(self, device: torch.device | str) -> Batch:
@@ -180,7 +179,7 @@ def _concat(columns: Sequence[Any]) -> Column:
     if isinstance(first, Tensor):
         return torch.cat(list(columns))
     if isinstance(first, DictionaryColumn):
-        # Values are put side by side and not compared, so a prompt that two parts have is there twice until `by_group`.
+        # Values are concatenated without comparison, so a prompt of two parts is stored twice until `by_group`.
         starts = np.cumsum([0, *(len(column.values) for column in columns)]).tolist()
         # The last start is the end of all values and belongs to no column, so the zip is not strict.
         index = torch.cat([column.index + start for column, start in zip(columns, starts, strict=False)])

@@ -1,35 +1,35 @@
-"""Every column of a batch and every number of a sample: name, shape, dtype, maker, readers.
+"""Names of all columns of a batch and numbers of a sample, with shape, dtype, maker and readers.
 
-Phases hand data to each other under these names. They are listed here, and code asks for them by these constants, so
-that a reader finds maker and readers of a column with one search, and a misspelt name is an error.
+Phases exchange data under these names. Code uses these constants, so that one search finds maker and readers of a
+column, and a misspelt name is an error.
 
-An answer may hold tokens that the policy did not choose, such as a tool's text between two turns: `RESPONSE_MASK` is
-0 there. Every other column of tokens has an entry per token of the policy alone, in order. So losses, denominators,
-advantages, the KL, correction and metrics cannot take a tool's tokens for the policy's, and no pass computes logits
-for them.
+A response may contain tokens that the policy did not generate, such as a tool's text between two turns: `RESPONSE_MASK`
+is 0 there. All other token columns have entries only for tokens of the policy, in order. Therefore losses,
+denominators, advantages, the KL, correction and metrics cannot include a tool's tokens by mistake, and no pass computes
+logits for them.
 
-Columns of tokens stay in the object store; numbers [n] also live on the driver (`Samples.numbers`) and become columns
-of a batch where a pass requests them. Left out: the scorers' own numbers, whose names users choose (`SCORER`), and
-the sums that a pass returns per rank.
+Token columns stay in the object store. Numbers [n] are also on the driver (`Samples.numbers`) and become columns of a
+batch if a pass requests them. Not listed are the scorers' numbers, which users name (`SCORER`), and the sums that a
+pass returns per rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Shapes: n samples; a ragged column has one row per sample, a dictionary-encoded one a row per prompt.
+# Shapes: n samples; a ragged column has one row per sample, a dictionary-encoded one has one row per prompt.
 PER_SAMPLE = "[n]"
 PER_PROMPT_TOKEN = "[prompts, prompt_length]"
 PER_PROMPT = "[prompts]"
 PER_ANSWER_TOKEN = "[n, response_length]"
 PER_POLICY_TOKEN = "[n, policy_tokens]"
-# All that a model computes: the last token of an answer predicts nothing.
+# All computed tokens: the last token of a response predicts nothing.
 PER_COMPUTED_TOKEN = "[n, prompt_length + response_length - 1]"
 
 
 @dataclass(frozen=True)
 class Column:
-    """Facts about a column. ``dtype`` is NumPy's and torch's name; ``str`` means a list of Python strings."""
+    """Properties of a column. ``dtype`` is the name in NumPy and torch; ``str`` means a list of Python strings."""
 
     shape: str
     dtype: str
@@ -48,7 +48,7 @@ def _add(name: str, shape: str, dtype: str, maker: str, readers: str) -> str:
 # -- made by the rollout -----------------------------------------------------------------------------------------------
 
 PROMPT = _add("prompt", PER_PROMPT_TOKEN, "int32", "rollout", "every pass, update")
-# Pixels, grids and positions (`data.images.PromptImages`), or None for a prompt of text alone.
+# Pixels, grids and positions (`data.images.PromptImages`), or None for a text-only prompt.
 IMAGES = _add("images", PER_PROMPT, "object", "rollout", "every pass, update")
 RESPONSE = _add("response", PER_ANSWER_TOKEN, "int32", "rollout", "every pass, update")
 RESPONSE_MASK = _add(
@@ -61,48 +61,48 @@ RESPONSE_LENGTH = _add("response_length", PER_SAMPLE, "int64", "rollout", "balan
 POLICY_TOKENS = _add("policy_tokens", PER_SAMPLE, "int64", "rollout: sum of the mask", "advantages, metrics")
 LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "rollout; less rejected, left out", "denominators, estimators")
 TRUNCATED = _add("truncated", PER_SAMPLE, "bool", "rollout", "metrics, files")
-# With tools alone. num_turns: turns of the policy; the others count calls.
+# Only with tools. num_turns: turns of the policy; the others count calls.
 NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_RUN = OF_TURNS = tuple(
     _add(name, PER_SAMPLE, "int64", "rollout", "metrics, files")
     for name in ("num_turns", "tool_calls", "tool_errors", "tool_timeouts", "unreadable_calls", "calls_not_run")
 )
-# It could not go on, through no fault of the policy: it is in no loss and no baseline.
+# The trajectory failed, but not because of the policy: it is excluded from losses and baselines.
 AGENT_FAILED = _add("agent_failed", PER_SAMPLE, "bool", "rollout", "advantages, update, metrics, files")
 TOOL_S = _add("tool_s", PER_SAMPLE, "float32", "rollout: seconds in which it waited for tools", "metrics, files")
-# An array per sample, with an entry per turn of the policy (at least one): what tools and environment have paid for it,
-# its tokens, and a hash of what the policy was told before it.
+# An array per sample, with one entry per turn of the policy (at least one): the reward from tools and environment, its
+# number of tokens, and a hash of the policy's input before it.
 TURN_REWARDS, TURN_TOKENS, TURN_STATES = PER_TURN = tuple(
     _add(name, PER_SAMPLE, "object", "rollout", "estimators over turns")
     for name in ("turn_rewards", "turn_tokens", "turn_states")
 )
-# Images behind the prompt (which a `data.images.PromptImages` or None holds) and their patches or tiles.
+# Images after the prompt (a `data.images.PromptImages` or None) and their patches or tiles.
 OWN_IMAGES = _add("own_images", PER_SAMPLE, "object", "rollout", "every pass, update")
 ANSWER_IMAGES = _add("answer_images", PER_SAMPLE, "int64", "rollout", "balance, metrics, files")
 ANSWER_IMAGE_ROWS = _add("answer_image_rows", PER_SAMPLE, "int64", "rollout", "balance")
 OF_SEVERAL_TURNS = (*OF_TURNS, AGENT_FAILED, TOOL_S, *PER_TURN, ANSWER_IMAGES, ANSWER_IMAGE_ROWS)
 ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
 ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
-# Which answer of its task: place of the prompt * answers per prompt + sample.
+# Index of the response in its task: prompt index * responses per prompt + sample.
 SLOT = _add("slot", PER_SAMPLE, "int64", "rollout; prompt line", "driver; rollout")
 
 # -- known to the driver -----------------------------------------------------------------------------------------------
 
-# The place of the prompt in the data, and in the batch.
+# Index of the prompt in the data, and in the batch.
 ROW = _add("row", PER_SAMPLE, "int32", "driver", "scorers, reward model, sampler, files")
 GROUP = _add("group", PER_SAMPLE, "int64", "driver", "balance, estimators, metrics")
 SAMPLE_ID = _add("sample_id", PER_SAMPLE, "int64", "update of the actor", "random part of a selection")
 ENGINE = _add("engine", PER_SAMPLE, "int64", "driver: the replica that answered", "metrics")
-# served: a replica worked on the answer in this step; complete: the answer has ended.
+# served: a replica generated part of the response in this step; complete: the response has ended.
 SERVED = _add("served", PER_SAMPLE, "bool", "driver", "prompt line, metrics")
 COMPLETE = _add("complete", PER_SAMPLE, "bool", "driver", "prompt line, metrics, files")
-# Tokens that earlier policies sampled, the sum of all tokens' ages in steps, and the age of the oldest (carry_over).
+# Number of tokens from earlier policies, sum of all tokens' ages in steps, and age of the oldest token (carry_over).
 CARRIED_LENGTH = _add("carried_length", PER_SAMPLE, "int64", "prompt line", "correction, metrics")
 TOKEN_AGES = _add("token_ages", PER_SAMPLE, "int64", "prompt line", "metrics")
 OLDEST = _add("oldest", PER_SAMPLE, "int64", "prompt line", "metrics")
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
-# score: the worth of an answer, from rule_score, model_score and overlong. reward: score less the KL penalty.
+# score: the value of a response, from rule_score, model_score and overlong. reward: score minus the KL penalty.
 SCORE = _add("score", PER_SAMPLE, "float64", "rewards", "advantages, metrics, files")
 REWARD = _add("reward", PER_SAMPLE, "float64", "rewards; less KL: advantages", "estimators, metrics")
 RULE_SCORE = _add("rule_score", PER_SAMPLE, "float64", "scorers", "accuracy, metrics, files")
@@ -111,12 +111,12 @@ OVERLONG = _add("overlong", PER_SAMPLE, "float64", "rewards", "metrics, files")
 REWARD_FAILED = _add("reward_failed", PER_SAMPLE, "float64", "scorers: 1 = failed", "rewards, metrics")
 REWARD_TIMEOUT = _add("reward_timeout", PER_SAMPLE, "float64", "scorers: 1 = timeout", "metrics")
 REWARD_ERROR = _add("reward_error", PER_SAMPLE, "str", "scorers, where one failed", "files")
-# On their way to a judge on the run's devices, and back (`rewards.judge.reply.Reply`); samples are what is asked.
+# Sent to a judge on the run's devices, and back (`rewards.judge.reply.Reply`). Here, samples are requests.
 JUDGE_MESSAGE = _add("judge_message", PER_SAMPLE, "str", "scorers", "judge")
 MESSAGE_LENGTH = _add("message_length", PER_SAMPLE, "int64", "scorers: characters", "driver: who judges what")
 JUDGE_REPLY = _add("judge_reply", PER_SAMPLE, "object", "judge", "scorers")
 BASELINE = _add("baseline", PER_SAMPLE, "float64", "greedy answer (remax)", "advantages")
-# Numbers and texts that a scorer returns besides the score go by this and their own name.
+# Prefix of numbers and texts that a scorer returns in addition to the score.
 SCORER = "scorer/"
 
 # -- passes of the models ----------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ VALUES = _add("values", PER_POLICY_TOKEN, "float32", "values pass", "token advan
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
-# On the way to a device in float32: not every accelerator has float64.
+# Float32 when sent to a device, because not every accelerator supports float64.
 ADVANTAGE = _add(
     "advantage", PER_SAMPLE, "float64 or float32", "estimators (of tokens: the mean)", "actor loss, metrics"
 )
@@ -163,7 +163,7 @@ SELECTED = _add("selected", PER_POLICY_TOKEN, "bool", "update: tokens a loss tre
 GROUP_WEIGHT = _add("group_weight", PER_SAMPLE, "float32", "update: weight by the others of the group", "actor loss")
 UNCERTAIN = _add("uncertain", PER_POLICY_TOKEN, "bool", "update: tokens of high entropy", "actor loss")
 
-# What passes need of an answer, and what a rollout yields.
+# Inputs of passes, and outputs of a rollout.
 PROMPT_AND_ANSWER = (PROMPT, RESPONSE, RESPONSE_MASK)
 ANSWER = (RESPONSE, RESPONSE_MASK, ROLLOUT_LOG_PROBS)
 GENERATED = (PROMPT, *ANSWER)

@@ -1,7 +1,7 @@
-"""Where files of the user's own are modules: rltrain.base.plugins.NAME, and NAME is the path of the file.
+"""Package of user files: the file at path NAME is the module rltrain.base.plugins.NAME.
 
-A process that `multiprocessing` or Ray starts afresh knows a function by its module's name alone. It finds the file by
-that name, since to import it imports this package first.
+A fresh process of `multiprocessing` or Ray finds a function only by its module's name. The name works there, because
+importing it first imports this package.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-__path__ = []  # a neighbour of this file is no plug-in
-# Loggers of the user's own are not rltrain's, which tell of more than warnings. Named in this order, since a logger
-# that is made later takes those below it to itself.
+__path__ = []  # no file in this folder is a plug-in
+# Loggers of user files are not below rltrain's, which log more than warnings. In this order, because a new logger
+# becomes the parent of existing ones below it.
 logging.getLogger("rltrain")
 logging.getLogger(__name__).parent = logging.getLogger()
 
 
 def module_name(file: Path) -> str:
-    """The name of ``file`` as a module. It depends on the path alone, so all processes know it by one."""
-    # Letters and digits stand for themselves, so that whoever meets the name can read it.
+    """Return the module name of ``file``. It depends only on the path, so it is equal in all processes."""
+    # Letters and digits stay unchanged for readability.
     path = re.sub(rb"[^A-Za-z0-9]", lambda sign: b"_%02x" % sign[0][0], bytes(file.absolute()))
     return f"{__name__}.{path.decode()}"
 
@@ -40,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             raise ImportError(f"attempted relative import with no known parent package: write import {name}", name=name)
         folder = os.path.dirname(file)
         if folder not in sys.path:
-            # Last: a neighbour that has the name of an installed package must not take its place for everybody.
+            # Last, so that a neighbouring file does not replace an installed package of the same name.
             sys.path.append(folder)
         spec = importlib.util.spec_from_file_location(fullname, file) if os.path.isfile(file) else None
         if spec:

@@ -1,1 +1,1 @@
-"""Conversations of several turns: the calls that a turn of the policy holds, and what stands between two turns."""
+"""Trajectories of several turns: tool calls in a turn of the policy, and the tokens between two turns."""

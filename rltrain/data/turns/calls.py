@@ -1,4 +1,4 @@
-"""Calls in a turn of the policy, in the format of its family."""
+"""Formats of tool calls in a turn of the policy."""
 
 from rltrain.data.turns.formats import families as of
 from rltrain.data.turns.formats.harmony import GPT_OSS
@@ -6,10 +6,10 @@ from rltrain.data.turns.formats.reading import Call, CallFormat, Parsed
 
 __all__ = ["FORMATS", "Call", "CallFormat", "Parsed"]
 
-# Llama's comes first: others read JSON without marks, too (`detect.detect_format`).
+# Llama's comes first, because others read JSON without marks, too (`detect.detect_format`).
 _ALL = (
     of.LLAMA3_JSON, of.HERMES, of.QWEN3_CODER, of.GLM, of.DEEPSEEK_V3, of.DEEPSEEK_V4, of.KIMI, of.MISTRAL, of.GEMMA4,
     of.SEED, of.MINIMAX,
 )  # fmt: skip
 FORMATS = {each.name: each for each in (*(family.format for family in _ALL), GPT_OSS)}
-"""By the names that verl's ``multi_turn.format`` has for them, where it has one."""
+"""Formats by name. The names are those of verl's ``multi_turn.format``, where it has the format."""

@@ -1,4 +1,4 @@
-"""Which format of calls a run has: the one that is named, one of the user's own, or that of its chat template."""
+"""Selection of a run's call format: by name, by the user's function, or from the chat template."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -16,7 +16,7 @@ _KEY = "actor_rollout_ref.rollout.multi_turn.format"
 
 
 def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
-    """How the model writes a call (``multi_turn.format``). Raises ConfigError where that cannot be told."""
+    """Return the format of the model's calls (``multi_turn.format``). Raises ConfigError if it cannot be determined."""
     if name == "auto" and not encoder.tools:
         return NO_CALLS
     if is_plugin(name):
@@ -32,12 +32,12 @@ def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
 
 
 def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> CallFormat | None:
-    """The format in which the chat template writes a call; None where no format reads it."""
+    """Return the format in which the chat template writes a call, or None if no format can parse it."""
     names = [schema.get("function", schema).get("name") for schema in schemas]
     known = Call(str(next(iter(names), None) or "look_up"), {"text": "some words"})
     texts = (known.arguments, '{"text": "some words"}')
     probe = [*schemas, {"name": known.name, "parameters": {"properties": {"text": {"type": "string"}}}}]
-    # In some formats the name stands in the id alone.
+    # In some formats only the id contains the name.
     for arguments, identity in product(texts, ("call00000", f"functions.{known.name}:0")):
         function = {"name": known.name, "arguments": arguments}
         turn: Message = {
@@ -55,7 +55,8 @@ def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> Ca
         for start in (shared(before, text), shared(bare, text)):
             for call_format in FORMATS.values():
                 parsed = call_format.parse(text[start:], probe)
-                # The rest is what the template writes in any turn, such as its role. Else it is marks of other formats.
+                # The rest is text that the template writes in any turn, such as its role. Otherwise it is marks of
+                # other formats.
                 rest = call_format.parse(answer[start:], probe).text.replace("Yes.", "").strip()
                 if parsed.calls == [known] and not parsed.problems and parsed.text == rest:
                     return call_format

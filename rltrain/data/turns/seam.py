@@ -1,13 +1,13 @@
 """Tokens that the chat template writes between two turns of the policy.
 
-A trajectory is only ever appended to, so what was sampled is never rendered again. The template is asked once per
-turn, for a stub (a user's message, a turn that holds a sentinel) with the new messages behind it, and the context is
-what stands behind the stop token that follows the sentinel. So nothing depends on how the template would write the
-policy's own turn, and no table of families is needed. `Seam.problem` shows whether that holds for a template.
+Trajectories are append-only, so sampled tokens are never rendered again. Once per turn, the template renders a stub (a
+user's message, and a turn that contains a sentinel) followed by the new messages. The context is the text after the
+stop token that follows the sentinel. Therefore nothing depends on how the template would write the policy's turn, and
+no table of families is needed. `Seam.problem` checks this for a template.
 
-What tools and users say may hold the text of a special token, which must not end a turn or open a role. While the
-template runs, a placeholder stands for it, and in the text that is tokenised another special token does, whose id is
-replaced by those of the plain characters.
+Texts of tools and users may contain the text of a special token, which must not end a turn or open a role. The template
+sees a placeholder instead. In the tokenized text, another special token replaces it, whose id is then replaced by the
+ids of the plain characters.
 """
 
 import re
@@ -23,8 +23,8 @@ from rltrain.data.turns.calls import Call, CallFormat
 
 ASK: Message = {"role": "user", "content": "What is 3 + 4?"}
 _SENTINEL = "qzSENTINELzq"
-# Ways to write the stub: with the calls' arguments as dict or as text, with the first call alone where the template
-# knows only one a turn, and with the sentinel in the content where it drops calls. The first that works is kept.
+# Variants of the stub: with the calls' arguments as dict or as text, with only the first call if the template supports
+# only one per turn, and with the sentinel in the content if the template drops calls. The first that works is used.
 _STUBS = (("dict", "all"), ("text", "all"), ("dict", "first"), ("text", "first"), ("dict", "dropped"), ("none", "none"))
 
 
@@ -32,13 +32,13 @@ _STUBS = (("dict", "all"), ("text", "all"), ("dict", "first"), ("text", "first")
 class _Context:
     text: str
     end: str
-    """The token behind which it stands."""
+    """Token that precedes the context."""
     stops: bool
-    """Whether that is a token which ends turns; else the template ends past turns otherwise than the policy does."""
+    """True if that token ends turns. Otherwise the template ends past turns differently than the policy."""
 
 
 class Seam:
-    """Tokens that the chat template writes between two turns of the policy."""
+    """Builder of the tokens that the chat template writes between two turns of the policy."""
 
     def __init__(self, encoder: ChatEncoder, schemas: Sequence[dict[str, Any]], call_format: CallFormat) -> None:
         self._encoder = encoder
@@ -49,7 +49,7 @@ class Seam:
         stops = {*encoder.eos_token_ids, *(added[text] for text in call_format.stop_tokens if text in added)}
         self.stop_token_ids = sorted(stops)
         self._stop = _any_of(tokenizer.convert_ids_to_tokens(self.stop_token_ids))
-        # Of tokens that are added without being special, those which the template writes may open a role as well.
+        # Added tokens that are not special may open a role too, if the template writes them.
         template = str(tokenizer.chat_template)
         self._ids = {
             text: number
@@ -63,14 +63,14 @@ class Seam:
         self._barrier = next(iter([*whole, *special, *self._ids]), "")
         self._stub: dict[bool, int] = {}
         self.notes: list[str] = []
-        """After `problem`: differences that do no harm, because they lie within turns of the policy."""
+        """Harmless differences within turns of the policy, set by `problem`."""
 
     def context(self, end_token: int | None, calls: Sequence[Call], messages: Sequence[Message]) -> list[int]:
-        """Token ids between a turn that ended with a token and the next turn.
+        """Return the token ids between a turn and the next turn.
 
-        end_token: None where the turn was ended otherwise. messages: all new ones, in order, of tools and users. For
-        an image (`content.without_files`) stands what the template writes for one. Raises DataError where the template
-        refuses them.
+        end_token: the token that ended the turn, or None if it ended otherwise. messages: all new messages of tools and
+        users, in order. Images (`content.without_files`) become the template's placeholder. Raises DataError if the
+        template rejects the messages.
         """
         hidden, texts = self._hidden(shown(messages))
         context = self._rendered(calls, hidden)
@@ -81,14 +81,14 @@ class Seam:
         return [end, *ids]
 
     def _hidden(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-        """Messages in whose contents placeholders stand for the texts of special tokens; those, by placeholder."""
+        """Replace texts of special tokens in messages by placeholders. Returns messages, and texts by placeholder."""
         if not all(isinstance(message.get("content"), str | list) for message in messages):
             raise DataError("what a tool or a user says between two turns is text, or parts of texts and images.")
         said = [text for message in messages for text in texts_in(message["content"])]
         joined = "\n".join([*said, *(str(message.get("name")) for message in messages)])
         if not self._ids or not self._mark.search(joined):
             return list(messages), {}
-        # Characters that no font and no template knows.
+        # Private-use characters, which no font and no template knows.
         border = next(chr(number) for number in range(0xE000, 0xF900) if chr(number) not in joined)
         texts: dict[str, str] = {}
 
@@ -105,7 +105,7 @@ class Seam:
         return hidden, texts
 
     def _rendered(self, calls: Sequence[Call], messages: Sequence[Message]) -> _Context:
-        """The context, cut out of a render of the stub and the messages."""
+        """Return the context, from a render of the stub and the messages."""
         calls = self._asked(calls, messages)
         ids = [self._bare(call.id) or f"call{number:05d}" for number, call in enumerate(calls)]
         said = _with_ids(messages, ids)
@@ -130,14 +130,14 @@ class Seam:
         raise DataError(f"the chat template cannot go on behind a turn of the assistant: {refusal}")
 
     def _asked(self, calls: Sequence[Call], messages: Sequence[Message]) -> list[Call]:
-        """The calls, and one more for each result that answers none: templates want a call before a result."""
+        """Return the calls, and one more per result without a call, because templates need a call before a result."""
         results = [message for message in messages if message["role"] == "tool"]
         names = [str(result.get("name") or self._a_tool()) for result in results[len(calls) :]]
         calls = [*calls, *(Call(name, {}) for name in names)]
         return [replace(call, name=self._bare(call.name) or self._a_tool()) for call in calls]
 
     def _bare(self, name: str) -> str:
-        """A name that the policy wrote, without the texts of special tokens."""
+        """Remove the texts of special tokens from a name that the policy wrote."""
         return self._mark.sub("", name)
 
     def _a_tool(self) -> str:
@@ -145,7 +145,7 @@ class Seam:
         return str(next(iter(names), None) or "tool")
 
     def _behind(self, text: str, sentinel: str) -> _Context | None:
-        """What stands behind the end of the turn that holds the sentinel; None where the turn has none."""
+        """Return the text after the turn that contains the sentinel, or None if the turn has no end."""
         place = text.rfind(sentinel)
         if place < 0:
             return None
@@ -154,7 +154,7 @@ class Seam:
         return _Context(text[match.end() :], match.group(), stop is not None) if match else None
 
     def _tokens(self, context: _Context, texts: dict[str, str]) -> list[int]:
-        """Token ids of a context, in whose text placeholders stand for ``texts``."""
+        """Tokenize a context, whose text has placeholders for ``texts``."""
         text = context.text
         delimiters: list[str] = []
         if texts:
@@ -163,7 +163,8 @@ class Seam:
             if missing := texts.keys() - set(delimiters):
                 raise DataError(f"the chat template does not write {texts[min(missing)]!r} as it stands in a message.")
             text = "".join(self._barrier if piece in texts else piece for piece in pieces)
-        # Behind the token that ends the turn, as in the trajectory: some tokenizers begin a text in a way of its own.
+        # After the token that ends the turn, as in the trajectory, because some tokenizers treat the start of a text
+        # differently.
         ids = self._plain_ids(context.end + text)
         end = self._added.get(context.end)
         ids = ids[ids.index(end) + 1 :] if end in ids[:2] else ids
@@ -180,18 +181,18 @@ class Seam:
         return list(self._encoder.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _spelled(self, mark: str) -> list[int]:
-        """Token ids of a special token's text, none of which is special."""
+        """Return token ids of a special token's text, without special tokens."""
         ids = self._plain_ids(mark[:1]) + self._plain_ids(mark[1:])
         if set(ids) & set(self._ids.values()):
             ids = [token for character in mark for token in self._plain_ids(character)]
         return ids
 
     def problem(self, roles: Sequence[str] = ("tool", "user"), *, images: bool = False) -> str:
-        """Why the template cannot be continued token by token, with both texts around the difference.
+        """Return why the template cannot be continued token by token, with both texts around the difference, or "".
 
-        Empty where that is shown, for the messages of these roles: after one and two results, a user's message, and
-        twice in a row, the trajectory is what the template writes for the whole conversation. images: for messages
-        with an image alone, for which it writes one placeholder.
+        It is checked with messages of these roles, after one and two results, after a user's message, and twice in a
+        row. The trajectory must equal the template's render of the whole conversation. images: check only messages with
+        an image, for which the template must write one placeholder.
         """
         self.notes = []
         for name, exchanges in self._trials_with_image(roles) if images else self._trials(roles):
@@ -234,7 +235,7 @@ class Seam:
             yield what, [(calls, messages), (calls, messages)]
 
     def _difference(self, exchanges: Sequence[tuple[list[Call], list[Message]]]) -> str:
-        """How a trajectory differs from the render of the whole conversation; "" where it does not."""
+        """Return the difference between a trajectory and the render of the whole conversation, or ""."""
         history = [ASK]
         opening = self._encoder.written(history, answered=True, tools=self._schemas)
         borders: list[tuple[str, _Context]] = []
@@ -259,7 +260,7 @@ class Seam:
                 return _apart(context.text, behind)
             if words := self._other_tokens(history, whole, context):
                 return words
-            # The opening of the next turn is written otherwise once that turn is past.
+            # The opening of the next turn may be written differently after that turn.
             bare = self._encoder.written(history, answered=True, tools=self._schemas)
             kept = shared(whole, bare) - (len(whole) - len(behind))
             borders.append((sentinel, replace(context, text=context.text[: max(0, kept)])))
@@ -267,7 +268,7 @@ class Seam:
 
     def _other_tokens(self, history: Sequence[Message], whole: str, context: _Context) -> str:
         ids = self._tokens(context, {})
-        # The encoder wants the file of every image.
+        # The encoder requires the file of every image.
         seen = any(not isinstance(message["content"], str) for message in history)
         expected = self._plain_ids(whole) if seen else self._encoder.encode(history, tools=self._schemas)
         found = self._plain_ids(whole[: len(whole) - len(context.text)]) + ids
@@ -292,7 +293,7 @@ class Seam:
 
 
 def _behind_turn(whole: str, sentinel: str, end: str, start: int) -> str:
-    """What follows the end of the turn with a sentinel. Raises DataError where it is not behind a place."""
+    """Return the text after the turn with a sentinel. Raises DataError if it is before ``start``."""
     place = whole.rfind(sentinel)
     place = whole.find(end, place) if place >= 0 else -1
     if place < start:
@@ -301,7 +302,7 @@ def _behind_turn(whole: str, sentinel: str, end: str, start: int) -> str:
 
 
 def _any_of(texts: Any) -> re.Pattern[str]:
-    """Matches any of them, the longest first; nothing where there are none."""
+    """Return a pattern for any of the texts, the longest first. It matches nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
@@ -310,7 +311,7 @@ def _takes_space(token: Any) -> bool:
 
 
 def _turn(calls: Sequence[Call], ids: Sequence[str], sentinel: str, stub: int) -> Message | None:
-    """A turn of the policy that holds the sentinel, in one of the ways of `_STUBS`; None where that is no way."""
+    """Return a policy turn with the sentinel, in a variant of `_STUBS`, or None if the variant does not apply."""
     arguments, which = _STUBS[stub]
     if not calls or which == "none":
         return {"role": "assistant", "content": sentinel} if not calls or which == "none" else None
@@ -330,7 +331,7 @@ def _turn(calls: Sequence[Call], ids: Sequence[str], sentinel: str, stub: int) -
 
 
 def _with_ids(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
-    """Messages whose results name the calls that they answer."""
+    """Add the ids of the calls to their results."""
     left = iter(ids)
     return [
         message | {"tool_call_id": message.get("tool_call_id") or next(left, "call00000")}
@@ -341,13 +342,13 @@ def _with_ids(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
 
 
 def shared(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """Length of what two texts, or lists, begin with alike."""
+    """Return the length of the common prefix of two texts or lists."""
     pairs = zip(left, right, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def _apart(trajectory: str, whole: str) -> str:
-    """Words for two texts that should be one."""
+    """Describe two texts that should be equal."""
     place = shared(trajectory, whole)
     start = max(0, place - 40)
     return (

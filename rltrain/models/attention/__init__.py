@@ -1,1 +1,1 @@
-"""Attention over samples that are laid end to end."""
+"""Attention over packed samples."""

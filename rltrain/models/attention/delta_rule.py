@@ -1,8 +1,8 @@
-"""The gated delta rule over segments of a packed row (Yang et al. 2025, arXiv 2412.06464).
+"""Gated delta rule over segments of a packed row (Yang et al. 2025, arXiv 2412.06464).
 
-A memory per head, advanced by chunks of tokens: within all chunks of all segments at once, then from chunk to chunk, as
-many segments beside each other as have one more. flash-linear-attention has the same as a kernel; it is called by its
-documented arguments and has not been run here.
+Each head has a memory. It is updated chunk by chunk: first within all chunks of all segments at once, then from chunk
+to chunk, in parallel over the segments that have another chunk. flash-linear-attention has the same as a kernel. That
+kernel is called by its documented arguments and has not been run here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, lengths: Sequence[int],
     before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gated delta rule over segments: S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t v_t k_t^T, o_t = S_t q_t.
+    """Compute the gated delta rule: S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t v_t k_t^T, o_t = S_t q_t.
 
-    query, key [tokens, heads, d] (made unit vectors here, query / sqrt(d)); value [tokens, heads, d']; decay (log a),
-    step (b) [tokens, heads]; before [segments, heads, d, d'] or None. Returns outputs [tokens, heads, d'] in fp32 and
-    the memories behind the segments. Chunks as in section 3.3 of the paper: with G the running sums of log a, D_ij =
-    exp(G_i - G_j) for i >= j, A = 1 + strictly lower (b K K^T D): U = A^-1 b V and W = A^-1 b exp(G) K, so that
-    O = exp(G) Q S + lower (Q K^T D) (U - W S) and S' = exp(G_end) S + (exp(G_end - G) K)^T (U - W S).
+    query, key [tokens, heads, d] (normalized here, and query divided by sqrt(d)); value [tokens, heads, d']; decay (log
+    a), step (b) [tokens, heads]; before: initial memories [segments, heads, d, d'], or None for zeros. Returns outputs
+    [tokens, heads, d'] in fp32 and the final memories of the segments.
+
+    Chunks as in section 3.3 of the paper: with G the running sums of log a, D_ij = exp(G_i - G_j) for i >= j, A = 1 +
+    strictly lower (b K K^T D): U = A^-1 b V and W = A^-1 b exp(G) K, so that O = exp(G) Q S + lower (Q K^T D) (U - W S)
+    and S' = exp(G_end) S + (exp(G_end - G) K)^T (U - W S).
     """
     query, key, value, decay, step = (tensor.float() for tensor in (query, key, value, decay, step))
     query, key = (tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in (query, key))
@@ -40,7 +42,7 @@ def delta_rule(
     if max(lengths) == 1:
         return _one_step(query, key, value, decay, step, before.float())
     size, where, back, counts, order, home = _chunks(tuple(lengths), value.device)
-    # [chunks, heads, size, ...]; places without a token are zeros, which change nothing.
+    # [chunks, heads, size, ...]. Padding is zero and changes nothing.
     query, key, value = (
         pad(tensor, (0, 0, 0, 0, 0, 1)).index_select(0, where).unflatten(0, (-1, size)).transpose(1, 2)
         for tensor in (query, key, value)
@@ -54,7 +56,7 @@ def delta_rule(
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(hidden, -torch.inf).exp()
     system = (key * step[..., None]) @ key.mT * between
     sides = torch.cat([value, key * sums.exp()[..., None]], -1) * step[..., None]
-    # Of the system only what is below the diagonal is read, with ones upon it.
+    # The solver reads only below the diagonal and assumes ones on it.
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     new, read = solved.split([value.shape[-1], key.shape[-1]], -1)
     within = query @ key.mT * between
@@ -65,7 +67,7 @@ def delta_rule(
         *(tensor.split(counts) for tensor in (query, key, new, read, within, end.exp()[..., None])), strict=True
     )
     for queries, keys, values, reads, inner, keep in pieces:
-        # Segments are sorted by their chunks, so those that have ended are the last.
+        # Segments are sorted by their number of chunks, so the finished ones are last.
         ended.append(memory[len(queries) :])
         memory = memory[: len(queries)]
         values = values - reads @ memory
@@ -78,7 +80,7 @@ def delta_rule(
 def _one_step(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule` for segments of one token, such as the rows of a decode step."""
+    """Compute `delta_rule` for segments of one token, such as the rows of a decode step."""
     memory = memory * decay.exp()[..., None, None]
     recalled_value = (key[:, :, None] @ memory)[:, :, 0]
     memory = memory + key[..., None] * ((value - recalled_value) * step[..., None])[:, :, None]
@@ -86,18 +88,18 @@ def _one_step(
 
 
 @lru_cache(8)
-# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+# The first call may be in inference mode, and autograd cannot save tensors that were created there.
 @torch.inference_mode(False)
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor, Tensor, list[int], Tensor, Tensor]:
-    """How segments are cut into chunks: size, the tokens of all chunks (one behind the last stands for none), the place
-    of each token among them, how many segments have a first, second, ... chunk, the order of the segments by that, and
-    the way back.
+    """Return the chunk layout: chunk size; token index of each chunk slot (``total`` for padding); slot of each token;
+    number of segments with a first, second, ... chunk; the segments sorted by number of chunks; and the inverse of that
+    order.
 
-    The first chunks of all segments stand before the second ones.
+    The first chunks of all segments come before the second ones.
     """
     size = min(_CHUNK, max(lengths))
     firsts, total = list(accumulate((0, *lengths[:-1]))), sum(lengths)
-    # Integers of the host, which have values where a dry run computes shapes alone.
+    # Python integers, because a dry run on meta tensors has no values on the device.
     numbers = [-(-length // size) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda segment: -numbers[segment])
     counts = [sum(num_chunks > number for num_chunks in numbers) for number in range(max(numbers))]
@@ -116,7 +118,7 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor
 
 @cache
 def fused_rule() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """flash-linear-attention's kernel, with the arguments of `delta_rule`, or None where it is not installed."""
+    """Return flash-linear-attention's kernel with the arguments of `delta_rule`, or None if it is not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:

@@ -1,13 +1,15 @@
-"""Attention over packed sequences: every segment sees itself, causally, and the prefix that it continues.
+"""Attention over packed sequences: every segment attends causally to itself and to its prefix.
 
-Padding wastes most of a batch of answers, and a mask over all packed tokens would grow with their square. So this
-registers an attention implementation with transformers that computes segment by segment; every decoder that goes
-through its attention interface is then trained without padding. The plan of segments travels as a keyword argument of
-the forward call: it holds host integers, so it costs no device sync, and gradient checkpointing replays it.
+Padding would waste most of a batch of responses, and a mask over all packed tokens would grow with their square.
+Therefore this module registers an attention implementation with transformers that computes segment by segment. Every
+decoder that uses the attention interface of transformers can then train without padding. The plan of segments is a
+keyword argument of the forward call. It holds host integers, so it needs no device sync, and gradient checkpointing
+replays it.
 
-The device's row in `rltrain.base.device` names the kernel: scaled dot products per block here, those of accelerators in
-`models.attention.varlen`. No fused product knows soft-capped scores, and not all know sinks: where the kernel does not,
-plain products take its place, computed again in the backward pass so that memory does not grow with the square either.
+The device's entry in `rltrain.base.device` selects the kernel: scaled dot products per block here, or the accelerator
+kernels in `models.attention.varlen`. Not every kernel supports soft-capped scores and sinks. Without support, the
+products are computed explicitly and recomputed in the backward pass, so that memory does not grow with the square of
+the length.
 """
 
 from __future__ import annotations
@@ -30,27 +32,27 @@ from rltrain.models.attention.ulysses import share_of_heads, share_of_tokens
 from rltrain.models.attention.varlen import kernel_for
 
 NAME = "rltrain_packed"
-# transformers hands unknown keywords of a forward call on to the attention function, whose parameter has this name.
+# transformers passes unknown keywords of a forward call to the attention function, whose parameter has this name.
 PLAN = "rltrain_plan"
-# Kinds of layers that compute each token alone.
+# Kinds of layers that process each token independently.
 STATELESS = {"moe", "mlp"}
-# Queries are processed in blocks, so that a mask has at most this many rows (queries x heads per kv head).
+# Queries are processed in blocks, so a mask has at most this many rows (queries x heads per kv head).
 _BLOCK = 256
 # On a CPU, half precision prepares a kernel per length and is slow for short products: a backward pass over varying
-# lengths takes two to three times as long. So segments that see at most this many keys are computed in fp32.
+# lengths takes two to three times as long. Segments with at most this many keys are therefore computed in fp32.
 _FEW_KEYS = 1024
 _PLAIN = Kind()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: Kind = _PLAIN) -> Tensor:
-    """Attention by ``plan``, through the kernel of the device.
+    """Compute attention by ``plan`` with the device's kernel.
 
-    query [1, heads, tokens, d]; key, value [1, kv heads, tokens, d]; ``plan`` covers the tokens. Returns
-    [1, tokens, heads, d]. Causality is bottom-right: the last query sees every key.
+    query [1, heads, tokens, d]; key, value [1, kv heads, tokens, d]; ``plan`` covers the tokens. Returns [1, tokens,
+    heads, d]. Causality is bottom-right: the last query sees every key.
     """
     if kind.chunk is not None:
         plan = plan.chunked(kind.chunk)
-    # A window that hides nothing is dropped, so that kernels take the plain causal way.
+    # Drop a window that hides nothing, so that kernels use their plain causal path.
     if kind.window is not None and kind.window >= max(plan.key_lengths):
         kind = kind._replace(window=None)
     if (kernel := kernel_for(query, kind)) is not None:
@@ -75,10 +77,10 @@ def packed_attention(
     rltrain_group: ProcessGroup | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """`attend`, as transformers calls it. Raises NotImplementedError for models that it would compute wrongly.
+    """Call `attend` with the signature that transformers expects. Raises NotImplementedError for unsupported layers.
 
-    With ``rltrain_group`` the tensors hold this rank's slice of the tokens, and the plan covers the tokens of all ranks
-    of the group.
+    With ``rltrain_group``, the tensors hold this rank's slice of the tokens, and the plan covers the tokens of all
+    ranks of the group.
     """
     if rltrain_plan is None:
         raise NotImplementedError(
@@ -101,25 +103,24 @@ def packed_attention(
 
 
 def register() -> None:
-    """Make ``attn_implementation="rltrain_packed"`` known.
+    """Register ``attn_implementation="rltrain_packed"`` with transformers.
 
-    No mask is registered for it: transformers then returns at once, and does not look at positions to build none.
+    No mask function is registered, so transformers skips mask creation and does not inspect the positions.
     """
-    # Compiled layers have it registered as what torch.compile does not follow, and every load calls this again.
+    # Every load calls this, and compiled layers may have registered a wrapper that torch.compile skips.
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(NAME, packed_attention)
 
 
 def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
-    """Raises ConfigError for models whose layers would mix the samples of a packed row. longest: most tokens per
-    sequence.
+    """Raise ConfigError for models whose layers would mix the samples of a packed row.
 
-    These are models with kinds of layers that `attend` does not know, and models whose rotary frequencies depend on the
-    longest sequence of a forward pass.
+    These models have kinds of layers that `attend` does not support, or rotary frequencies that depend on the longest
+    sequence of a forward pass. longest: maximum number of tokens per sequence.
     """
     text = config.get_text_config()
     whole = getattr(text, "rope_parameters", None) or {}
-    # In some families every kind of layer has its own.
+    # Some families have rope parameters per kind of layer.
     for rope in (whole, *(part for part in whole.values() if isinstance(part, dict))):
         limit: int = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
         if rope.get("rope_type") not in ("longrope", "dynamic") or (longest is not None and longest <= limit):
@@ -144,9 +145,9 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
 
 
 def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
-    """The part of ``tensor`` [1, kv heads, tokens, d] that each segment sees.
+    """Split ``tensor`` [1, kv heads, tokens, d] into the keys that each segment sees.
 
-    Cut by split, because the gradient of a slice is as large as the whole tensor.
+    It uses split, because the gradient of a slice is as large as the whole tensor.
     """
     parts = tensor.split(plan.query_lengths, dim=2)
     # A prefix is always a whole earlier segment, so its keys are one of the parts.
@@ -158,22 +159,19 @@ def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
-    """query [1, heads, n, d] of the last n places of key, value [1, kv heads, m, d]."""
+    """Compute attention of query [1, heads, n, d], the last n positions of key, value [1, kv heads, m, d]."""
     groups, length, window = query.shape[1] // key.shape[1], query.shape[2], kind.window
     if query.is_cpu and query.dtype.itemsize < 4 and key.shape[2] <= _FEW_KEYS:
         return _segment(query.float(), key.float(), value.float(), kind).to(query.dtype)
     product = nn.functional.scaled_dot_product_attention
     fused = kind.softcap is None and kind.sinks is None
-    # is_causal counts from the top left corner, which is the bottom right one only where there are as many queries as
-    # keys.
+    # is_causal is aligned top-left, which equals bottom-right only if there are as many queries as keys.
     if fused and length == key.shape[2] and (window is None or length <= window):
         if groups > 1 and not query.is_cpu:
-            # Where the flash kernel does not fit, enable_gqa leaves only a kernel that builds the whole product at
-            # once.
+            # If the flash kernel does not fit, enable_gqa leaves only a kernel that materializes the whole product.
             key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
         return product(query, key, value, is_causal=True, scale=kind.scaling, enable_gqa=groups > 1)
-    # Heads that share keys become neighbouring queries, so that a key is read and its gradient written once for them
-    # all.
+    # Heads that share keys become neighbouring queries, so that each key is read, and its gradient written, once.
     query = query.unflatten(1, (-1, groups)).transpose(2, 3)
     parts = []
     for queries, keys in _blocks(length, key.shape[2], groups, window):
@@ -185,7 +183,7 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
 
 
 def _blocks(num_queries: int, num_keys: int, groups: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, and the keys that any query of the block sees."""
+    """Yield blocks of queries with the keys that any query of the block sees."""
     before, size = num_keys - num_queries, max(1, _BLOCK // groups)
     for start in range(0, num_queries, size):
         stop = min(start + size, num_queries)
@@ -194,11 +192,11 @@ def _blocks(num_queries: int, num_keys: int, groups: int, window: int | None) ->
 
 
 def _band(num_queries: int, before: int, groups: int, window: int | None, like: Tensor) -> Tensor:
-    """mask [queries * groups, before + queries], 0 or -inf.
+    """Return the mask [queries * groups, before + queries] of 0 and -inf.
 
-    Query i, which has ``groups`` rows, sees key j when 0 <= before + i - j < window.
+    Query i has ``groups`` rows and sees key j if 0 <= before + i - j < window.
     """
-    # Rounded up to a power of two, so that a few templates serve all lengths.
+    # Round up to a power of two, so that a few templates serve all lengths.
     middle = max(1024, 1 << (before - 1).bit_length())
     template = _template(max(1, _BLOCK // groups), middle, groups, window, like.dtype, like.device)
     mask = template[: num_queries * groups, middle - before : middle + num_queries]
@@ -206,14 +204,14 @@ def _band(num_queries: int, before: int, groups: int, window: int | None, like: 
 
 
 @lru_cache(8)
-# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+# The first call may be in inference mode, and autograd cannot save tensors that were created there.
 @torch.inference_mode(False)
 def _template(
     block: int, before: int, groups: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The mask of a whole block behind ``before`` keys.
+    """Return the mask of a whole block after ``before`` keys.
 
-    Visibility depends on the distance alone, so every other mask is a part of it.
+    Visibility depends only on the distance, so every other mask is a slice of it.
     """
     i = torch.arange(block * groups, dtype=torch.int32, device=device)[:, None] // groups
     distance = i - torch.arange(-before, block, dtype=torch.int32, device=device)

@@ -1,7 +1,8 @@
-"""The images of a packed row: encoded once per prompt, their features laid wherever the prompt's tokens stand.
+"""Images of a packed row: encoded once per prompt, with the features copied to all placeholders.
 
-A prompt with an image has many answers, and the tower costs more than the prompt's tokens. So the pixels of a prompt
-stand here once, and a feature may be laid several times: gradients of all answers then add up in one backward pass.
+A prompt with an image has many responses, and the vision tower costs more than the prompt's tokens. Therefore the
+pixels of a prompt are stored once, and a feature may be used several times: the gradients of all responses add up in
+one backward pass.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from rltrain.data.images import PromptImages
 
 @dataclass(frozen=True)
 class PackedImages:
-    """The images of a row, all of it on the host."""
+    """Images of a row, on the host."""
 
     pixel_values: Tensor
     """[rows, ...] of all images (see `PromptImages`)."""
     grids: Tensor | None
-    """[images, 3], likewise."""
+    """[images, 3] (see `PromptImages`)."""
     num_rows: Tensor
-    """[images]: rows of pixels."""
+    """[images]: rows of pixels per image."""
     num_tokens: Tensor
-    """[images]: features."""
+    """[images]: features per image."""
     places: Tensor
-    """[n], ascending: the tokens of the row that are placeholders."""
+    """[n], ascending: row indices of the placeholder tokens."""
     features: Tensor
-    """[n]: the number of the feature that goes there, counted over all images."""
+    """[n]: feature index for each placeholder, counted over all images."""
 
     @classmethod
     def of(cls, laid: Sequence[tuple[PromptImages, int]], spans: Sequence[range] | None = None) -> PackedImages | None:
-        """laid: the images of a text, and where its tokens begin in the row, in the order of the row.
+        """Build from ``laid``: the images of each text and the row index of its first token, in row order.
 
-        spans: the places of the row that each text has, where not all of its tokens are there; None: all are.
+        spans: the row indices of each text if only some of its tokens are in the row. None: all are.
         """
         if not laid:
             return None
-        # Texts that begin alike share their pixels and have places of their own.
+        # Texts with the same prompt share their pixels but have separate placeholders.
         distinct = {id(images.pixel_values): images for images, _ in laid}
         first, total = {}, 0
         for key, images in distinct.items():
             first[key], total = total, total + len(images.places)
         distinct_images = list(distinct.values())
-        # `tensor` copies: arrays that come out of the object store must not be written to, of which torch warns.
+        # Copy, because arrays from the object store are read-only, and torch warns about them.
         places = [torch.tensor(images.places) + start for images, start in laid]
         features = [torch.arange(len(images.places)) + first[id(images.pixel_values)] for images, _ in laid]
         if spans is not None:
@@ -65,7 +66,7 @@ class PackedImages:
         )
 
     def within(self, start: int, length: int) -> PackedImages | None:
-        """The images that have tokens in a slice of the row, places counted from its start; None where none has."""
+        """Return the images that have tokens in a slice, with indices relative to its start, or None."""
         rows = ((self.places >= start) & (self.places < start + length)).nonzero()[:, 0]
         features = self.features[rows]
         owner = torch.arange(len(self.num_tokens)).repeat_interleave(self.num_tokens)
@@ -74,7 +75,7 @@ class PackedImages:
             return None
         is_kept = torch.zeros(len(self.num_tokens), dtype=torch.bool)
         is_kept[image_numbers] = True
-        # Features keep their order, so the number of one among the kept is how many kept ones come before it.
+        # Features keep their order, so the new index of a kept one is the number of kept ones before it.
         number = is_kept[owner].cumsum(0) - 1
         return replace(
             self,

@@ -1,9 +1,9 @@
-"""Samples one behind the other in one row: who sees whom, where answers are predicted, which answers share a prompt.
+"""Packing of samples into one row: attention segments, predictors of response tokens, and shared prompts.
 
-Problem: padding wastes compute, and a prompt's tokens are the same for all its answers. Choice: a micro-batch is one
-row without padding. A prompt stands in it once, followed by its answers, which attend to it and to themselves. The
-batch's dictionary-encoded prompt column says who shares. Images stand beside the prompts they belong to, once each
-(`models.attention.packed_images`). Left out: trees of prompts that share only their beginning.
+Padding wastes compute, and all responses to a prompt have the same prompt tokens. Therefore a micro-batch is one row
+without padding. A prompt appears once, followed by its responses, which attend to it and to themselves. The batch's
+dictionary-encoded prompt column determines the sharing. Images are stored once per prompt
+(`models.attention.packed_images`). Prompts that share only a prefix are not merged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rltrain.models.attention.packed_images import PackedImages
 
 
 class Segment(NamedTuple):
-    """Queries [start, stop) see the keys of ``prefix`` (the range of an earlier segment) and, causally, their own."""
+    """Queries [start, stop). They see the keys of ``prefix`` (an earlier segment's range) and, causally, themselves."""
 
     start: int
     stop: int
@@ -39,14 +39,14 @@ class Segment(NamedTuple):
 
     @property
     def length(self) -> int:
-        """With the prefix."""
+        """Number of keys, with the prefix."""
         return self.prefix_length + self.stop - self.start
 
 
 class AttentionPlan:
-    """Who sees whom in one packed row, in host integers. The segments follow one another and cover all tokens.
+    """Segments of one packed row, in host integers. They are consecutive and cover all tokens.
 
-    No dataclass: FSDP makes those among a layer's arguments anew, and with them what is computed once.
+    This is not a dataclass, because FSDP recreates dataclasses among a layer's arguments and would lose cached values.
     """
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
@@ -60,7 +60,7 @@ class AttentionPlan:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> AttentionPlan:
-        """Segments that see only themselves."""
+        """Return a plan whose segments see only themselves."""
         ends = list(accumulate(lengths))
         return cls(tuple(Segment(end - length, end) for end, length in zip(ends, lengths, strict=True)))
 
@@ -69,7 +69,7 @@ class AttentionPlan:
         return self.segments[-1].stop
 
     def padded_to(self, num_tokens: int) -> AttentionPlan:
-        """This plan with a segment of padding up to that number of tokens, where some are missing."""
+        """Return this plan with a segment of padding up to ``num_tokens``, if tokens are missing."""
         end = self.num_tokens
         return self if end == num_tokens else AttentionPlan((*self.segments, Segment(end, num_tokens)))
 
@@ -94,12 +94,12 @@ class AttentionPlan:
         return any(segment.prefix_length for segment in self.segments)
 
     def on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Cumulative query and key lengths [segments + 1] (int32); the rows of all segments' keys [keys], none where no
-        segment has a prefix. Made once per device rather than once per layer.
+        """Return cumulative query and key lengths [segments + 1] (int32), and the row indices of all segments' keys
+        [keys], empty without prefixes. Cached per device instead of per layer.
         """
         if device not in self._on_devices:
             queries, where = send(torch.tensor((0, *self.query_ends), dtype=torch.int32), device), torch.zeros(0)
-            keys = queries  # The very same tensor, by which torch knows that its fastest kernel will do.
+            keys = queries  # The same object, by which torch selects its fastest kernel.
             if self.has_prefixes:
                 parts = [part for segment in self.segments for part in (segment.prefix, (segment.start, segment.stop))]
                 keys = send(torch.tensor((0, *self.key_ends), dtype=torch.int32), device)
@@ -107,15 +107,15 @@ class AttentionPlan:
             self._on_devices[device] = queries, keys, where
         return self._on_devices[device]
 
-    # In the plan itself: an object that held it would hold the device's memory until Python looks for cycles.
+    # Cached in the plan: an object that held the plan would keep device memory until garbage collection.
     @cached_property
     def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
         return {}
 
     def chunked(self, size: int) -> AttentionPlan:
-        """This plan for layers where a token sees only keys of the same ``size`` places of its sample.
+        """Return this plan for layers where tokens see only keys of the same chunk of ``size`` positions of a sample.
 
-        Each such stretch becomes a segment. An answer's first one goes on from the last of its prompt.
+        Each chunk becomes a segment. The first one of a response continues the last chunk of its prompt.
         """
         if size not in self._chunked:
             self._chunked[size] = AttentionPlan(
@@ -128,7 +128,7 @@ class AttentionPlan:
         return {}
 
     def places(self, device: torch.device) -> Tensor:
-        """Of every token in its sample [tokens]."""
+        """Return the position of every token in its sample [tokens]."""
         if device not in self._places:
             spans = [torch.arange(segment.prefix_length, segment.length) for segment in self.segments]
             self._places[device] = send(torch.cat(spans), device)
@@ -140,7 +140,7 @@ class AttentionPlan:
 
 
 def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
-    """What of a segment lies between two multiples of ``size``, in places of its sample."""
+    """Split a segment at multiples of ``size``, in positions of its sample."""
     start, place = segment.start, segment.prefix_length
     partial = place % size
     prefix = (segment.prefix[1] - partial, segment.prefix[1]) if partial else (0, 0)
@@ -152,53 +152,54 @@ def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """One micro-batch as the model sees it."""
+    """Inputs of the model for one micro-batch."""
 
     tokens: Tensor
     positions: Tensor
     """[total]."""
     plan: AttentionPlan
-    """Who sees whom (host integers)."""
+    """Attention segments (host integers)."""
     predictors: Tensor
     labels: Tensor
-    """[policy tokens], the place of the hidden state that predicts each token of the policy, and that token."""
+    """[policy tokens]: row index of the hidden state that predicts each policy token, and that token."""
     host_predictors: Tensor
-    """The same places on the host, where Ulysses decides by them."""
+    """``predictors`` on the host, for Ulysses."""
     images: PackedImages | None = None
-    """Those of prompts and answers, on the host; the positions may then be [3, total], in time, height and width."""
+    """Images of prompts and responses, on the host. With them, positions may be [3, total]: time, height and width."""
     experts: Tensor | None = None
-    """[total, layers, experts per token]: where the tokens go, or None: where the router sends them."""
+    """[total, layers, experts per token]: replayed experts of each token. None: the router decides."""
     spans: tuple[tuple[range, range], ...] = ()
-    """Where the tokens of each sample's prompt stand, and those of its answer that predict anything."""
+    """Row indices of each sample: its prompt's tokens, and its response's tokens except the last."""
 
     def by_sample(self) -> Tensor:
-        """The places of all samples' tokens, one sample behind the other [tokens of samples], on the host."""
+        """Return the row indices of all samples' tokens, sample after sample [tokens of samples], on the host."""
         parts = [torch.arange(part.start, part.stop) for span in self.spans for part in span]
         return torch.cat([torch.zeros(0).long(), *parts])
 
     def times_counted(self) -> Tensor:
-        """In how many samples each token of the row stands [total]: a shared prompt's in all of its answers'."""
+        """Return the number of samples that contain each token [total]. A shared prompt counts once per response."""
         return send(self.by_sample().bincount(minlength=self.plan.num_tokens), self.tokens.device)
 
 
-# An answer this many times as long as its prompt saves less by sharing the prompt than the gathering of its keys costs.
+# If a response is longer than this many times its prompt, gathering its keys costs more than sharing saves.
 _LONGEST_ANSWER_PER_PROMPT_TOKEN = 16
 
 
 def pays_to_share(prompt_length: Any, answer_length: Any) -> Any:
-    """Whether an answer shares its prompt with the other answers to it. Lengths: numbers or arrays of them."""
+    """Return whether a response of this length should share its prompt. Lengths: numbers or arrays."""
     return _LONGEST_ANSWER_PER_PROMPT_TOKEN * prompt_length >= answer_length
 
 
 def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
-    """``prompt``, ``response``, ``response_mask`` -> packed inputs. An empty batch packs to one dummy token.
+    """Pack ``prompt``, ``response``, ``response_mask`` into inputs. An empty batch packs to one dummy token.
 
-    With ``share``, samples of one prompt share its tokens: the prompt once, then the answers that see it, positions
-    going on from its end; the prompt's last state predicts the first token of each. The last token of an answer
-    predicts nothing and is left out. Only tokens of the policy (``response_mask``) have predictors and labels. Where
-    the batch has ``images``, those of a prompt are packed once, however often its tokens stand in the row. An answer's
-    own (``own_images``) lie at their places behind it. ``routed_experts``, where there are some, are laid out likewise;
-    a shared prompt has those of its first sample.
+    With ``share``, samples of one prompt share its tokens: the prompt comes once, then the responses that attend to it,
+    with positions that continue from its end. The prompt's last state predicts the first token of each. The last token
+    of a response predicts nothing and is omitted. Only tokens of the policy (``response_mask``) have predictors and
+    labels.
+
+    The ``images`` of a prompt are packed once, and images of a response (``own_images``) with the response.
+    ``routed_experts``, if present, follow the same layout. A shared prompt uses the rows of its first sample.
     """
     if not len(batch):
         # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
@@ -226,9 +227,9 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     predictors, spans = [], []
     for (prompt, answer_start, length), own in zip(samples, own_images, strict=True):
         question, answer = (prompt_starts[prompt], prompt_lengths[prompt]), (answer_start, max(length - 1, 0))
-        # Where nobody shares it, prompt and answer are one segment, and no keys have to be gathered for a prefix.
+        # An unshared prompt and its response are one segment, so no keys have to be gathered for a prefix.
         if sharing[prompt] < 2 or not pays_to_share(question[1], length):
-            # The prompt's last place, as the segment ends behind the answer's last token but one.
+            # Index of the prompt's last token: the segment ends before the response's last token.
             first = laid.add(prompt, question, answer, own) - answer[1] - 1
             predictors.append(torch.arange(first, first + length))
             spans.append((range(first + 1 - question[1], first + 1), range(first + 1, first + 1 + answer[1])))
@@ -241,7 +242,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
             end = laid.add(prompt, answer=answer, own_images=own, **behind) if answer[1] else 0
             predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - answer[1], end)]
             spans.append((range(*prefix), range(end - answer[1], end)))
-    # As one tensor, so that a single gather lays out the whole row.
+    # Concatenated, so that a single gather builds the whole row.
     source, is_policy = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
     places = torch.cat(predictors).long()[is_policy]
     return PackedInputs(
@@ -258,13 +259,13 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
 
 
 def _experts(batch: Batch, spans: Sequence[tuple[range, range]], total: int, device: torch.device) -> Tensor | None:
-    """See `PackedInputs.experts`."""
+    """Return `PackedInputs.experts`."""
     if c.ROUTED_EXPERTS not in batch or not len(given := batch.ragged(c.ROUTED_EXPERTS).values):
         return None
-    # Samples of one mini-batch all have theirs, or none; else the rows below would be those of others.
+    # Either all samples of a mini-batch have experts or none has. Otherwise rows would be assigned to wrong samples.
     assert torch.equal(batch.ragged(c.ROUTED_EXPERTS).lengths, computed_tokens(batch))
     packed = given.new_zeros(total, *given.shape[1:])
-    # Backwards, so that a shared prompt has those of the first.
+    # Reversed, so that a shared prompt gets the rows of its first sample.
     ends = batch.ragged(c.ROUTED_EXPERTS).offsets.tolist()[1:]
     for (prompt, answer), end in zip(reversed(spans), reversed(ends), strict=True):
         of_answer = end - len(answer)
@@ -274,7 +275,7 @@ def _experts(batch: Batch, spans: Sequence[tuple[range, range]], total: int, dev
 
 
 def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
-    """The images of each prompt of the batch that has any, by its number."""
+    """Return the images of the batch's prompts by prompt index."""
     if c.IMAGES not in batch:
         return {}
     column, prompts = batch.dictionary(c.IMAGES), batch.dictionary(c.PROMPT)
@@ -283,13 +284,13 @@ def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
 
 
 class _Laid:
-    """Collects segments one behind the other. images: by the number of their prompt; own_images: of answers."""
+    """Builder of a row of segments. images: by prompt index; own_images: of responses."""
 
     def __init__(self, images: Mapping[int, PromptImages], own_images: Sequence[PromptImages | None]) -> None:
         self.rows: list[Tensor] = []
         self.positions: list[Tensor] = []
         self.segments: list[Segment] = []
-        # (images, where the tokens of their text begin) for each time that a text with some is laid.
+        # (images, row index of the text's first token) for each text with images.
         self.with_images: list[tuple[PromptImages, int]] = []
         self._images = images
         every = (*images.values(), *filter(None, own_images))
@@ -305,8 +306,9 @@ class _Laid:
         prompt_length: int = 0,
         prefix: tuple[int, int] = (0, 0),
     ) -> int:
-        """A segment of the prompt's tokens, the answer's or both, each (start, length) in the batch. Returns where it
-        ends. prompt_length: of the prompt in ``prefix``, where this is an answer alone.
+        """Append a segment of the prompt's tokens, the response's or both, each (start, length) in the batch.
+
+        Returns the row index after it. prompt_length: length of the prompt in ``prefix``, if only a response is added.
         """
         start, images = self.segments[-1].stop if self.segments else 0, self._images.get(prompt)
         ranges = [span for span in (question, answer) if span and span[1]]
@@ -321,29 +323,29 @@ class _Laid:
         return stop
 
     def _lay(self, images: PromptImages | None, start: int, length: int, first_position: int = 0) -> None:
-        """The images of a text that begins at ``start`` in the row, and the positions of its first tokens."""
+        """Add the images of a text that begins at ``start`` in the row, and the positions of its first tokens."""
         of_images = None if images is None else images.positions
         positions = torch.arange(length) if of_images is None else torch.tensor(of_images[:, :length])
         self._place(positions + first_position)
         self.with_images += [(images, start)] if images is not None else []
 
     def _place(self, positions: Tensor) -> None:
-        """Positions [n] or [3, n] of the next tokens."""
+        """Append positions [n] or [3, n] of the next tokens."""
         self.positions.append(positions.expand(3, -1) if self._three_rows else positions)
 
 
 def per_policy_token(values: Tensor, batch: Batch) -> Ragged:
-    """The outputs of a model at ``pack(batch).predictors``, sample by sample."""
+    """Group model outputs at ``pack(batch).predictors`` by sample."""
     return Ragged(values, batch.ragged(c.RESPONSE_MASK).sum() if len(batch) else torch.zeros(0, dtype=torch.long))
 
 
 def per_computed_token(values: Tensor, batch: Batch) -> Ragged:
-    """What a model says of every token of ``pack(batch)`` (in the order of `PackedInputs.by_sample`) by sample."""
+    """Group model outputs for all tokens of ``pack(batch)``, in the order of `PackedInputs.by_sample`, by sample."""
     return Ragged(values, computed_tokens(batch))
 
 
 def computed_tokens(batch: Batch) -> Tensor:
-    """Tokens of prompt and answer that are computed, which are all but the last of an answer: [n]."""
+    """Return the number of computed tokens per sample [n]: prompt and response without the response's last token."""
     if not len(batch):
         return torch.zeros(0, dtype=torch.long)
     prompts = batch.dictionary(c.PROMPT)
@@ -352,7 +354,7 @@ def computed_tokens(batch: Batch) -> Tensor:
 
 
 def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
-    """Rows of token ids; the predictor of a row is its last token. No rows pack to one dummy token."""
+    """Pack rows of token ids. The predictor of a row is its last token. No rows pack to one dummy token."""
     if not rows:
         return pack(Batch(), device)
     lengths = torch.tensor([len(row) for row in rows])

@@ -1,12 +1,12 @@
 """Gated delta nets over packed sequences (Yang et al. 2025, arXiv 2412.06464): Qwen3-Next, Qwen3.5, OLMo Hybrid.
 
-Such a layer carries a state through its sample: the last tokens of a short convolution, and per head a memory that
-maps keys to values. transformers' layer runs through a packed row from sample to sample, so its forward is replaced by
-one that runs segment by segment. The state after a prompt is computed once and is where every answer to it starts; in
-the embedded engine it is what the cache keeps of a sample. Parameters and their names stay those of transformers.
+Such a layer carries a state through its sample: the last tokens of a short convolution, and per head a memory that maps
+keys to values. The layer of transformers does not reset the state between the samples of a packed row. Therefore its
+forward is replaced by one that runs segment by segment. The state after a prompt is computed once, and every response
+starts from it. In the embedded engine, the cache stores this state. Parameters keep their names from transformers.
 
-Where flash-linear-attention and causal-conv1d are installed their kernels take over on CUDA; they are called by their
-documented arguments and have not been run here.
+On CUDA, the kernels of flash-linear-attention and causal-conv1d are used if they are installed. They are called by
+their documented arguments and have not been run here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rltrain.models.attention.ulysses import share_of_heads, share_of_tokens
 
 
 class State(NamedTuple):
-    """What a layer carries, of n samples: the last tokens before the convolution [n, width - 1, channels], and the
-    memory [n, heads, key size, value size] in fp32.
+    """State of a layer for n samples: the last tokens before the convolution [n, width - 1, channels], and the memory
+    [n, heads, key size, value size] in fp32.
     """
 
     tokens: Tensor
@@ -42,8 +42,8 @@ class State(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What a layer makes of its hidden states: query, key, value [tokens, heads, size], and [tokens, heads] what
-    becomes the size of the step and the decay. Queries and keys may have fewer heads.
+    """Projections of the hidden states: query, key, value [tokens, heads, size], and the raw step size and decay
+    [tokens, heads]. Queries and keys may have fewer heads.
     """
 
     query: Tensor
@@ -54,7 +54,7 @@ class Projected(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of a layer, or of one rank's share of its heads. filters [channels, width]; the others [heads]."""
+    """Weights of a layer, or of one rank's share of its heads. filters [channels, width]; the others [heads]."""
 
     filters: Tensor
     bias: Tensor | None
@@ -66,9 +66,9 @@ class Weights(NamedTuple):
 
 
 def adopt(model: PreTrainedModel) -> None:
-    """Give the gated delta nets of a model, if any, a forward that knows packed rows and the embedded engine's cache.
+    """Replace the forward of a model's gated delta nets by one for packed rows and the embedded engine's cache.
 
-    Raises ConfigError where a layer is built otherwise than those that this module knows.
+    Raises ConfigError if the layers do not have the expected structure.
     """
     text = model.config.get_text_config()
     if not family(text.model_type).gated_delta_nets:
@@ -80,8 +80,8 @@ def adopt(model: PreTrainedModel) -> None:
         if net is None or not all(hasattr(net, name) for name in ("conv1d", "A_log", "dt_bias", "num_k_heads")):
             continue
         num_nets += 1
-        # Older transformers do not hand the arguments of a forward on to these layers. The hook is called again when
-        # activations are recomputed, with the arguments of that forward.
+        # Older transformers do not pass the arguments of a forward to these layers. Recomputing activations calls the
+        # hook again, with the arguments of that forward.
         layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
         net.forward = partial(_forward, net)
     if num_nets != expected:
@@ -97,7 +97,7 @@ def _keep_arguments(layer: Any, _: Any, arguments: dict[str, Any]) -> None:
 
 
 def _forward(net: Any, hidden_states: Tensor, *_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor:
-    """[1, tokens, hidden] of a packed row, or [rows, 1, hidden] of the engine's rows -> the same shape."""
+    """Map [1, tokens, hidden] of a packed row, or [rows, 1, hidden] of the engine's rows, to the same shape."""
     plan, group, states = vars(net).pop("rltrain_arguments", (None, None, None))
     if (plan is None and states is None) or attention_mask is not None:
         raise NotImplementedError(f"{type(net).__name__} is given no plan of its packed row, or a mask of its own")
@@ -119,7 +119,7 @@ def _forward(net: Any, hidden_states: Tensor, *_: Any, attention_mask: Tensor | 
 
 
 def _project(net: Any, hidden: Tensor) -> tuple[Projected, Tensor]:
-    """hidden [tokens, size] -> what is made of it, and the gate of the output [tokens, heads, size]."""
+    """Project hidden [tokens, size]. Returns the projections and the gate of the output [tokens, heads, size]."""
     if hasattr(net, "in_proj_qkvz"):
         projections = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden[None]), net.in_proj_ba(hidden[None]))
         query, key, value, gate, step, decay = (projection[0] for projection in projections)
@@ -141,7 +141,7 @@ Advance = Callable[..., tuple[Tensor, State]]
 
 
 def _by_plan(advance: Advance, projected: Projected, weights: Weights, plan: AttentionPlan) -> Tensor:
-    """Output [tokens, heads, value size]: first of what starts from nothing, then of answers, from their prompts."""
+    """Compute outputs [tokens, heads, value size]: first segments without prefix, then responses from their prompts."""
     if not plan.has_prefixes:
         return advance(projected, weights, lengths=plan.query_lengths, before=None)[0]
     order, back, firsts, seconds, prompts = _rounds(plan, projected.query.device)
@@ -155,13 +155,13 @@ def _by_plan(advance: Advance, projected: Projected, weights: Weights, plan: Att
 
 
 @lru_cache(4)
-# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+# The first call may be in inference mode, and autograd cannot save tensors that were created there.
 @torch.inference_mode(False)
 def _rounds(
     plan: AttentionPlan, device: torch.device
 ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor]:
-    """The tokens with segments without a prefix first, the way back, the lengths of those segments and of the others,
-    and of each of the others the place of its prompt among the first.
+    """Return the token order with prefix-free segments first, its inverse, the lengths of those segments and of the
+    others, and for each of the others the index of its prompt among the first.
     """
     firsts = [segment for segment in plan.segments if not segment.prefix_length]
     seconds = [segment for segment in plan.segments if segment.prefix_length]
@@ -175,13 +175,13 @@ def _rounds(
 def _with_others(
     advance: Advance, projected: Projected, weights: Weights, plan: AttentionPlan, group: ProcessGroup
 ) -> Tensor:
-    """`_by_plan` where each rank holds a slice of the tokens: it computes all of them for its share of the heads."""
+    """Compute `_by_plan` where each rank holds a slice of the tokens: a rank computes all tokens of its heads."""
     ranks, rank = group.size(), group.rank()
     numbers = torch.stack([projected.step, projected.decay], -1)
     parts = [tensor.transpose(0, 1)[None] for tensor in (*projected[:3], numbers)]
     query, key, value, numbers = (tensor[0].transpose(0, 1) for tensor in share_of_heads(group, *parts))
     filters = [
-        # Repeated as the heads they belong to are.
+        # Repeated in the same way as their heads.
         part.unflatten(0, tensor.shape[1:]).repeat_interleave(math.lcm(tensor.shape[1], ranks) // tensor.shape[1], 0)
         for part, tensor in zip(
             weights.filters.split([tensor[0].numel() for tensor in projected[:3]]), projected[:3], strict=True
@@ -203,9 +203,9 @@ def _with_others(
 def _advance(
     projected: Projected, weights: Weights, *, lengths: Sequence[int], before: State | None, net: Any
 ) -> tuple[Tensor, State]:
-    """Segments of these lengths, each from its state in ``before`` or from nothing.
+    """Run the layer over segments of these lengths, from the states in ``before`` or from zero.
 
-    Returns [tokens, heads, value size] and the states behind the segments.
+    Returns [tokens, heads, value size] and the final states of the segments.
     """
     three = projected[:3]
     channels = torch.cat([tensor.flatten(1) for tensor in three], 1)
@@ -216,7 +216,7 @@ def _advance(
     query, key = (tensor.repeat_interleave(times, 1) if times > 1 else tensor for tensor in (query, key))
     step = projected.step.sigmoid() * (2.0 if getattr(net, "allow_neg_eigval", False) else 1.0)
     decay = -weights.log_decay.float().exp() * softplus(projected.decay.float() + weights.decay_bias)
-    # The kernel takes half precision, and no row of a single token.
+    # The kernel requires half precision and does not support rows of single tokens.
     rule = fused_rule() if _on_cuda(query) and query.dtype.itemsize < 4 and max(lengths) > 1 else None
     core, memory = (rule or delta_rule)(query, key, value, decay, step, lengths, before and before.memory)
     return core, State(tokens, memory)
@@ -225,14 +225,14 @@ def _advance(
 def _convolve(
     channels: Tensor, weights: Weights, lengths: Sequence[int], before: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The causal convolution of every segment [tokens, channels], and the last width - 1 tokens of each."""
+    """Convolve every segment causally. Returns [tokens, channels] and the last width - 1 tokens of each segment."""
     width = weights.filters.shape[1] - 1
     if before is None:
         before = channels.new_zeros(len(lengths), width, channels.shape[1])
     if max(lengths) == 1:
         row = torch.cat([before.to(channels.dtype), channels[:, None]], 1)
         return _filtered(row, weights, activation)[:, 0], row[:, 1:]
-    # Every segment behind its own past, so that one convolution without borders serves the row.
+    # Prepend each segment's past, so that one unpadded convolution serves the row.
     where, out, last = _laid(tuple(lengths), width, channels.device)
     row = torch.cat([before.to(channels.dtype).flatten(0, 1), channels]).index_select(0, where)
     kernel = _fused_convolution() if _on_cuda(row) else None
@@ -244,21 +244,21 @@ def _convolve(
 
 
 def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
-    """row [..., n, channels] -> [..., n - width + 1, channels], summed in fp32 as kernels do."""
+    """Map row [..., n, channels] to [..., n - width + 1, channels]. Sums are in fp32, as in kernels."""
     filters = weights.filters.float().mT
     length = row.shape[-2] - len(filters) + 1
-    # Products, because not every device has a convolution with a filter per channel.
+    # Products, because not every device has a depthwise convolution.
     convolved = sum(row.narrow(-2, first, length).float() * tap for first, tap in enumerate(filters))
     convolved = convolved if weights.bias is None else convolved + weights.bias
     return ACT2FN[activation](convolved.to(row.dtype))
 
 
 @lru_cache(8)
-# The first to ask may be in inference mode, and autograd refuses to save a tensor that was made there.
+# The first call may be in inference mode, and autograd cannot save tensors that were created there.
 @torch.inference_mode(False)
 def _laid(lengths: tuple[int, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of (pasts, tokens) that lay every segment behind its past; the tokens in that row less the first past; and
-    the last ``width`` of every segment with its past.
+    """Return indices: rows of (pasts, tokens) that put each segment after its past; the tokens in that row, without the
+    first past; and the last ``width`` rows of each segment.
     """
     firsts = (0, *accumulate(lengths))
     pasts = len(lengths) * width
@@ -280,7 +280,7 @@ def _on_cuda(tensor: Tensor) -> bool:
 
 @cache
 def _fused_convolution() -> Callable[..., Tensor] | None:
-    """causal-conv1d's kernel: channels [1, channels, tokens] with zeros before the first, activated."""
+    """Return causal-conv1d's kernel (channels [1, channels, tokens], zero-padded, activated), or None."""
     try:
         from causal_conv1d import causal_conv1d_fn
     except ImportError:
@@ -292,7 +292,7 @@ def _fused_convolution() -> Callable[..., Tensor] | None:
 
 
 def bytes_per_row(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """What the states of one sample take in the embedded engine; 0 for a model without recurrent layers."""
+    """Return the state size of one sample in the embedded engine, in bytes; 0 without recurrent layers."""
     text = config.get_text_config()
     if not family(text.model_type).gated_delta_nets:
         return 0

@@ -1,7 +1,6 @@
-"""From the products of queries and keys to the weights of a softmax, where a layer does more than scale them.
+"""Attention weights from query-key products, for layers with sinks, soft caps, chunks or tempered queries.
 
-Training (`models.attention`) and the embedded engine's cache (`workers.rollout.embedded.kv`) take the same steps from
-here.
+Training (`models.attention`) and the embedded engine's cache (`workers.rollout.embedded.kv`) share these functions.
 """
 
 from __future__ import annotations
@@ -13,32 +12,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Set on layers whose queries are scaled by `tempered`.
+# Marks layers whose queries `tempered` scales.
 _TEMPERED = "rltrain_tempered"
 
 
 class Kind(NamedTuple):
-    """What a layer's attention is, beside causal."""
+    """Properties of a layer's causal attention."""
 
     scaling: float | None = None
-    """Of the products, None for 1 / sqrt(d)."""
+    """Factor of the products. None: 1 / sqrt(d)."""
     window: int | None = None
-    """A token sees that many keys, itself among them."""
+    """Number of keys that a token sees, including itself."""
     chunk: int | None = None
-    """And only those in the same stretch of ``chunk`` places of its sample (Llama 4)."""
+    """Size of the chunks of a sample within which tokens see keys (Llama 4)."""
     softcap: float | None = None
     """A score s becomes softcap * tanh(s / softcap) (Gemma 2)."""
     sinks: Tensor | None = None
-    """[heads]: one score more, which takes its part of the softmax and gives no value (gpt-oss)."""
+    """[heads]: an extra score in the softmax, without a value (gpt-oss)."""
 
     @classmethod
     def of(cls, module: nn.Module, scaling: float | None, window: int | None, softcap: float | None,
            sinks: Tensor | None) -> Kind:  # fmt: skip
-        """The kind of the layer whose attention is ``module``, from it and from what transformers hands over."""
+        """Return the kind of the attention layer ``module``, from its config and the arguments of transformers."""
         return cls(scaling, window, chunk_of(module), softcap or None, sinks)
 
     def reach(self, places: Tensor) -> Tensor | None:
-        """How many keys tokens at these places of their samples see, themselves among them; None for all."""
+        """Return the number of keys visible at these positions of samples, including the token itself; None for all."""
         most = None if self.window is None else torch.full_like(places, self.window)
         if self.chunk is not None:
             within = places % self.chunk + 1
@@ -46,12 +45,12 @@ class Kind(NamedTuple):
         return most
 
     def scale(self, head_size: int) -> float:
-        """What the products are multiplied with."""
+        """Return the factor of the products."""
         return head_size**-0.5 if self.scaling is None else self.scaling
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """The length of the chunks within which a layer attends, or None. transformers says it by a mask alone."""
+    """Return the chunk length of a layer, or None. transformers passes it only as a mask."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None or layer is None or kinds[layer] != "chunked_attention":
@@ -60,8 +59,8 @@ def chunk_of(module: nn.Module) -> int | None:
 
 
 def tempered(module: nn.Module, query: Tensor, places: Callable[[torch.device], Tensor]) -> Tensor:
-    """query [1, heads, tokens, d] or [rows, heads, 1, d], scaled by the tokens' places [tokens or rows] in their
-    samples where the layer does so (Llama 4; Nakanishi 2025, arXiv 2501.19399).
+    """Scale query [1, heads, tokens, d] or [rows, heads, 1, d] by the tokens' positions [tokens or rows] in their
+    samples, if the layer does so (Llama 4; Nakanishi 2025, arXiv 2501.19399).
     """
     if not getattr(module, _TEMPERED, False):
         return query
@@ -72,23 +71,21 @@ def tempered(module: nn.Module, query: Tensor, places: Callable[[torch.device], 
 
 
 def count_places_here(model: nn.Module) -> None:
-    """Let `tempered` scale the queries of Llama 4, which would take a token's place in the packed row for that in its
-    sample.
-    """
+    """Make `tempered` scale the queries of Llama 4, because transformers would use positions in the packed row."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             vars(module).update({"attn_temperature_tuning": False, _TEMPERED: True})
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores within +-softcap, where there is one."""
+    """Limit scores to +-softcap, unless it is None."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 def weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax of scores [any, kv heads, n, keys], where sinks [heads] take a part of it.
+    """Compute the softmax of scores [any, kv heads, n, keys] with sinks [heads].
 
-    The n are queries of all heads that share the keys, these heads innermost.
+    n: the queries of all heads that share the keys, with the heads innermost.
     """
     if sinks is None:
         return torch.softmax(scores, -1)
@@ -99,15 +96,15 @@ def weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: Kind) -> Tensor:
-    """Attention of any kind; which keys are seen says the mask [n, keys] of 0 and -inf alone.
+    """Compute attention of any kind. Only the mask [n, keys] of 0 and -inf determines the visible keys.
 
-    query [1, kv heads, n, d], the queries of all heads that share the keys, these heads innermost; key, value
-    [1, kv heads, keys, d].
+    query [1, kv heads, n, d], the queries of all heads that share the keys, with the heads innermost; key, value [1, kv
+    heads, keys, d].
     """
     if kind.softcap is None and kind.sinks is None:
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=kind.scaling)
     if torch.is_grad_enabled():
-        # Computed again in the backward pass, or autograd would keep the scores of all blocks.
+        # Recomputed in the backward pass. Otherwise autograd would keep the scores of all blocks.
         again: Any = {"use_reentrant": False, "preserve_rng_state": False}
         result: Tensor = checkpoint(_products, query, key, value, mask, kind, **again)
         return result

@@ -1,10 +1,10 @@
-"""Sequence parallelism (Jacobs et al. 2023, DeepSpeed-Ulysses): the ranks of a group hold one packed row together.
+"""Sequence parallelism (Jacobs et al. 2023, DeepSpeed-Ulysses): the ranks of a group share one packed row.
 
-A sequence may be too long for the activations of one rank. So every rank runs the layers on its slice of the tokens,
-and around attention one all-to-all trades heads for tokens: each rank attends over all tokens with its share of the
-heads. The log-probs of the answers' tokens are computed where their predictors lie and then given to every rank of the
-group, so that all see the same loss; the gradient of each rank is its part of the group's, and FSDP adds the parts up.
-Ring attention was left out: it needs no divisible heads, but a kernel of its own per device.
+The activations of a long sequence may not fit on one rank. Therefore every rank runs the layers on its slice of the
+tokens, and an all-to-all around attention trades heads for tokens: each rank attends over all tokens with its share of
+the heads. The log-probs of response tokens are computed on the ranks of their predictors and then gathered on every
+rank, so that all see the same loss. Each rank's gradient is its part of the group's gradient, and FSDP sums the parts.
+Ring attention is not implemented: it does not need divisible heads, but needs a separate kernel per device.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ GROUP = "rltrain_group"
 
 
 def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGroup | None:
-    """The ``size`` neighbouring ranks that share sequences with this one; None where each has its own (a collective).
+    """Return the group of ``size`` neighbouring ranks that share sequences, or None for size 1. A collective.
 
-    Raises ConfigError, which names ``key``, where the model cannot be split so.
+    Raises ConfigError, which names ``key``, if the model cannot be split.
     """
     if problem := heads_problem(config, size, key):
         raise ConfigError(problem)
@@ -40,9 +40,9 @@ def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGrou
 
 
 def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
-    """What is wrong with ``size`` parts of the model's attention, which ``key`` asks for, or None."""
+    """Return why the model's attention cannot be split into ``size`` parts, as ``key`` requires, or None."""
     text = config.get_text_config()
-    # Of recurrent layers, the heads of the values are those that have a state.
+    # The states of recurrent layers belong to the value heads.
     for name, kind in (("num_attention_heads", "attention"), ("linear_num_value_heads", "recurrent")):
         heads = getattr(text, name, None) or size
         if heads % size:
@@ -53,7 +53,7 @@ def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
 
 @cache
 def _neighbours(world: ProcessGroup, size: int) -> ProcessGroup:
-    """One group for all models of a process. ``world``: the group that is split, so that a later one is split anew."""
+    """Return one group for all models of a process. ``world``: cache key, so that a new world is split again."""
     group, _ = dist.new_subgroups(size, world, COLLECTIVE_TIMEOUT)
     return group
 
@@ -65,17 +65,17 @@ Sizes = list[int] | None
 
 
 def exchange(rows: Tensor, group: ProcessGroup, sent: Sizes = None, received: Sizes = None) -> Tensor:
-    """Rows [n, ...] of this rank -> those that the ranks of ``group`` have for it, in the order of the ranks.
+    """Exchange rows [n, ...] by all-to-all. Returns the rows from all ranks of ``group``, in rank order.
 
-    sent: how many go to each rank, one rank's behind the other's; received: how many come from each. None: as many to
-    and from each.
+    sent: number of rows for each rank, which are in rank order; received: number of rows from each rank. None: equal
+    numbers.
     """
     exchanged: Tensor = _Exchange.apply(rows, group, sent, received)
     return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """It is its own transpose, with the sizes the other way round."""
+    """All-to-all, whose gradient is an all-to-all with swapped sizes."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup, sent: Sizes, received: Sizes) -> Tensor:
@@ -90,16 +90,16 @@ class _Exchange(torch.autograd.Function):
 
 
 def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
-    """Some tokens of all heads -> all tokens of some heads, in one all-to-all.
+    """Exchange some tokens of all heads for all tokens of some heads, in one all-to-all.
 
     tensors: query, key, value, each [1, heads, tokens / ranks, d]. Returns each as [1, heads / ranks, tokens, d]. Heads
-    that the ranks do not divide (keys and values of grouped queries) are repeated until they do.
+    that are not divisible by the ranks (keys and values of grouped queries) are repeated until they are.
     """
     ranks = group.size()
     parts = []
     for tensor in tensors:
         times = math.lcm(tensor.shape[1], ranks) // tensor.shape[1]
-        # Copies of a head are neighbours, so each rank gets the keys that its share of the queries attends to.
+        # Copies of a head are adjacent, so each rank gets the keys for its share of the queries.
         tensor = tensor.repeat_interleave(times, 1) if times > 1 else tensor
         parts.append(tensor[0].unflatten(0, (ranks, -1)))
     received = exchange(torch.cat([part.flatten(1) for part in parts], 1), group)
@@ -110,7 +110,7 @@ def share_of_heads(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
 
 
 def share_of_tokens(group: ProcessGroup, tensor: Tensor) -> Tensor:
-    """The way back. tensor: [1, tokens, heads / ranks, d]. Returns [1, tokens / ranks, heads, d]."""
+    """Invert `share_of_heads`: map [1, tokens, heads / ranks, d] to [1, tokens / ranks, heads, d]."""
     parts = tensor[0].unflatten(0, (group.size(), -1))
     received = exchange(parts.flatten(1), group).view(parts.shape)
     return received.transpose(0, 1).flatten(1, 2)[None]
@@ -123,12 +123,12 @@ Collect = Callable[[Tensor], Tensor]
 
 
 def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[PackedInputs, Collect]:
-    """This rank's slice of a packed row, and a function that brings results together.
+    """Return this rank's slice of a packed row, and a function that gathers results.
 
-    The slices are equally long: the row is padded by one segment that nobody reads. In the inputs returned, tokens,
-    positions and images are those of the slice, predictors and labels belong to the answer tokens whose predictors lie
-    in it, and the plan is the whole row's. The function takes one number per answer token of the slice and returns one
-    per answer token of the row.
+    The row is padded by one unused segment, so that all slices have equal length. In the returned inputs, tokens,
+    positions and images cover the slice. Predictors and labels belong to the response tokens whose predictors are in
+    the slice. The plan covers the whole row. The function takes one number per response token of the slice and returns
+    one per response token of the row.
     """
     if group is None:
         return inputs, lambda values: values
@@ -141,9 +141,9 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
         for tensor in (inputs.tokens, inputs.positions)
     )
     images = None if inputs.images is None else inputs.images.within(start, length)
-    # A token of padding goes to the first ones.
+    # Padding tokens are routed to expert 0.
     experts = None if inputs.experts is None else slice_of_row(inputs.experts, group)
-    # Places within the slice; predictors of other ranks fall outside of it.
+    # Indices within the slice. Predictors of other ranks are outside of it.
     predictors = inputs.host_predictors - start
     own_places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
     places = send(own_places, tokens.device)
@@ -155,14 +155,14 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     num_answer_tokens = len(inputs.labels)
 
     def collect(values: Tensor) -> Tensor:
-        # A row without answer tokens has none on any rank of the group, so all ranks skip the collective.
+        # Without response tokens in the row, all ranks of the group skip the collective.
         return _Collect.apply(values, places, num_answer_tokens, group) if num_answer_tokens else values
 
     return share, collect
 
 
 def slice_of_row(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Of what every token of the row has [total, ...], that of this rank's slice. Padding has zeros."""
+    """Return this rank's slice of a value per token [total, ...], padded with zeros."""
     if group is None:
         return values
     length = -(-len(values) // group.size())
@@ -172,7 +172,7 @@ def slice_of_row(values: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def whole_sum(part: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over the row of which each rank of the group has a part, with the gradient of this rank's."""
+    """Sum ``part`` over the group. The gradient is that of this rank's part."""
     if group is None:
         return part
     total = part.detach().clone()
@@ -181,10 +181,10 @@ def whole_sum(part: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
-    """Of every token of the row [total, ...], from those of each rank's slice, without a gradient."""
+    """Gather values [total, ...] of all tokens of the row from the slices of the ranks, without a gradient."""
     if group is None:
         return values
-    # As bytes: of more than 256 experts the numbers are int16, which neither gloo nor NCCL sends.
+    # As bytes: indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
     own = values.contiguous().view(torch.uint8)
     slices = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(slices, own, group=group)
@@ -192,7 +192,7 @@ def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
 
 
 class _Collect(torch.autograd.Function):
-    """Put values [n here] at their places among ``total``, on all ranks.
+    """Scatter of values [n here] to their indices among ``total``, on all ranks.
 
     Each rank then computes the same loss, so the backward pass does not sum over ranks.
     """

@@ -1,8 +1,8 @@
-"""Packed attention by kernels of accelerators: flash attention of variable length, and npu_fusion_attention.
+"""Packed attention by accelerator kernels: variable-length flash attention and npu_fusion_attention.
 
-They are written against the real signatures and have not been run; tests give doubles that follow the documented
-meaning of the arguments. torch's own flash kernel knows no sinks, but they only change what it returns: with sum and
-output of the softmax corrected, its backward pass gives the gradients of the corrected attention (`_Flash`).
+The calls follow the real signatures but have not been run; tests use doubles that follow the documented meaning of the
+arguments. torch's flash kernel does not support sinks, but they change only its result: after the softmax sum and the
+output are corrected, its backward pass gives the gradients of the corrected attention (`_Flash`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rltrain.models.attention.scores import Kind
 _log = logging.getLogger(__name__)
 # npu_fusion_attention takes at most this many segments per call.
 _NPU_SEGMENTS = 1024
-# The largest head of a flash kernel; torch's wants a multiple of 8.
+# The largest head size of a flash kernel. torch's needs a multiple of 8.
 _LARGEST_HEAD = 256
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Kind], Tensor]
 
 
 def kernel_for(query: Tensor, kind: Kind) -> Kernel | None:
-    """The device's own kernel for such queries, or None, which is said once."""
+    """Return the device's kernel for such queries, or None, with a warning that is logged once."""
     name = device_of(query).attention
     if name == "npu":
         return _slow("its kernel does not know soft-capped scores") if kind.softcap else _npu
@@ -51,12 +51,12 @@ def _slow(reason: str) -> None:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[1, heads, tokens, d] -> [tokens, heads, d]."""
+    """Transpose [1, heads, tokens, d] to [tokens, heads, d]."""
     return tensor[0].transpose(0, 1)
 
 
 def _gathered(tensor: Tensor, plan: AttentionPlan, where: Tensor) -> Tensor:
-    """[1, kv heads, tokens, d] -> the keys of all segments, one behind the other [keys, kv heads, d]."""
+    """Gather the keys of all segments [keys, kv heads, d] from [1, kv heads, tokens, d]."""
     return _rows(tensor).index_select(0, where) if plan.has_prefixes else _rows(tensor).contiguous()
 
 
@@ -66,7 +66,7 @@ def _gathered(tensor: Tensor, plan: AttentionPlan, where: Tensor) -> Tensor:
 def _cuda(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: Kind) -> Tensor:
     query_starts, key_starts, where = plan.on_device(query.device)
     width = value.shape[-1]
-    # The kernel knows one head size; multi-head latent attention has narrower values.
+    # The kernel has one head size, but the values of multi-head latent attention are narrower.
     value = nn.functional.pad(value, (0, query.shape[-1] - width))
     flash = _flash(kind.softcap is not None, kind.sinks is not None)
     assert flash is not None
@@ -78,8 +78,8 @@ def _cuda(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: 
 
 @cache
 def _flash(capped: bool, sinks: bool) -> Callable[..., Tensor] | None:
-    """The function that computes such attention: (query, key, value, query starts, key starts, longest query, longest
-    key, kind) -> output, all [tokens, heads, d]; or None.
+    """Return the function for such attention, or None. Its arguments are (query, key, value, query starts, key starts,
+    longest query, longest key, kind), and its tensors are [tokens, heads, d].
     """
     if capped:
         return None if sinks else _package()
@@ -87,12 +87,12 @@ def _flash(capped: bool, sinks: bool) -> Callable[..., Tensor] | None:
 
 
 def _left(kind: Kind) -> int:
-    """The kernels count the keys to the left of a token; our window counts the token itself too."""
+    """Return the number of keys to the left of a token. Unlike in our window, the token itself is not counted."""
     return -1 if kind.window is None else kind.window - 1
 
 
 def _torchs() -> Callable[..., Tensor] | None:
-    """torch's public function (torch >= 2.11), which takes the fastest kernel that the device has."""
+    """Return torch's public function (torch >= 2.11), which selects the device's fastest kernel, or None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -102,7 +102,7 @@ def _torchs() -> Callable[..., Tensor] | None:
         return None
 
     def flash(query: Tensor, key: Tensor, *others: Any, kind: Kind) -> Any:
-        # torch 2.11 takes grouped queries without being told, and knows no word for it.
+        # torch 2.11 supports grouped queries without a keyword for them.
         grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in parameters else {}
         return varlen_attn(query, key, *others, scale=kind.scaling, window_size=(_left(kind), 0), **grouped)
 
@@ -120,11 +120,11 @@ def _package() -> Callable[..., Tensor] | None:
 
 
 class _Flash(torch.autograd.Function):
-    """The operator beneath `varlen_attn`, with sinks.
+    """Flash operator of `varlen_attn`, with sinks.
 
-    A sink s adds exp(s) to the sum of a row, whose logarithm is L: L' = log(exp(L) + exp(s)), and the output becomes
-    o' = o exp(L - L'). Flash's backward pass makes P' = exp(scores - L') anew and dS = P' (do V^T - <do, o'>), so given
-    L' and o' it computes the gradients with the sink; the sink's own is -exp(s - L') <do, o'>.
+    A sink s adds exp(s) to the sum of a row, whose logarithm is L: L' = log(exp(L) + exp(s)), and the output becomes o'
+    = o exp(L - L'). Flash's backward pass recomputes P' = exp(scores - L') and dS = P' (do V^T - <do, o'>), so from L'
+    and o' it computes the gradients with the sink. The sink's gradient is -exp(s - L') <do, o'>.
     """
 
     @classmethod
@@ -173,7 +173,7 @@ def _operators() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: Kind) -> Tensor:
-    """Layout TND with host lengths; sparse_mode 3 is causal and 4 a band, both counted from the bottom right."""
+    """Call the kernel with layout TND and host lengths; sparse_mode 3 is causal and 4 a band, both bottom-right."""
     where = plan.on_device(query.device)[2]
     rows = [_gathered(tensor, plan, where) for tensor in (key, value)]
     options: dict[str, Any] = {"sparse_mode": 3}
@@ -184,7 +184,7 @@ def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: K
     outputs = []
     for first in range(0, len(plan.segments), _NPU_SEGMENTS):
         q_ends, kv_ends = (ends[first : first + _NPU_SEGMENTS] for ends in (plan.query_ends, plan.key_ends))
-        # The kernel takes cumulative lengths, which start anew with each call.
+        # The kernel takes cumulative lengths, which restart with each call.
         q_start, kv_start = (ends[first - 1] if first else 0 for ends in (plan.query_ends, plan.key_ends))
         slices = (kv_rows[kv_start : kv_ends[-1]].contiguous() for kv_rows in rows)
         outputs.append(torch_npu().npu_fusion_attention(
@@ -197,7 +197,7 @@ def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: K
 
 
 @cache
-@torch.inference_mode(False)  # the first to ask may be in that mode, whose tensors autograd does not save
+@torch.inference_mode(False)  # the first call may be in that mode, whose tensors autograd cannot save
 def _upper_triangle(device: torch.device) -> Tensor:
-    """The fixed mask from which npu_fusion_attention takes its blocks."""
+    """Return the fixed mask from which npu_fusion_attention takes its blocks."""
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)

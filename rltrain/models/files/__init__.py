@@ -1,1 +1,1 @@
-"""Files of checkpoints: what is in them and whether it is whole."""
+"""Checkpoint files: contents and integrity."""

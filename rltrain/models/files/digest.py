@@ -1,4 +1,4 @@
-"""Digests of files that a configuration names by their paths, so that other content under an old path is noticed."""
+"""Digests of files that a configuration names by path, so that changed content is detected."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import xxhash
 
-# Files that a run writes itself.
+# Files that the run itself writes.
 _WRITTEN = ("reward.judge.cache",)
-# Files of this size and more are known by pieces of them: hashing all of a large model would take minutes.
+# Files of this size and more are sampled: hashing all of a large model would take minutes.
 _LARGE_BYTES, _PIECES, _PIECE_BYTES = 1 << 22, 16, 1 << 16
 
 
 def digest_of_model(folder: Path, pattern: str = "*") -> str:
-    """Digest the files of a folder that match ``pattern``, but for model cards. Large files: of pieces."""
+    """Return the digest of a folder's files that match ``pattern``, except model cards. Large files are sampled."""
     digest = xxhash.xxh3_128()
     for file in sorted(path for path in folder.glob(pattern) if path.is_file() and path.suffix != ".md"):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -25,15 +25,15 @@ def digest_of_model(folder: Path, pattern: str = "*") -> str:
     return digest.hexdigest()
 
 
-@functools.cache  # a run's first look counts: later ones would take weights for its own that were put there since
+@functools.cache  # cached: later calls would read weights that were replaced after the run started
 def digest_of_weights(folder: str) -> str | None:
-    """Return the digest of a model's weights as this process has first seen them; None for a name on the hub."""
+    """Return the digest of a model's weights, as this process first read them; None for a name on the hub."""
     path = Path(folder).expanduser()
     return digest_of_model(path, "*.safetensors") if path.is_dir() else None
 
 
 def digest_of_files(files: Iterable[str | Path]) -> str:
-    """Return the digest of whole files; one that does not exist counts by its name."""
+    """Return the digest of whole files. A missing file contributes only its name."""
     digest = xxhash.xxh3_128()
     for name in files:
         path = Path(name).expanduser()
@@ -46,7 +46,7 @@ def digest_of_files(files: Iterable[str | Path]) -> str:
 
 
 def digests_of_values(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of every file that a value names: a path, FILE.py:NAME, or a list with such.
+    """Return the digest of every file that a value names: a path, FILE.py:NAME, or a list of these.
 
     settings: by dotted key (`evaluate.models.flat`). The keys of the result are "content of KEY".
     """
@@ -62,12 +62,12 @@ def digests_of_values(settings: Mapping[str, Any]) -> dict[str, str]:
 def _is_file(path: str) -> bool:
     try:
         return Path(path).expanduser().is_file()
-    except OSError:  # a text that is too long for a path
+    except OSError:  # too long for a path
         return False
 
 
 def _pieces(file: Path) -> Iterator[bytes]:
-    """All of a small file; of a large one pieces that are spread evenly."""
+    """Yield all of a small file, or evenly spaced pieces of a large one."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if size < _LARGE_BYTES:

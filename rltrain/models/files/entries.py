@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold: names, shapes and kinds of numbers, from headers. No weight is read for it."""
+"""Names, shapes and dtypes of the entries of checkpoint files, from their headers. No weight is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 
 from rltrain.models.files.safe import UNREADABLE
 
-# The kinds of files in the order in which they are looked for, each with the index of several.
+# The kinds of files in search order, each with its index file.
 KINDS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -29,25 +29,25 @@ _DTYPES = {
 
 
 class NoEntries(Exception):
-    """Why it cannot be said what the files hold."""
+    """The reason why the entries of a checkpoint cannot be determined."""
 
 
 @dataclass
 class Entries:
-    """By name of an entry, as the files have it."""
+    """Entries of a checkpoint, by the names in its files."""
 
     path: str
     paths: list[Path] = field(default_factory=list)
-    """Both: of the checkpoint, and of its files."""
+    """Paths of the checkpoint and of its files."""
     empty: dict[str, Tensor] = field(default_factory=dict)
-    """On the meta device: shape and dtype."""
+    """Meta tensors with shape and dtype."""
     files: dict[str, list[Path]] = field(default_factory=dict)
-    """Those that hold it. Of several the last counts, as for transformers."""
+    """Files with the entry. The last one counts, as in transformers."""
     opened: dict[str, Any] = field(default_factory=dict)
-    """The open safetensors file; none of what is in another kind of file."""
+    """Open safetensors file of each entry. Entries of other kinds of files are missing."""
 
     def read(self, name: str) -> Tensor:
-        """The numbers of an entry, from a file that is mapped into memory."""
+        """Return the tensor of an entry, from a memory-mapped file."""
         if name in self.opened:
             tensor: Tensor = self.opened[name].get_tensor(name)
             return tensor
@@ -55,13 +55,13 @@ class Entries:
         return weights
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Some rows of an entry."""
+        """Return rows [first, last) of an entry."""
         part = self.opened[name].get_slice(name) if name in self.opened else self.read(name)
         selected_rows: Tensor = part[first:last] if self.empty[name].dim() else self.read(name)
         return selected_rows
 
     def differing(self) -> Iterator[str]:
-        """Entries that stand in several files with other numbers."""
+        """Yield entries that have different values in several files."""
         for name, files in self.files.items():
             if len(files) > 1 and name in self.opened:
                 first, *others = (_open(file).get_tensor(name) for file in files)
@@ -70,7 +70,7 @@ class Entries:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """That of most numbers; None where no entry has floating point."""
+        """Return the dtype of most numbers, or None without floating-point entries."""
         sizes: dict[torch.dtype, int] = {}
         for weight in self.empty.values():
             if weight.is_floating_point() and weight.dtype.itemsize > 1:
@@ -79,9 +79,9 @@ class Entries:
 
 
 def files_of(path: str, *, fetch: bool = False) -> list[Path]:
-    """The files with the weights of a folder or hub name. Raises NoEntries where one is not there.
+    """Return the weight files of a folder or hub name. Raises NoEntries if one is missing.
 
-    fetch: from the hub; else only what is on this machine.
+    fetch: download from the hub; otherwise use only files on this machine.
     """
     for single, index in KINDS:
         index_file = _here(path, index, fetch)
@@ -95,12 +95,12 @@ def files_of(path: str, *, fetch: bool = False) -> list[Path]:
 
 
 def index_names(index: Path) -> list[str]:
-    """The files that an index names."""
+    """Return the files that an index names."""
     return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
 
 
 def read_entries(path: str, *, fetch: bool = False) -> Entries:
-    """Raises NoEntries."""
+    """Read the entries of a checkpoint. Raises NoEntries."""
     entries = Entries(path, files_of(path, fetch=fetch))
     for file in entries.paths:
         try:
@@ -127,7 +127,7 @@ def _empty(part: Any) -> Tensor:
 
 
 def _open(file: Path) -> Any:
-    # Mapped, so an open file takes address space and no memory.
+    # Memory-mapped, so an open file takes only address space.
     return safe_open(file, "pt")
 
 

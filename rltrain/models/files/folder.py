@@ -1,4 +1,4 @@
-"""A model folder as hubs have them: small files, and weights in as many files as their size asks for, with an index."""
+"""Model folders in the format of hubs: small files, and weights in one file or in several with an index."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rltrain.models.files.hashed import Digests, write_weights
 # The files of tokenizers, processors, chat templates and generation configs.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 AVERAGE = "average.json"
-# These describe the weights as they are written; the source's would describe its own.
+# These describe the weights. They are written for the new weights instead of copied.
 WRITTEN_ANEW = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json", AVERAGE)
 _PATTERN = "model{suffix}.safetensors"
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy all files of ``source`` but those that describe its weights, and its folder of further chat templates."""
+    """Copy the small files of ``source``, except those that describe its weights, and its additional chat templates."""
     for file in sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")]):
         if file.is_file() and file.suffix in COPIED_SUFFIXES and file.name not in WRITTEN_ANEW:
             target = folder / file.relative_to(source)
@@ -39,9 +39,9 @@ def write_shards(
     digests: Digests,
     pieces: Callable[[str], Iterable[Tensor]] | None = None,
 ) -> None:
-    """Weights under the names of a checkpoint -> files as save_pretrained names them, with an index of several.
+    """Write weights in files named as by save_pretrained, with an index if there are several.
 
-    pieces: as `write_weights` has it.
+    pieces: see `write_weights`.
     """
     split = split_torch_state_dict_into_shards(dict(weights), filename_pattern=_PATTERN, max_shard_size="50GB")
     for name, parts in split.filename_to_tensors.items():
@@ -55,8 +55,9 @@ def write_shards(
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to write into that gets the name ``path`` once all is written and on the disk, and is removed where that
-    fails. Raises DataError for a name that is taken, DiskError and StorageError.
+    """Yield a temporary folder, which is renamed to ``path`` after everything is on disk, or removed on failure.
+
+    Raises DataError if the name is taken, DiskError and StorageError.
     """
     final = Path(path).expanduser().resolve()
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):

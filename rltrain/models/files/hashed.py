@@ -1,7 +1,7 @@
-"""Files whose digests are made while they are written, so that no save reads back what it has written.
+"""Files whose digests are computed during writing, so that a save need not read them back.
 
-Writing and digests let other threads run, so a save in the background does not stop a step. That is also why weights
-are written here and not by safetensors, which holds all threads of the process until the file is there.
+Writing and hashing release the GIL, so a save in the background does not block a step. For the same reason, weights are
+not written by safetensors, which holds the GIL until the file is complete.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rltrain.base.errors import unwritten
 
 Digests = dict[str, str]  # path of a file -> XXH3 (128 bits) of its contents, in hexadecimal
 _BUFFER = 1 << 20
-# Brought to the disk at once, and let go from the host's memory. A whole checkpoint in the page cache takes memory from
-# the step, and the system writes it in bursts that slow what computes beside it.
+# Each piece is synced and dropped from the page cache. A whole checkpoint in the page cache takes memory from the step,
+# and the system writes it in bursts that slow down concurrent computation.
 _PIECE = 32 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -37,7 +37,7 @@ _DTYPES = {
 
 
 class HashedFile(io.IOBase):
-    """A new file that is written from its first byte to its last; on the disk, and with a digest, once it is closed."""
+    """New file that is written sequentially. After `end`, it is on disk and has a digest."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._digest, self._size = open(path, "wb"), xxhash.xxh3_128(), 0  # noqa: SIM115
@@ -46,8 +46,8 @@ class HashedFile(io.IOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # torch writes a tensor in forty pieces, most of a few bytes; to put each into the file takes Python's lock from
-        # the step for longer than all else that is done for a tensor.
+        # torch writes a tensor in forty pieces, most of them a few bytes. Writing each one separately would take the
+        # GIL from the step for longer than everything else that is done for a tensor.
         if len(self._few) + len(view) <= _BUFFER:
             self._few += view
             return len(view)
@@ -55,7 +55,7 @@ class HashedFile(io.IOBase):
             for start in range(0, len(view), _PIECE):
                 self._put(view[start : start + _PIECE])
         except OSError as error:
-            # torch reports an error of its own and drops this one, which says that the disk is full.
+            # torch raises its own error and drops this one, which says that the disk is full.
             self.error = self.error or error
             raise
         return len(view)
@@ -64,19 +64,19 @@ class HashedFile(io.IOBase):
         return self._size + len(self._few)
 
     def end(self) -> str:
-        """Bring everything to the disk; returns the digest."""
+        """Sync the file to disk and close it. Returns the digest."""
         self._put(b"")
         self._sync()
         self._file.close()
         return self._digest.hexdigest()
 
     def _put(self, piece: Any) -> None:
-        """Into the file, behind the few bytes before it: together, as each call gives Python's lock to the step."""
+        """Write ``piece`` after the buffered bytes. One call writes both, because each call releases the GIL."""
         parts, self._few = (self._few, piece), bytearray()
         written = os.writev(self._file.fileno(), parts)
         for part in parts:
             self._digest.update(part)
-            self._file.write(memoryview(part)[written:])  # what the system has not taken at once
+            self._file.write(memoryview(part)[written:])  # the rest of a partial write
             self._size, written = self._size + len(part), max(written - len(part), 0)
         if self._size - self._synced >= _PIECE:
             self._sync()
@@ -89,13 +89,13 @@ class HashedFile(io.IOBase):
         self._synced = self._size
 
     def drop(self) -> None:
-        """Close it, if it is not yet, whatever becomes of what is still to be written."""
+        """Close the file, if it is open, and ignore errors of unwritten data."""
         with suppress(OSError):
             self._file.close()
 
 
 class HashedFolder(FileSystem):
-    """The folder of a DCP checkpoint while it is written. digests: of its files so far."""
+    """Folder of a DCP checkpoint during writing. digests: of the files written so far."""
 
     def __init__(self) -> None:
         self.digests: Digests = {}
@@ -111,15 +111,18 @@ class HashedFolder(FileSystem):
 
 
 class Planner(DefaultSavePlanner):
-    """DCP's, with which writing takes host memory for one tensor at a time: DCP would copy all that is on a device or a
-    part of a larger block, and keep the copies until the file is written."""
+    """DCP planner that copies one tensor at a time to host memory.
+
+    DCP itself would copy all tensors that are on a device or part of a larger block, and keep the copies until the file
+    is written.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._copied = torch.empty(0)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """What DCP writes next; it writes one after the other (`HashingWriter`)."""
+        """Return the next object for DCP, which writes sequentially (`HashingWriter`)."""
         payload = super().transform_object(write_item, object)
         if not isinstance(payload, torch.Tensor) or payload.is_cpu:
             return alone(payload) if isinstance(payload, torch.Tensor) else payload
@@ -128,12 +131,12 @@ class Planner(DefaultSavePlanner):
         return self._copied
 
     def drop(self) -> None:
-        """Give back the memory of the copy, which is written. If it were not, writing it would fail."""
+        """Free the copy, which has been written. If it had not, writing it would fail."""
         self._copied.untyped_storage().resize_(0)
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a storage that ends where the tensor does."""
+    """Return a tensor on the same memory, with a storage of the tensor's size."""
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if not tensor.nbytes:  # numpy has no stride for it
@@ -143,20 +146,20 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HashingWriter(FileSystemWriter):
-    """DCP's writer of the shards in ``folder``."""
+    """DCP writer of the shards in ``folder``."""
 
     def __init__(self, folder: str) -> None:
-        # One thread that copies nothing ahead asks the planner for a tensor once the one before is written. Each file
-        # is synced when it ends.
+        # A single thread without copy-ahead requests a tensor from the planner after the previous one is written. Each
+        # file is synced when it is closed.
         super().__init__(folder, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
         self.fs: HashedFolder = HashedFolder()
-        # For this whole process: nobody needs a second checksum, which is a quarter of the work.
+        # For the whole process: the second checksum is unused and takes a quarter of the work.
         set_crc32_options(False)
 
 
 @contextmanager
 def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
-    """A new file to write into, whose digest goes into ``digests``. Raises as `unwritten` says."""
+    """Yield a new file whose digest is added to ``digests``. Raises the errors of `unwritten`."""
     file: HashedFile | None = None
     try:
         file = HashedFile(path)
@@ -178,12 +181,12 @@ def write_weights(
     digests: Digests,
     pieces: Callable[[str], Iterable[torch.Tensor]] | None = None,
 ) -> None:
-    """A safetensors file of tensors in host memory. Raises DiskError.
+    """Write a safetensors file of tensors in host memory. Raises DiskError.
 
-    pieces(name): the rows of a weight, some at a time; ``weights`` may then be on the meta device.
+    pieces(name): yields the rows of a weight in parts; ``weights`` may then be on the meta device.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Widest elements first, so that each tensor begins at a multiple of its element's size.
+    # Widest elements first, so that each tensor is aligned to its element size.
     order, end = sorted(weights, key=lambda name: (-weights[name].element_size(), name)), 0
     for name in order:
         start, end, tensor = end, end + weights[name].nbytes, weights[name]

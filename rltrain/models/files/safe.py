@@ -1,8 +1,8 @@
-"""Files that someone else may have written: what is read of them is numbers, never code.
+"""Safe reading of files from unknown sources: tensors only, never code.
 
-A pickle can call any function when it is read. torch reads tensors with an unpickler that knows tensors alone, but the
-``.metadata`` of a sharded checkpoint with one that knows everything, and whatever that names as no tensor, too. So
-``.metadata`` is read here, by an unpickler that knows the classes of a description of tensors.
+A pickle can call any function when it is loaded. torch restricts its unpickler for tensors, but not for the
+``.metadata`` of a sharded checkpoint and for entries that are not tensors. Therefore ``.metadata`` is read here, by an
+unpickler that allows only the classes of tensor metadata.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rltrain.base.errors import CheckpointError, StorageError
 from rltrain.base.storage import patiently
 
 METADATA = ".metadata"
-# What reading tensors raises where a file is damaged, or holds something else: torch and safetensors run nothing.
+# Errors of torch and safetensors for files that are damaged or hold anything but tensors. Neither runs code.
 UNREADABLE = (OSError, EOFError, pickle.UnpicklingError, SafetensorError)
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -47,14 +47,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
-    """Which tensors the files of ``folder`` hold. Raises CheckpointError for anything else; nothing of it is run."""
+    """Read the metadata of a sharded checkpoint, without running code. Raises CheckpointError for anything else."""
     file = Path(folder) / METADATA
     try:
         metadata = _Unpickler(io.BytesIO(patiently(file, file.read_bytes))).load()
         _check(metadata)
     except (StorageError, MemoryError):
         raise
-    # Damaged bytes make the unpickler raise almost anything.
+    # Damaged bytes can make the unpickler raise almost any error.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read ({error}). Use only your own files.") from error
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -65,7 +65,7 @@ def _check(metadata: Any) -> None:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("it does not describe tensors")
     for name, described in metadata.state_dict_metadata.items():
-        # Anything else would be read as a pickle.
+        # torch would unpickle anything else.
         if not isinstance(described, TensorStorageMetadata):
             raise ValueError(f"{name} is no tensor")
     for place in metadata.storage_data.values():
@@ -74,7 +74,7 @@ def _check(metadata: Any) -> None:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a sharded checkpoint as `read_metadata` does; torch itself reads the tensors as tensors alone."""
+    """Reader of sharded checkpoints with `read_metadata`. torch reads the tensors with its restricted unpickler."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(self.path)

@@ -1,7 +1,8 @@
-"""Checks, before anything starts, that a model exists and is whole.
+"""Checks that a model exists and is complete, before anything starts.
 
-A run that finds a missing or truncated file after minutes of loading wastes a cluster. So names, sizes and headers are
-looked at first; weights are not read, and the hub is asked once, because transformers would ask it per file and retry.
+Finding a missing or truncated file only after minutes of loading wastes a cluster. Therefore names, sizes and headers
+are checked first. Weights are not read, and the hub is queried once, because transformers would query it per file and
+retry.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _NUM_SHOWN = 3
 
 
 def model_problem(key: str, path: str) -> str | None:
-    """What is wrong with the folder or hub name ``path`` that ``key`` gives, or None."""
+    """Return the problem with the folder or hub name ``path`` from ``key``, or None."""
     folder = Path(path)
     if folder.is_dir():
         return _folder_problem(key, folder)
     if folder.is_file():
         return f"{key}={path} is a file. Give the folder that holds it."
-    # A name on the hub has one slash at most.
+    # A hub name has at most one slash.
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         hint = f" Write {folder.expanduser()}: '~' is not expanded here." if folder.expanduser().is_dir() else ""
         return f"{key}={path}: there is no such folder.{hint or nearest_file(folder.expanduser())}"
@@ -62,14 +63,14 @@ def _folder_problem(key: str, folder: Path) -> str | None:
 
 
 def _damage(file: Path) -> str | None:
-    """The damage of a safetensors file, or None.
+    """Return the damage of a safetensors file, or None.
 
-    The file is eight bytes of length, a JSON header that says where the data ends, and the data.
+    The file consists of eight bytes of length, a JSON header with the offsets of the data, and the data.
     """
     have = file.stat().st_size
     try:
         with file.open("rb") as stream:
-            # Eight damaged bytes can name any length, so no more is read than there is.
+            # Damaged length bytes can give any number, so the read is limited to the file size.
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, have)))
         ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
@@ -81,7 +82,7 @@ def _damage(file: Path) -> str | None:
 
 
 def _hub_problem(key: str, name: str) -> str | None:
-    """Asks the hub once, with a short wait: transformers would ask for each of many files, again and again."""
+    """Query the hub once, with a short timeout: transformers would query and retry for each of many files."""
     no_folder, hint = f"{key}={name}: there is no such folder", nearest_file(Path(name))
     local = None
     try:
@@ -96,7 +97,7 @@ def _hub_problem(key: str, name: str) -> str | None:
         return f"{no_folder}, and a name on the hub is written otherwise.{hint}"
     except HfHubHTTPError as error:
         return None if local else f"{no_folder}, and the hub says: {first_line(error)}{hint}"
-    except Exception as error:  # noqa: BLE001 - what a broken line raises depends on the hub's HTTP client
+    except Exception as error:  # noqa: BLE001 - network errors depend on the hub's HTTP client
         unreachable = f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({first_line(error)})"
         if not local:
             return f"{no_folder}, and {unreachable}.{hint} Give a folder, or fetch the model where there is a network."

@@ -1,8 +1,8 @@
-"""Weights in the FSDP checkpoints of verl's and of its descendants: a file a rank, each with its part of every weight.
+"""Weights in FSDP checkpoints of verl and its forks: one file per rank with its part of every weight.
 
-``actor/model_world_size_W_rank_R.pt`` holds tensors by name: DTensors, which say how they are cut, or plain ones. They
-are read as tensors alone (docs/security.md), from files that are mapped, and put together a weight at a time. Left out:
-weights that are cut twice (tensor parallelism), and Megatron's folders.
+``actor/model_world_size_W_rank_R.pt`` holds tensors by name: DTensors, which describe how they are sharded, or plain
+ones. Only tensors are unpickled (docs/security.md), from memory-mapped files, and weights are assembled one at a time.
+Not supported: weights sharded in two dimensions (tensor parallelism), and Megatron checkpoints.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from rltrain.base.errors import CheckpointError, host_error
 from rltrain.models.files.entries import Entries
 
-# Tells whoever unpickles a mesh that there are no process groups, of which nothing is needed here.
+# Unpickling a mesh warns that there are no process groups, but none are needed here.
 _MESHES = logging.getLogger("torch.distributed.device_mesh")
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class Shards(Entries):
-    """The entries of ``folder``, whole. Raises CheckpointError for files that are missing, damaged, or no shards."""
+    """Assembled entries of ``folder``. Raises CheckpointError if files are missing, damaged or not shards."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), paths=shard_files(folder))
@@ -42,7 +42,7 @@ class Shards(Entries):
         }
 
     def settle(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Say which plain tensors every rank has whole: those of this shape. Others are rows of one, by rank."""
+        """Mark plain tensors of the given shape as replicated on every rank. Others are row shards in rank order."""
         for name, shape in shapes.items():
             first = self._ranks[0][name]
             if not isinstance(first, DTensor) and tuple(first.shape) == tuple(shape):
@@ -50,14 +50,14 @@ class Shards(Entries):
                 self.empty[name] = torch.empty(shape, dtype=first.dtype, device="meta")
 
     def read(self, name: str) -> Tensor:
-        """An entry put together. Raises CheckpointError where its parts are not of its size."""
+        """Return an assembled entry. Raises CheckpointError if its parts do not match its size."""
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next one takes memory
+            self._last = None  # free it before the next one
             self._last = (name, self._put_together(name))
         return self._last[1]
 
     def differing(self) -> Any:
-        """Every entry stands in all files."""
+        """Yield nothing: every entry is in all files."""
         return iter(())
 
     def _put_together(self, name: str) -> Tensor:
@@ -88,7 +88,7 @@ class Shards(Entries):
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The files of all ranks, by rank; none where there are no shards. Raises CheckpointError where one is missing."""
+    """Return the files of all ranks in order, or [] without shards. Raises CheckpointError if one is missing."""
     sizes: dict[int, dict[int, Path]] = {}
     for file in folder.glob("model_world_size_*_rank_*.pt"):
         if match := _FILE.fullmatch(file.name):
@@ -111,7 +111,7 @@ def _read(file: Path) -> dict[str, Any]:
     _MESHES.setLevel(logging.ERROR)
     try:
         weights = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # damaged bytes make torch raise almost anything
+    except Exception as error:  # damaged bytes can make torch raise almost any error
         if known := host_error(error):
             raise known from error
         reason = " ".join(str(error).split())[:300]
@@ -122,7 +122,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _cut(path: str, name: str, weight: DTensor) -> tuple[list[int], int]:
-    """The ranks that hold the parts of a weight, in order, and the dimension in which it is cut."""
+    """Return the ranks that hold the parts of a weight, in order, and the sharded dimension."""
     mesh, placements = weight.device_mesh.mesh, weight.placements
     shards = [axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(shards) > 1 or any(type(placements[axis]) is not Shard for axis in shards):

@@ -1,1 +1,1 @@
-"""Weights: their names, where each comes from, how they are sharded, checked and exported."""
+"""Weights: names, origin, sharding, checks and export."""

@@ -1,8 +1,8 @@
-"""The exact mean of LoRA adapters: an adapter whose rank is the sum of their ranks.
+"""Exact mean of LoRA adapters: an adapter whose rank is the sum of their ranks.
 
-W + s B A is linear in the product B A, and the mean of products is not the product of means. Concatenated, the rows of
-all A and the columns of all B (each times its scale and share) give the mean: sum_i w_i s_i B_i A_i = [w_1 s_1 B_1,
-w_2 s_2 B_2, …] [A_1; A_2; …]. This holds for plain LoRA of one base model only.
+W + s B A is linear in the product B A, and the mean of products is not the product of means. Concatenating the rows of
+all A and the columns of all B (each times its scale and share) gives the mean: sum_i w_i s_i B_i A_i = [w_1 s_1 B_1,
+w_2 s_2 B_2, …] [A_1; A_2; …]. This requires plain LoRA of one base model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder as peft saves it."""
+    """Contents of an adapter folder of peft."""
 
     path: str
     config: dict[str, Any]
@@ -49,12 +49,12 @@ class Adapter:
 
     @property
     def layers(self) -> set[str]:
-        """The names of the weights without their ends."""
+        """Names of the adapted layers."""
         return {name.rpartition(".lora_")[0] for name in self.weights}
 
 
 def read_adapter(path: str) -> Adapter:
-    """Raises CheckpointError for anything but plain LoRA, and for numbers that are not finite."""
+    """Read an adapter. Raises CheckpointError if it is not plain LoRA or has non-finite numbers."""
     try:
         config = json.loads((Path(path) / CONFIG).read_text("utf-8"))
         root = math.sqrt(config["r"]) if config.get("use_rslora") else config["r"]
@@ -64,7 +64,7 @@ def read_adapter(path: str) -> Adapter:
     odd = [f"{name}={config.get(name)}" for name, values in _PLAIN.items() if config.get(name) not in values]
     odd += sorted({f"{layer}{end}" for layer in adapter.layers for end in (_A, _B)} ^ adapter.weights.keys())
     for name, weight in adapter.weights.items():
-        # A is [rank, inputs] and B [outputs, rank]; adapters to convolutions have more dimensions.
+        # A is [rank, inputs] and B [outputs, rank]; adapters of convolutions have more dimensions.
         if weight.dim() != 2 or weight.shape[name.endswith(_B)] != config["r"]:
             odd.append(f"{name} of shape {list(weight.shape)}")
         elif not all_finite(weight):
@@ -75,7 +75,7 @@ def read_adapter(path: str) -> Adapter:
 
 
 def write_mean(adapters: Sequence[Adapter], shares: Sequence[float], folder: Path, digests: Digests) -> None:
-    """Write the adapter that adds the mean of what ``adapters`` add. Raises CheckpointError for other base models."""
+    """Write the mean of ``adapters``, weighted by ``shares``. Raises CheckpointError for different base models."""
     key, first = "base_model_name_or_path", adapters[0]
     for other in adapters[1:]:
         bases = [{key: adapter.config.get(key)} for adapter in (first, other)]
@@ -92,13 +92,13 @@ def write_mean(adapters: Sequence[Adapter], shares: Sequence[float], folder: Pat
             )
         except RuntimeError as error:
             raise CheckpointError(f"{layer} has different shapes: {error}. Average adapters to one model.") from error
-        # An adapter without the layer adds zeros.
+        # An adapter without the layer contributes zeros.
         missing = rank - len(a)
         weights[layer + _A], weights[layer + _B] = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-    # The layers by full names: patterns of several adapters, joined, could match layers that none of them has.
+    # Full layer names, because the joined patterns of several adapters could match layers that none of them has.
     targets = [layer.removeprefix("base_model.model.") for layer in layers]
     config = {**adapters[0].config, "r": rank, "lora_alpha": rank, "use_rslora": False, "target_modules": targets}
-    # Further choices of layers would leave some of these names out.
+    # Other filters would exclude some of these layers.
     config |= dict.fromkeys(("layers_to_transform", "layers_pattern", "exclude_modules"))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_weights(weights, folder / WEIGHTS, digests)

@@ -1,10 +1,10 @@
-"""The weighted mean of the weights of models, a few rows at a time (Wortsman et al. 2022, "Model soups").
+"""Weighted mean of the weights of models, a few rows at a time (Wortsman et al. 2022, "Model soups").
 
-Files are mapped into memory and rows of all models are summed in float32, so memory for a handful of rows is enough for
-models of any size. Which entry of whose files is which weight says `Placing`: tied weights may stand under either name,
-and older folders have older names. Numbers of equal shapes have a mean whatever they are, so architectures and
-tokenizers are compared. Left out: averages of quantised weights, whose numbers are codes, and whether two models were
-trained from the same one. Only a score of their mean shows that.
+Files are memory-mapped and rows of all models are summed in float32, so a few rows of memory are enough for models of
+any size. `Placing` maps the entries of each model's files to weights, because tied weights may be stored under either
+name, and older folders use older names. Any weights of equal shape have a mean, so architectures and tokenizers are
+compared. Quantised weights are rejected, because their numbers are codes. Whether two models were trained from the same
+one is not checked. Only a score of their mean shows that.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rltrain.models.weights.lacking import refuse
 from rltrain.models.weights.placing import Placing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KEY = "MODEL"  # what names a model in messages
-# Numbers of a weight that are summed at once: 16 MiB in float32.
+_KEY = "MODEL"  # key of a model in messages
+# Elements of a weight that are summed at once: 16 MiB in float32.
 _PIECE = 2**22
 _HEADLESS = ("ForSequenceClassification", "ForTokenClassification")
-# Settings about how a model was saved or is served, and settings that only training reads.
+# Settings about how a model was saved or is served, and training-only settings.
 _NO_MATTER = {
     "transformers_version", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
     "max_position_embeddings", "initializer_range", "output_attentions", "output_hidden_states", "return_dict",
@@ -50,21 +50,21 @@ _SERVING = ("generation_config.json", "chat_template.jinja", "preprocessor_confi
 
 @dataclass(frozen=True)
 class Part:
-    """A model that goes into an average."""
+    """Model in an average."""
 
     path: str
-    """A folder or hub name."""
+    """Folder or hub name."""
     small_files: Path
-    """The folder of its tokenizer and the like."""
+    """Folder of its tokenizer and other small files."""
     config: Any
-    """Of transformers."""
+    """Config of transformers."""
     entries: Entries
     names: dict[str, str]
-    """By the name that a weight has in all models: its entry in these files."""
+    """Entry in these files by the name of the weight, which is common to all models."""
 
 
 def read_part(path: str) -> Part:
-    """A model whose weights fit its configuration; no weight is read. Raises ConfigError and CheckpointError."""
+    """Read a model's config and entries, but no weights. Raises ConfigError and CheckpointError for a mismatch."""
     config = load_config(path, _KEY)
     try:
         entries = read_entries(path, fetch=True)
@@ -79,7 +79,7 @@ def read_part(path: str) -> Part:
 
 
 def read_shards(folder: Path) -> Part:
-    """`read_part` of verl's shards in ``folder``, with the configuration and small files beside them."""
+    """Read verl's shards in ``folder``, with the configuration and small files next to them (see `read_part`)."""
     small_files = folder / "huggingface"
     if not (small_files / "config.json").is_file():
         raise CheckpointError(
@@ -109,24 +109,24 @@ def _names(placing: Placing) -> dict[str, str]:
     again = {second for _, second in placing.twice()}
     names = {entry: entry for entry in placing.left}
     for name, parts in placing.parts.items():
-        # Entries of a rule that makes one weight of several stand for themselves.
+        # If a rule merges several entries into one weight, each entry is used separately.
         own = {(tied.get(name, name) if rule is None else entry): entry for entry, rule in parts if entry not in again}
         names |= own
     return names
 
 
 class Average:
-    """The mean of ``parts`` with ``shares``, which sum to 1.
+    """Mean of ``parts`` with weights ``shares``, which sum to 1.
 
-    dtype: of all that has floating point but correction biases of routers; None: as the first model has it. Raises
-    CheckpointError where the parts are not models of one kind.
+    dtype: of floating-point entries, except the correction biases of routers. None: as in the first model. Raises
+    CheckpointError if the parts are not models of one kind.
     """
 
     def __init__(self, parts: Sequence[Part], shares: Sequence[float], dtype: torch.dtype | None = None) -> None:
         self._parts, self._shares = parts, shares
         first = parts[0]
         self.notes: list[str] = []
-        """What is worth knowing of models that can be averaged all the same."""
+        """Notes on differences that do not prevent an average."""
         for other in parts[1:]:
             refuse_differences(
                 "architectures",
@@ -141,14 +141,14 @@ class Average:
             self.notes.append(f"max_position_embeddings differ: that of {first.path} is taken")
         self._weights = {entry: name for name, entry in first.names.items()}
         self.empty: dict[str, Tensor] = {}
-        """The entries of the average, on the meta device."""
+        """Entries of the average, on the meta device."""
         for entry in self._weights:
             empty = first.entries.empty[entry]
             is_cast = dtype is not None and empty.is_floating_point() and not entry.endswith(CORRECTION_BIASES)
             self.empty[entry] = empty.to(dtype) if is_cast else empty
 
     def pieces(self, entry: str) -> Iterator[Tensor]:
-        """The rows of an entry, some at a time. Raises CheckpointError for numbers that are not finite."""
+        """Yield the rows of an entry in pieces. Raises CheckpointError for non-finite numbers."""
         empty = self.empty[entry]
         num_rows = empty.shape[0] if empty.dim() else 1
         step = max(_PIECE * num_rows // max(empty.numel(), 1), 1)
@@ -172,7 +172,7 @@ class Average:
         return mean
 
     def write(self, folder: Path, digests: Digests) -> None:
-        """Weights, index, configuration, and the small files of the first model. Raises DiskError, CheckpointError."""
+        """Write weights, index, configuration, and the first model's small files. Raises DiskError, CheckpointError."""
         write_shards(self.empty, folder, digests, self.pieces)
         small_files = self._parts[0].small_files
         copy_small_files(small_files, folder)
@@ -185,7 +185,7 @@ class Average:
 def refuse_differences(
     what: str, first_path: str, first: Mapping[str, Any], other_path: str, other: Mapping[str, Any]
 ) -> None:
-    """Raise CheckpointError if two models have different values under a name. what: a word for the names."""
+    """Raise CheckpointError if two models have different values under a name. what: noun for the message."""
     odd = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
     if odd:
         values = "; ".join(f"{name} is {short(first.get(name))} and {short(other.get(name))}" for name in odd[:3])
@@ -245,7 +245,7 @@ def _refuse_not_finite(path: str, name: str, rows: Tensor) -> None:
 
 
 def _name_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype at the top of a configuration, and wherever else it names one."""
+    """Set the dtype at the top level of a configuration, and in every section that has one."""
     config.setdefault("dtype", dtype)
     for section in (config, *config.values()):
         if isinstance(section, dict):

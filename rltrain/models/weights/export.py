@@ -1,9 +1,9 @@
-"""Sharded policy -> a Hugging Face folder that transformers and vLLM load, and a look at what was written.
+"""Export of a sharded policy to a Hugging Face folder that transformers and vLLM load, and a check of the result.
 
-A folder that loads may still be served otherwise than it was trained: under another chat template, with other end
-tokens, or with images of another size. So the small files are copied from the source, and the finished folder is read
-again and compared with the training, where it has other small files than the one before. Left out: comparing the
-numbers of the weights, whose shapes alone are looked at.
+A folder that loads may still be served differently than it was trained: with another chat template, other end tokens,
+or images of another size. Therefore the small files are copied from the source, and the finished folder is loaded and
+compared with the training, if its small files differ from the previous export. Only the shapes of weights are compared,
+not their numbers.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
 _PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # transformers 5 writes the second
 _OLDER_BOUNDS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-# An image that is put before both processors: its size lies in no family's ratio of tiles.
+# Test image for both processors. Its size fits no family's tile ratio.
 _PROBE = (640, 480)
 Shapes = dict[str, tuple[int, ...]]
 
 
 class Export:
-    """A policy as a Hugging Face folder: made on all ranks, gathered again and again, and written by rank 0.
+    """Export of a policy to a Hugging Face folder: created on all ranks, gathered repeatedly, and written by rank 0.
 
-    encoder: the one that wrote the training prompts. The small files of its model (a folder or a hub name) are copied
-    byte for byte; a chat template that replaces the model's own is written over it, and so are bounds of pixels.
+    encoder: the encoder of the training prompts. The small files of its model (a folder or a hub name) are copied byte
+    for byte. A custom chat template and custom pixel bounds overwrite the model's.
     """
 
     def __init__(self, policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder) -> None:
@@ -55,32 +55,32 @@ class Export:
         self._dtype = source_dtype(config, encoder.path)
         self._weights: dict[str, torch.Tensor] = {}
         self._hosts: dict[str, torch.Tensor] = {}
-        self._fine: list[Any] = []  # the last look that found no problems
+        self._fine: list[Any] = []  # the files of the last check without problems
         if dist.get_rank() == 0:
-            # Every family has the eager kind, and those with attention sinks have no other. Not made while it is
-            # written: transformers has states that threads share.
+            # Every family supports eager attention, and families with attention sinks support nothing else. Created
+            # here, because transformers has global state that the writing thread would share.
             self._model = empty_model(config, "eager", self._dtype, trust_remote_code=encoder.trust_remote_code)
 
     @property
     def num_bytes(self) -> int:
-        """What `gather` takes on the host of this rank, about, besides what it has kept."""
+        """Approximate bytes that `gather` needs on the host of this rank, beyond the memory that it keeps."""
         return 0 if self._hosts or dist.get_rank() else self._model.num_parameters() * self._dtype.itemsize
 
     def gather(self, copies: bool = False) -> None:
-        """Bring the weights to rank 0, in the source checkpoint's dtype (a collective). Buffers keep their own: what
-        corrects the choice of experts is float32 in checkpoints of half precision.
+        """Gather the weights on rank 0, in the source checkpoint's dtype (a collective). Buffers keep their dtype,
+        because routers' correction biases are float32 in half-precision checkpoints.
 
-        copies: of those as well that are there already, so that they may change before `write` has ended; in memory
-        that is kept for the next ones.
+        copies: also copy weights that are already on the host, so that they may change before `write` ends. The memory
+        is kept for later copies.
         """
-        # All ranks iterate, because every weight is a collective; only rank 0 keeps what it is given.
+        # All ranks iterate, because every weight is a collective; only rank 0 keeps the weights.
         for name, values, in_checkpoint in whole_weights(self._policy, self._dtype):
             if in_checkpoint and dist.get_rank() == 0:
                 self._weights[name] = self._copy(name, values) if copies else values.cpu()
 
     def _copy(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if not self._hosts:
-            # As `whole_weights` has it, tied weights come once, under their first name.
+            # As in `whole_weights`, tied weights appear once, under their first name.
             whole = dict(self._model.named_parameters())
             memory = host_memory([tensor.to(self._dtype) for tensor in whole.values()], locked=not values.is_cpu)
             self._hosts = dict(zip(whole, memory, strict=True))
@@ -88,9 +88,9 @@ class Export:
         return values.to("cpu", copy=True) if host is None else alone(host.copy_(values))
 
     def write(self, folder: Path, card: str, digests: Digests) -> list[str]:
-        """Write what `gather` has brought, on rank 0. card: the text of README.md behind the kind of the model.
+        """Write the gathered weights, on rank 0. card: text of README.md after its metadata.
 
-        Returns the problems that `find_problems` finds. Raises DiskError.
+        Returns the problems from `find_problems`. Raises DiskError.
         """
         encoder, sees, gathered_weights, self._weights = self._encoder, self._policy.sees, self._weights, {}
         weights = {name: gathered_weights[name] for name in self._model.state_dict() if name in gathered_weights}
@@ -102,7 +102,7 @@ class Export:
             task = "image-text-to-text" if takes_images(self._config) else "text-generation"
             head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
             (folder / "README.md").write_text(head + card, encoding="utf-8")
-        # Not again if nothing has changed: to load a large tokenizer takes Python's lock from the step for a second.
+        # Skipped if nothing has changed, because loading a large tokenizer takes the GIL from the step for a second.
         files = sorted(file for file in folder.iterdir() if file.suffix in COPIED_SUFFIXES)
         looked_at = [shapes, *((file.name, xxhash.xxh3_128(file.read_bytes()).digest()) for file in files)]
         problems = [] if looked_at == self._fine else find_problems(folder, encoder, shapes, sees=sees)
@@ -119,10 +119,10 @@ def _write(
     digests: Digests,
 ) -> None:
     if not (source / _GENERATION).is_file() and model.generation_config is not None:
-        # The model's config may name another end token than the one that ended the answers.
+        # The model's config may name another end token than the one that ended responses in training.
         model.generation_config.eos_token_id = encoder.eos_token_ids
-    disable_progress_bar()  # nobody sees it, and its thread, which is started here, waits for ever without memory
-    model.save_pretrained(folder, state_dict={})  # all but the weights
+    disable_progress_bar()  # it is invisible, and its thread, started here, hangs forever when memory runs out
+    model.save_pretrained(folder, state_dict={})  # everything except the weights
     write_shards(CheckpointNames(model)(weights), folder, digests)
     copy_small_files(source, folder)
     if encoder.chat_template is not None:
@@ -130,19 +130,19 @@ def _write(
 
 
 def source_folder(path: str, config: PretrainedConfig) -> Path:
-    """The folder with the small files of a model. For a hub name they are fetched in the revision that was loaded."""
+    """Return the folder with the small files of a model. For a hub name, they are fetched in the loaded revision."""
     if Path(path).is_dir():
         return Path(path)
     patterns = [f"*{suffix}" for suffix in COPIED_SUFFIXES]
     revision = getattr(config, "_commit_hash", None)
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
-    except Exception:  # noqa: BLE001 - a failing network must not end a run: the loaded files are in the cache
+    except Exception:  # noqa: BLE001 - a network failure must not end a run: the loaded files are in the cache
         return Path(str(cached_file(path, "config.json", revision=revision, local_files_only=True))).parent
 
 
 def _write_template(text: str, folder: Path) -> None:
-    """Put the template into every place that a server may read it from."""
+    """Write the template to every file that a server may read it from."""
     (folder / _TEMPLATE).write_text(text, encoding="utf-8")
     for name in ("tokenizer_config.json", _PROCESSORS, "chat_template.json"):
         with _changed(folder / name) as content:
@@ -151,9 +151,9 @@ def _write_template(text: str, folder: Path) -> None:
 
 
 def _write_bounds(encoder: ChatEncoder, folder: Path) -> None:
-    """Put the bounds within which images were trained on into the processor, as far as its own leave room for them.
+    """Write the pixel bounds of training into the processor config, within the processor's own bounds.
 
-    A processor of tiles has no bounds; that images then become other tokens is found when the folder is looked at.
+    A tile processor has no bounds. If its images then become other tokens, `find_problems` reports it.
     """
     size = encoder.processor.image_processor.size
     least, most = size.get("shortest_edge"), size.get("longest_edge")
@@ -168,13 +168,13 @@ def _write_bounds(encoder: ChatEncoder, folder: Path) -> None:
             part = content.get("image_processor", {}) if name == _PROCESSORS else content
             if part:
                 part["size"] = bounds
-                # Older files name them so, and there these count.
+                # Older files use these names, and they take precedence there.
                 part |= {key: bounds[edge] for key, edge in _OLDER_BOUNDS.items() if key in part}
 
 
 @contextmanager
 def _changed(file: Path) -> Iterator[dict[str, Any]]:
-    """The content of a JSON file, which is written if it is changed; {} where there is no file."""
+    """Yield the content of a JSON file, {} if it is missing, and write it back if it was changed."""
     before = file.read_text("utf-8") if file.is_file() else "{}"
     content = json.loads(before)
     yield content
@@ -182,17 +182,16 @@ def _changed(file: Path) -> Iterator[dict[str, Any]]:
         file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# -- does it serve? ----------------------------------------------------------------------------------------------------
+# -- check of the export -----------------------------------------------------------------------------------------------
 
 
 def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: bool = False) -> list[str]:
-    """Load an exported folder, all but the numbers, compare it with the training, and return the problems by file.
+    """Load an exported folder except the numbers, compare it with the training, and return the problems by file.
 
-    encoder: the one that wrote the training prompts. shapes: those of the weights that were handed over. sees: whether
-    prompts had images.
+    encoder: the encoder of the training prompts. shapes: of the exported weights. sees: prompts had images.
     """
     exported = ChatEncoder(str(folder), encoder.trust_remote_code, template_kwargs=encoder.template_kwargs)
-    # Each file is looked at by itself, so that one that does not load hides none of the others.
+    # Each file is checked separately, so that one that does not load does not hide problems of others.
     looks: dict[str, Callable[[], Iterable[str]]] = {
         "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
         "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),
@@ -205,7 +204,7 @@ def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: b
     for name, look in looks.items():
         try:
             problems += look()
-        except Exception as error:  # noqa: BLE001 - whatever a library raises here must not cost the checkpoint
+        except Exception as error:  # noqa: BLE001 - no error of a library may cost the checkpoint
             problems.append(f"{name} does not load: {error}")
     return problems
 
@@ -243,8 +242,8 @@ def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
         with safe_open(file, "pt") as weights:
             names = weights.keys()
             stored_shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-    # transformers may write weights under older names and cut otherwise; then at least the number of elements must
-    # agree.
+    # transformers may write weights under older names and split differently. Then only the number of elements must
+    # match.
     if stored_shapes != shapes and sum(map(prod, stored_shapes.values())) != sum(map(prod, shapes.values())):
         odd = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))
         yield f"model.safetensors: {odd} has shape {stored_shapes.get(odd)} instead of {shapes.get(odd)}"

@@ -1,4 +1,4 @@
-"""NaN and infinity in a checkpoint, told by weight and file where they are loaded, not by what they make of answers."""
+"""Check for NaN and infinity in a checkpoint, reported by weight and file at load time instead of as bad responses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ _NUM_SHOWN = 3
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no number is NaN or infinite."""
-    # A sum keeps both and needs no memory; one of finite numbers may overflow all the same.
+    """Return whether all numbers are finite."""
+    # The sum propagates NaN and infinity without extra memory, but may overflow, so a non-finite sum is checked
+    # exactly.
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
 
 
 def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, files: Callable[[str], str]) -> None:
-    """Raise NonFiniteError on all ranks where a weight of any has such a number (a collective).
+    """Raise NonFiniteError on all ranks if any rank has a weight that is not finite (a collective).
 
-    compute_dtype: to which weights are cast. key: names the checkpoint, ``key=path``. files(name): those with a weight.
+    compute_dtype: dtype to which weights are cast. key: names the checkpoint, ``key=path``. files(name): the files of a
+    weight.
     """
     damaged, too_large = [], []
     for name, parameter in packed.named_parameters():
@@ -37,7 +39,7 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
             damaged.append(short)
         elif compute_dtype == torch.float16 != local.dtype and not all_finite(local.to(compute_dtype)):
             too_large.append(short)
-    # Bounds that are infinite are no damage.
+    # Infinite bounds in buffers are valid.
     buffers = (
         (huggingface_name(name), buffer) for name, buffer in packed.named_buffers() if buffer.is_floating_point()
     )

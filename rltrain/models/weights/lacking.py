@@ -1,8 +1,8 @@
-"""What is said of a checkpoint that lacks weights of a model, holds them under other names, or of another size.
+"""Errors and notes about checkpoints that miss weights of a model, or have them under other names or with other sizes.
 
-transformers makes such weights of random numbers and goes on. Here each is an error, from the headers of the files and
-before anything is read; an error tries which part of the names is too much, as wrappers (FSDP, peft, torch.compile)
-leave theirs in files that were saved through them. What the files have beside is a note.
+transformers would initialize such weights randomly and continue. Here each one is an error, raised from the headers of
+the files before weights are read. The message suggests which part of the names is superfluous, because wrappers (FSDP,
+peft, torch.compile) leave prefixes in files that were saved through them. Unused weights in the files are only a note.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from rltrain.base.logs import count
 from rltrain.models.files.entries import Entries
 from rltrain.models.weights.placing import Placing
 
-# What wrappers put into names: anywhere, and in front of them.
+# Parts that wrappers add to names, anywhere and at the beginning.
 _WORDS = (
     r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module|base_model\.model|base_layer|"
     r"original_module|modules_to_save\.default|module)\."
 )
 _WRAPPERS, _WRAPPED = re.compile(rf"(?<![^.]){_WORDS}"), re.compile(rf"({_WORDS})+")
 _ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
-# Of a critic and a reward model the one is taken, and the other they do not have.
+# A critic or reward model loads the first separately and does not have the others.
 _HEADS = re.compile(r"^(score\.weight$|(.*\.)?(lm_head|embed_out|output_layer)\.)")
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|(^|\.)position_ids|\.masked_bias|attn\.bias)$")
 _NUM_SHOWN, _DEEPEST = 3, 3
-# Rows of two weights that are compared, at three places.
+# Number of rows that are compared at each of three positions of two weights.
 _ROWS = 8
 
 
 def refuse(key: str, entries: Entries, placing: Placing) -> None:
-    """Raise ConfigError where a weight of the model is not in the files as it should be. key: names the checkpoint."""
+    """Raise ConfigError if a weight of the model is missing or wrong in the files. key: names the checkpoint."""
     for look in (_missing, _misfit, _adapters, _twice):
         if problem := look(entries, placing):
             raise ConfigError(f"{key}={entries.path}: {problem}")
 
 
 def notes(key: str, entries: Entries, placing: Placing) -> Iterator[str]:
-    """What the files have beside, and what they lack without harm."""
+    """Yield notes on unused weights in the files, and on missing ones that are harmless."""
     name, files = f"{key}={entries.path}", _files(entries)
     ignored = [*(placing.plain._keys_to_ignore_on_load_unexpected or ()), _HEADS.pattern, _COMPUTED.pattern]
     if left := [entry for entry in placing.left if not any(re.search(pattern, entry) for pattern in ignored)]:
@@ -54,7 +54,7 @@ def notes(key: str, entries: Entries, placing: Placing) -> Iterator[str]:
 
 
 def unknown_rule(placing: Placing) -> str | None:
-    """Why it cannot be said of which shape a weight will be, though its entries are there."""
+    """Return why the shape of a weight cannot be determined although its entries exist, or None."""
     return next((why for why in (_shape(placing, name)[1] for name in _there(placing)) if why), None)
 
 
@@ -63,9 +63,9 @@ def _missing(entries: Entries, placing: Placing) -> str | None:
     lacking = placing.in_files(short) if short else []
     for name in [] if short else _there(placing):
         shape, why = _shape(placing, name)
-        if why or shape != placing.shapes[name]:  # a stack that lacks a part
+        if why or shape != placing.shapes[name]:  # an incomplete stack
             lacking += [entry for entry in placing.in_files([name]) if entry not in entries.empty]
-            # A rule that makes a weight in one way of several has no name for each.
+            # A rule that has several ways to build a weight has no name for each entry.
             short = [*short, name] if lacking else short
     if not lacking:
         return None
@@ -78,7 +78,7 @@ def _missing(entries: Entries, placing: Placing) -> str | None:
 
 
 def _instead(entries: Entries, placing: Placing) -> str:
-    """What may have happened, and the way out."""
+    """Return a probable cause and a fix."""
     left, again = placing.left, "Copy the model again, or give the folder whose config.json belongs to its weights."
     if not left:
         return again
@@ -94,7 +94,7 @@ def _instead(entries: Entries, placing: Placing) -> str:
 
 
 def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
-    """(what is said of the names, what undoes it): of all that may have been put into them, the likeliest first."""
+    """Yield (description of the names, function that undoes it) for prefixes and infixes, most likely first."""
     names = [name for name in left if not _ADAPTER.search(name)] or left
     starts = [Counter(match[0] for name in names if (match := _WRAPPED.match(name)))]
     parts = [name.split(".") for name in names]
@@ -143,7 +143,7 @@ def _adapters(entries: Entries, placing: Placing) -> str | None:
 
 
 def _twice(entries: Entries, placing: Placing) -> str | None:
-    """Two entries for one weight, with other numbers."""
+    """Return the problem of two entries with different numbers for one weight, or None."""
     for name in entries.differing():
         files = " and ".join(file.name for file in entries.files[name])
         return f"{name} stands in {files} with other numbers. Keep the one that is meant."
@@ -166,20 +166,20 @@ def _same(entries: Entries, first: str, second: str) -> bool:
 
 
 def _there(placing: Placing) -> Iterator[str]:
-    """The weights that have an entry."""
+    """Return the weights that have an entry."""
     return (name for name in placing.shapes if placing.home.get(name, name) in placing.parts)
 
 
 def _shape(placing: Placing, name: str) -> tuple[tuple[int, ...] | None, str | None]:
-    """Its shape, or why it is not known."""
+    """Return a weight's shape, or the reason why it is unknown."""
     try:
         return placing.shape(name), None
-    except Exception as error:  # noqa: BLE001 - whatever a rule raises, transformers then reads the model itself
+    except Exception as error:  # noqa: BLE001 - after any error of a rule, transformers reads the model itself
         return None, f"{name} is not made of {placing.entries(name)[0][0]} as known: {error!r}"
 
 
 def _of_layers(left: list[str], placing: Placing) -> str:
-    """Layers beyond those that config.json has."""
+    """Return a note if the files have more layers than config.json."""
     numbers = [int(match[1]) for name in left if (match := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name))]
     depth = getattr(placing.plain.config.get_text_config(), "num_hidden_layers", None)
     if not depth or not numbers or max(numbers) < depth:

@@ -1,11 +1,11 @@
-"""LoRA (Hu et al. 2021): frozen weights W plus trained adapters, W + (alpha / rank) B A. The one file that knows peft.
+"""LoRA (Hu et al. 2021): frozen weights W plus trained adapters, W + (alpha / rank) B A. The only file that uses peft.
 
-peft replaces every target layer by one that holds the old layer (``base_layer``) and the adapters (``lora_A``,
-``lora_B``), and FSDP shards both alike. Exports know nothing of LoRA, nor do engines that get weights with adapters
-merged into them (`models.weights`). Experts that rest as one weight have adapters of each expert, side by side in one A
-and one B (peft's ``target_parameters``); every forward makes the weights of all experts of a layer from them. peft may
-not choose the layers (`models.weights.targets` does): for some families it also changes them, and a name that matches
-nothing would go unnoticed beside one that matches.
+peft replaces every target layer by one that contains the old layer (``base_layer``) and the adapters (``lora_A``,
+``lora_B``), and FSDP shards both alike. Exports, and engines that receive merged weights, do not depend on LoRA
+(`models.weights`). If all experts of a layer are one weight, their adapters are concatenated in one A and one B (peft's
+``target_parameters``), from which every forward computes the weights of all experts. `models.weights.targets` selects
+the layers instead of peft: for some families peft also changes them, and it would ignore a name that matches nothing if
+another one matches.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rltrain.models.vision import language_model
 from rltrain.models.weights.targets import experts_among, in_short, is_of, matching, names_of
 
 _NAME = "default"
-# The ways to initialise adapters that leave the weights under them unchanged.
+# Initializations of adapters that leave the base weights unchanged.
 PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-# With any of these, layers compute something else than W + scale B A, which is all that `merged` knows.
+# With any of these, layers compute something other than W + scale B A, the only form that `merged` supports.
 NOT_PLAIN = (
     "use_dora",
     "bias",
@@ -46,16 +46,16 @@ NOT_PLAIN = (
     "trainable_token_indices",
     "layer_replication",
 )
-# peft writes this before the names of the model in its files.
+# Prefix of model names in peft's files.
 _PEFT = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which adapters a model gets."""
+    """Adapters of a model."""
 
     section: str
-    """Its config section, for messages."""
+    """Config section, for messages."""
     rank: int
     alpha: float
     target_modules: Any
@@ -63,11 +63,11 @@ class Lora:
     path: str | None
     dtype: torch.dtype
     seed: int
-    """Both: of the adapters."""
+    """dtype and seed of the adapters."""
 
 
 def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dtype, seed: int) -> Lora | None:
-    """The adapters that ``cfg`` asks for, or None where all weights are trained."""
+    """Return the adapters that ``cfg`` requests, or None if all weights are trained."""
     path = cfg.lora_adapter_path if isinstance(cfg, ModelConfig) else None
     if not (cfg.lora_rank or path):
         return None
@@ -75,7 +75,7 @@ def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dty
 
 
 def exclusion_note(model: PreTrainedModel, lora: Lora) -> str | None:
-    """What to say of an exclusion that leaves out nothing (peft takes it for a model with other layers)."""
+    """Return a note on an exclusion that matches no layer (peft allows it), or None."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     key = f"{lora.section}.exclude_modules"
     if not isinstance(lora.exclude_modules, str) or matching(key, lora.exclude_modules, names, required=False):
@@ -84,7 +84,7 @@ def exclusion_note(model: PreTrainedModel, lora: Lora) -> str | None:
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
-    """Put empty adapters into a model on the meta device, and freeze everything else. Raises ConfigError."""
+    """Add empty adapters to a model on the meta device, and freeze everything else. Raises ConfigError."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -96,7 +96,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     config.lora_dropout = 0.0
     names = _target_layers(model, lora)
     experts = _target_experts(model, lora)
-    # A model that peft does not know by its config gets exactly these layers, and no changes for its family.
+    # A wrapper without a config hides the model's family from peft, which then adapts exactly these layers without
+    # changes.
     config.target_modules = {f"held.{name}" for name in names}
     config.target_parameters = [f"held.{name}" for name in experts]
     # low_cpu_mem_usage leaves the new adapters on the meta device, where the model is.
@@ -104,21 +105,21 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     for _, layer in lora_layers(model):
         layer.lora_A.to(lora.dtype)
         layer.lora_B.to(lora.dtype)
-    # peft must find the layers of the saved adapter in a model that is not under our "held".
+    # peft must find the layers of the saved adapter in a model without our "held" prefix.
     config.target_modules = in_short(names, model)
     config.target_parameters = sorted({".".join(name.split(".")[-2:]) for name in experts}) or None
     model.peft_config = {_NAME: config}
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, layer) of every layer with adapters. Experts have one for each of their weights, around each other."""
+    """Yield (name, layer) of every layer with adapters. Experts have nested layers, one for each of their weights."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
             yield name, module
 
 
 def adapted_weights(model: nn.Module) -> dict[str, Any]:
-    """By the names of their parameters the weights with adapters, and their layers."""
+    """Return the layers with adapters by the name of the adapted parameter."""
     weights = {}
     for name, layer in lora_layers(model):
         inner = layer.base_layer
@@ -130,16 +131,16 @@ def adapted_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
-    """The adapters training starts from, on the CPU: those of ``lora.path``, or random A and zero B, so that B A = 0.
+    """Return the initial adapters, on the CPU: from ``lora.path``, or random A and zero B, so that B A = 0.
 
-    Each A depends on the seed, the section and its name alone: uniform up to 1 / sqrt(inputs), as peft starts it.
+    Each A depends only on the seed, the section and its name: uniform up to 1 / sqrt(inputs), as in peft.
     """
     if lora.path:
         return _read_adapters(model, lora)
     weights = {}
     for name, layer in lora_layers(model):
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-        # A generator per weight: the draw does not depend on which other layers have adapters.
+        # One generator per weight, so that the values do not depend on which other layers have adapters.
         generator = torch.Generator().manual_seed(name_seed(lora.seed, lora.section, name))
         drawn = torch.empty(first.shape)
         weights[_weight_name(name, "A")] = nn.init.kaiming_uniform_(drawn, math.sqrt(5), generator=generator)
@@ -149,8 +150,8 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merged(layer: Any, weight: Tensor) -> Tensor:
-    """The ``weight`` of a layer with its adapters, W + scale B A, in float32 and sharded as it is (a collective)."""
-    # A is gathered whole, which is small; B stays sharded, so that each rank makes the rows of W that it holds.
+    """Merge the adapters of a layer into ``weight``: W + scale B A, in float32 and sharded like it (a collective)."""
+    # A is small and gathered in full; B stays sharded, so that each rank computes its rows of W.
     first, second = _full(layer.lora_A[_NAME].weight).float(), layer.lora_B[_NAME].weight
     scale = layer.scaling[_NAME]
     if weight.dim() == 3:
@@ -166,8 +167,9 @@ def merged(layer: Any, weight: Tensor) -> Tensor:
 
 
 def _merged_experts(layer: Any, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The experts that this rank holds. first: [experts x rank, inputs]. second: [outputs, rank x experts], an expert
-    every so many columns."""
+    """Merge adapters into this rank's experts. first: [experts x rank, inputs]. second: [outputs, rank x experts], with
+    the experts interleaved.
+    """
     local, start = weight, 0
     if isinstance(weight, DTensor):
         local = weight.to_local()
@@ -176,7 +178,7 @@ def _merged_experts(layer: Any, weight: Tensor, first: Tensor, second: Tensor) -
     first = first.unflatten(0, (len(weight), -1))[own]
     second = second.unflatten(1, (-1, len(weight))).permute(2, 0, 1)[own]
     delta = layer.scaling[_NAME] * (second @ first)
-    # Some families keep [experts, inputs, outputs].
+    # Some families store [experts, inputs, outputs].
     local = local.float() + (delta.mT if getattr(layer.get_base_layer(), "is_transposed", False) else delta)
     if not isinstance(weight, DTensor):
         return local
@@ -187,27 +189,27 @@ def _merged_experts(layer: Any, weight: Tensor, first: Tensor, second: Tensor) -
 
 @torch.no_grad()
 def times_scale(layer: Any, second: Tensor) -> Tensor:
-    """B of a layer times the scale of its adapters, as a reader that knows no scale needs it."""
+    """Return B of a layer times the scale of its adapters, for readers without a scale."""
     return second * layer.scaling[_NAME]
 
 
 def ranks_of(model: nn.Module) -> dict[str, int]:
-    """The rank of the adapters of every layer that has some, by its name."""
+    """Return the rank of the adapters by layer name."""
     return {name: layer.r[_NAME] for name, layer in lora_layers(model)}
 
 
 def beyond_language_model(model: PreTrainedModel) -> list[str]:
-    """The layers with adapters that are no part of its language model."""
+    """Return the layers with adapters outside of the language model."""
     names = [name for name, _ in lora_layers(model)]
     return sorted({*names} - {*_below(language_model(model), model, names)})
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as it did before it got adapters. (A plain model is left alone.)
+    """Disable the adapters inside the context. A model without adapters is unchanged.
 
-    peft's ``disable_adapter`` is not used: it also turns requires_grad off and on, on shards or on gathered weights,
-    whichever FSDP shows at that moment.
+    peft's ``disable_adapter`` is not used, because it also toggles requires_grad, on shards or on gathered weights,
+    whichever FSDP exposes at that moment.
     """
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
@@ -220,7 +222,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The adapters under peft's names, copied to the host of rank 0; nothing on others (a collective)."""
+    """Return the adapters under peft's names, copied to the host of rank 0; {} on other ranks (a collective)."""
     weights = {}
     for name, layer in lora_layers(model):
         for kind, adapters in (("A", layer.lora_A), ("B", layer.lora_B)):
@@ -235,7 +237,7 @@ def write_adapter(
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors`` for peft, on rank 0.
 
-    base: the model the adapters belong to. Raises DiskError.
+    base: base model of the adapters. Raises DiskError.
     """
     config = model.peft_config[_NAME]
     config.base_model_name_or_path = base
@@ -244,9 +246,7 @@ def write_adapter(
 
 
 def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
-    """Names of the layers that get adapters: linear ones, but not the head, whose log-probs are computed from its
-    weight.
-    """
+    """Return the linear layers that get adapters, without the head, because log-probs use only its weight."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if lora.path:
@@ -266,10 +266,10 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         if experts := _target_experts(model, lora):
             wanted = [wish for wish in names_of(wanted) if not any(is_of(wish, name) for name in experts)]
         chosen = matching(f"{lora.section}.target_modules", wanted, linear)
-        # A vision tower often names its layers as the decoder does; who writes q_proj means the decoder's.
+        # A vision tower often has the same layer names as the decoder, but q_proj means the decoder's.
         chosen = set(_below(language_model(model), model, chosen)) or chosen
     if lora.exclude_modules:
-        # A pattern may be meant for the layers of another model, such as those of a vision tower.
+        # A pattern may be written for other models, for example with a vision tower.
         required = not isinstance(lora.exclude_modules, str)
         chosen -= matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, required=required)
     if not chosen and not _target_experts(model, lora):
@@ -280,19 +280,18 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
 
 
 def _target_experts(model: PreTrainedModel, lora: Lora) -> list[str]:
-    """Names of the weights of experts that get adapters: those that are named with their experts, such as ``experts``
-    or ``experts.down_proj``."""
+    """Return the expert weights that get adapters, from targets such as ``experts`` or ``experts.down_proj``."""
     wanted = _stored_config(lora).target_parameters or [] if lora.path else lora.target_modules
     weights = (name for name, weight in model.named_parameters() if ".experts." in name and weight.dim() == 3)
     return experts_among(weights, wanted)
 
 
 def _stored_layers(lora: Lora, linear: list[str]) -> set[str]:
-    """The layers that an adapter's file has weights for. Raises ConfigError for names that are not this model's."""
+    """Return the layers with weights in an adapter's file. Raises ConfigError for layers unknown to this model."""
     fitting = {f"{_PEFT}{name}.lora_{kind}.weight": name for name in linear for kind in "AB"}
     stored = _stored_weights(lora)
     if _stored_config(lora).target_parameters:
-        # `_read_adapters` looks at each of them.
+        # `_read_adapters` checks these.
         stored = {name: weight for name, weight in stored.items() if ".experts." not in name}
     text = f"{lora.section}.lora_adapter_path={lora.path} does not fit this model"
     for odd in sorted(stored.keys() - fitting):
@@ -308,7 +307,7 @@ def _stored_layers(lora: Lora, linear: list[str]) -> set[str]:
 
 
 def _miss_none(model: PreTrainedModel, lora: Lora, chosen: set[str], linear: list[str]) -> None:
-    """Raise ConfigError where the adapter's config names layers of the decoder that its file has not."""
+    """Raise ConfigError if the adapter's config names decoder layers that are missing in its file."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config, decoder = _stored_config(lora), _below(language_model(model), model, linear)

@@ -1,16 +1,16 @@
-"""The weights of a training model, whole and under their Hugging Face names: what export and weight sync iterate.
+"""Gathered weights of a training model under their Hugging Face names, for export and weight sync.
 
-A rank holds a part of every weight, names carry a prefix of ours and one of peft, and LoRA keeps its adapters beside
-the weights. One generator undoes all three, or leaves the last to an engine that adds adapters itself. Small weights
-share the all-gather of a bucket, because a gather per weight would wait for the network hundreds of times; a weight
-larger than half a bucket has a gather to itself. Beside the model there are at most one bucket and one weight.
+Each rank holds a part of every weight, names have prefixes of rltrain and peft, and LoRA stores adapters separately.
+One generator handles all three; for an engine that applies adapters itself, they stay separate. Small weights share the
+all-gather of a bucket, because a gather per weight would wait for the network hundreds of times. A weight larger than
+half a bucket has a separate gather. The peak memory beyond the model is one bucket and one weight.
 
-In memory transformers gives some families other names and layouts than their checkpoints have: the experts of a layer
-are one weight there. Whoever knows checkpoints (an engine, a folder) gets theirs by the conversion that save_pretrained
-uses (`CheckpointNames`), a weight at a time, which adds a copy of the largest weight where its layout differs.
+For some families, transformers uses other names and layouts in memory than in checkpoints: for example, the experts of
+a layer are one weight. Engines and folders need the names of checkpoints. `CheckpointNames` restores them one weight at
+a time, with the conversion of save_pretrained, which adds a copy of the largest weight if its layout differs.
 
-Left out: weights in parts. A large embedding would then need no memory of its own, but every engine loads whole
-weights, so each would have to put the parts together again.
+Weights are not split. A large embedding would then need no additional memory, but every engine loads whole weights and
+would have to reassemble the parts.
 """
 
 from __future__ import annotations
@@ -33,48 +33,50 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from rltrain.models.weights.lora import adapted_weights, lora_layers, merged, times_scale
 
-# Of a model with adapters: all weights with the adapters merged into them, the weights without them, or adapters alone.
+# For a model with adapters: all weights with merged adapters, the weights without adapters, or adapters only.
 Part = Literal["merged", "base", "adapters"]
 _PREFIX = "model."  # of `PackedModel`, which holds the Hugging Face model under this name
-_BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # peft puts it before the parameters of a layer that has adapters
-ADAPTER = ".lora_"  # behind the name of the layer, in all names of adapters
-# For an export; a sync has rollout.update_weights_bucket_megabytes.
+_BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # peft's infix in parameters of layers with adapters
+ADAPTER = ".lora_"  # follows the layer's name in all names of adapters
+# For an export. A sync uses rollout.update_weights_bucket_megabytes.
 _BUCKET_BYTES = 512 << 20
-# Its name since torch 2.13.
+# Renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Weight(NamedTuple):
-    """One weight, adapter or buffer, whole and on the device."""
+    """One gathered weight, adapter or buffer, on the device."""
 
     name: str
     values: Tensor
-    """May be the training weight itself, so nobody may write into them."""
+    """Read-only, because it may be the training weight itself."""
     in_checkpoint: bool = True
     """False for a buffer that is computed from the configuration, such as rotary frequencies."""
 
 
 def huggingface_name(name: str) -> str:
-    """The name that a parameter or buffer of a `PackedModel` has in the Hugging Face model without adapters; of an
-    adapter its own."""
+    """Return the name of a parameter or buffer of a `PackedModel` in the Hugging Face model without adapters.
+
+    The name of an adapter stays.
+    """
     name = name.removeprefix(_PREFIX)
     return name if ADAPTER in name else _BASE_LAYERS.sub(".", name)
 
 
 class CheckpointNames:
-    """The names and layouts that the weights of ``model`` have in a checkpoint, as save_pretrained writes them."""
+    """Names and layouts of the weights of ``model`` in a checkpoint of save_pretrained."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
         if conversions is None:
-            # As save_pretrained does with a model that was not read from a file: what cannot be told without one, such
-            # as a prefix that some files lack, stays as it is. Kept, or it would be looked for with every weight.
+            # Like save_pretrained for a model that was not loaded from a file: ambiguous conversions, such as a prefix
+            # that some files lack, are skipped. Cached, because they would otherwise be computed for every weight.
             rules = get_model_conversion_mapping(model, add_legacy=False)
             conversions = [copy.deepcopy(each) for each in rules if type(each).__name__ != "PrefixChange"]
             _undo_turns(model, conversions)
             vars(model)["_weight_conversions"] = conversions
-        # Since 5.6 the last conversion is undone first.
+        # Since 5.6, the last conversion is undone first.
         self._order: dict[str, Any] = (
             {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
         )
@@ -83,18 +85,20 @@ class CheckpointNames:
         self._converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
 
     def unit(self, name: str) -> str:
-        """The same for weights in memory that are one weight in a checkpoint."""
+        """Return a key that is equal for weights in memory that are one weight in a checkpoint."""
         return rename_source_key(name, self._renamings, self._converters, **self._order)[0]
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole units under the names in memory -> what a checkpoint has instead."""
+        """Convert complete units from names in memory to the weights of a checkpoint."""
         return revert_weight_conversion(self._model, dict(weights))
 
 
 def _undo_turns(model: PreTrainedModel, conversions: Iterable[Any]) -> None:
-    """Where transformers turns a weight only if its shape asks for it, undoing that would leave the weight as it is in
-    memory. Engines know the layout of the published files alone, so it is turned back, unless it is square: of such a
-    one nobody who reads it could tell.
+    """Make shape-dependent transpositions of transformers reversible.
+
+    transformers transposes some weights only if their shape requires it, and undoing that would keep the layout in
+    memory. Engines know only the layout of published files. Therefore weights are transposed back unless they are
+    square, because a reader could not detect the layout of a square weight.
     """
     for conversion in conversions:
         for step in getattr(conversion, "operations", ()):
@@ -111,17 +115,16 @@ def whole_weights(
     names: CheckpointNames | None = None,
     part: Part = "merged",
 ) -> Iterator[Weight]:
-    """Every parameter in ``dtype``, then every buffer as it is. A collective: every rank must exhaust the iterator.
+    """Yield every parameter in ``dtype``, then every buffer unchanged. A collective: every rank must exhaust it.
 
-    The order is the same on all ranks. Tied weights come once, under their first name. A weight that this rank holds
-    whole and in ``dtype`` is not copied, unless its layout changes. names: of a checkpoint, where adapters are called
-    LAYER.lora_A.weight and LAYER.lora_B.weight, the latter times their scale; None: those in memory. part: adapters
-    alone come without buffers.
+    The order is the same on all ranks. Tied weights appear once, under their first name. A weight that this rank holds
+    completely and in ``dtype`` is not copied, unless its layout changes. names: the names of a checkpoint, where
+    adapters are called LAYER.lora_A.weight and LAYER.lora_B.weight, the latter times their scale. None: the names in
+    memory. part: "adapters" has no buffers.
     """
-    # Asked for its state, FSDP2 frees the weights that a forward pass has gathered; the parameters are shards from here
-    # on.
+    # state_dict makes FSDP2 free gathered weights, so the parameters are shards from here on.
     in_checkpoint = packed.state_dict().keys()
-    # Half a bucket is received; the other half is room for this rank's share of it, which is sent.
+    # Half a bucket is received; the other half holds this rank's share, which is sent.
     for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names, part):
         weights = _gathered(bucket, dtype)
         yield from _renamed(weights, units, names) if names and part != "adapters" else weights
@@ -133,11 +136,11 @@ def whole_weights(
 
 
 def _renamed(weights: Iterable[Weight], units: Iterable[int], names: CheckpointNames) -> Iterator[Weight]:
-    """units: how many neighbouring weights are converted together, again and again."""
+    """Convert weights in groups of the sizes ``units``."""
     left = iter(weights)
     for size in units:
         converted_weights = names({weight.name: weight.values for weight in islice(left, size)})
-        while converted_weights:  # so that nothing is held here that its reader has done with
+        while converted_weights:  # drops each reference before the next weight
             name = next(iter(converted_weights))
             yield Weight(name, converted_weights.pop(name))
 
@@ -148,9 +151,7 @@ Bucket = list[tuple[str, Tensor]]
 def _buckets(
     packed: nn.Module, dtype: torch.dtype, most_bytes: int, names: CheckpointNames | None, part: Part
 ) -> Iterator[tuple[Bucket, list[int]]]:
-    """Units of weights that take at most ``most_bytes`` together, or a single one; and the number of weights in each
-    unit.
-    """
+    """Yield buckets of at most ``most_bytes``, or with a single unit, and the number of weights in each unit."""
     layers = dict(lora_layers(packed)) if part == "adapters" else adapted_weights(packed)
     units: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in packed.named_parameters():
@@ -166,7 +167,7 @@ def _buckets(
         if bucket and (filled + size > most_bytes or _is_of_rank(unit[0][1]) != _is_of_rank(bucket[0][1])):
             yield bucket, sizes
             bucket, sizes, filled = [], [], 0
-        # Merged while its bucket is filled, so that merged copies never take more than a bucket.
+        # Merged while the bucket is filled, so that merged copies never exceed a bucket.
         bucket += [_handed_over(name, weight, layers, names, part) for name, weight in unit]
         sizes.append(len(unit))
         filled += size
@@ -177,14 +178,14 @@ def _buckets(
 def _handed_over(
     name: str, weight: Tensor, layers: Mapping[str, Any], names: CheckpointNames | None, part: Part
 ) -> tuple[str, Tensor]:
-    """The name that a sharded parameter gets, and what of it is gathered."""
+    """Return the new name of a sharded parameter, and the tensor to gather."""
     if part == "adapters" and names:
         path, _, kind = name.partition(ADAPTER)
         layer = names.unit(f"{huggingface_name(path)}.weight").removesuffix(".weight")
         return f"{layer}{ADAPTER}{kind[0]}.weight", times_scale(layers[path], weight) if kind[0] == "B" else weight
     if part == "merged" and name in layers:
         weight = merged(layers[name], weight)
-    # A model in memory that gets weights and adapters has layers for both.
+    # A model in memory that receives weights and adapters has layers for both.
     return name.removeprefix(_PREFIX) if part == "base" and not names else huggingface_name(name), weight.detach()
 
 
@@ -196,7 +197,7 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
             cast: Any = weight.to(dtype)
             yield Weight(name, cast.full_tensor())
         return
-    # All other weights of a model are sharded over one mesh, so the first speaks for its bucket.
+    # All other weights are sharded over one mesh, so the first weight determines it for the bucket.
     if ranks == 1:
         yield from (Weight(name, _local(weight).to(dtype)) for name, weight in bucket)
         return
@@ -212,12 +213,12 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
     all_gather(received.view(-1), send, group=first.device_mesh.get_group(_shard_dim(first)))
     del send
     for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
-        # Padding is at the end, because only the last shards can be shorter. A single weight is a view: no second copy.
+        # Padding is at the end, because only the last shards can be shorter. A single weight is a view without a copy.
         yield Weight(name, shards.reshape(-1)[: weight.numel()].view(weight.shape))
 
 
 def _is_of_rank(weight: Tensor) -> bool:
-    """Whether it is experts of which each rank keeps some (`models.experts`): cut in two directions."""
+    """Return whether the weight is sharded in two directions, like experts distributed by `models.experts`."""
     return isinstance(weight, DTensor) and sum(placement.is_shard() for placement in weight.placements) > 1
 
 
@@ -226,7 +227,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _shard_dim(weight: DTensor) -> int:
-    """The mesh dimension over which rows are sharded: the last (with HSDP, the first one has the replicas)."""
+    """Return the mesh dimension over which rows are sharded: the last (with HSDP, the first has the replicas)."""
     return weight.device_mesh.ndim - 1
 
 
@@ -235,5 +236,5 @@ def _num_shards(weight: Tensor) -> int:
 
 
 def _shard_size(weight: Tensor) -> int:
-    """Elements of the largest shard. FSDP2 cuts rows as torch.chunk: full shards, then a shorter one, then none."""
+    """Return the elements of the largest shard. FSDP2 shards like torch.chunk: full, one shorter, then empty ones."""
     return -(-weight.shape[0] // _num_shards(weight)) * math.prod(weight.shape[1:]) if weight.dim() else 1

@@ -1,8 +1,8 @@
-"""Which entries of a checkpoint's files make which weight of a model, and what is then missing.
+"""Mapping of checkpoint entries to the weights of a model, and the weights that are then missing.
 
-Only transformers knows it: most of its rules rename, some stack experts that have an entry each, some cut. So its rules
-are asked, with a model on the meta device and the names and shapes in the files' headers. What it would make of random
-numbers without a word, because no file has it, is found here.
+Only transformers knows the mapping: most of its rules rename, some stack experts that have separate entries, some
+split. Therefore its rules are applied to a model on the meta device and to the names and shapes in the files' headers.
+This finds the weights that no file has, which transformers would silently initialize randomly.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from rltrain.models.weights.names import CheckpointNames
 
-# Buffers that are learnt have such names, and those that follow from the configuration others.
+# Name endings of trained buffers. Other buffers are computed from the configuration.
 _LEARNT = re.compile(r"(bias|scalar)$")
 
 
 class Placing:
-    """Names and shapes of entries (``empty``, on the meta device) placed in ``plain``, a model on the meta device."""
+    """Mapping of entries (``empty``: names and shapes) to the weights of ``plain``. Both are on the meta device."""
 
     def __init__(self, empty: Mapping[str, Tensor], plain: PreTrainedModel) -> None:
         self.plain = plain
@@ -36,11 +36,11 @@ class Placing:
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self.parts: dict[str, list[tuple[str, str | None]]] = {}
-        """By name of a weight: the entries that it is made of, and of each the pattern of its converter."""
+        """Entries of each weight, with the pattern of their converter."""
         self.home: dict[str, str] = {}
-        """A converter may make several weights at once; the entries stand under the first. Tied weights likewise."""
+        """Name in ``parts`` of weights without entries there: later outputs of a converter, and tied weights."""
         self.left: list[str] = []
-        """Entries that the model does not take, such as the head, where a critic has its own."""
+        """Unused entries, such as the head if a critic has another one."""
         for entry in sorted(empty, key=dot_natural_key):
             self._place(entry, renamings)
         self._tie(weights)
@@ -48,15 +48,15 @@ class Placing:
         lacking = [name for name in self.shapes if self.home.get(name, name) not in self.parts]
         buffers = {name for name, _ in plain.named_buffers() if not _LEARNT.search(name)}
         self.ignored = [name for name in lacking if any(re.search(pattern, name) for pattern in ignored)]
-        """Weights that no entry makes, and that transformers does not miss."""
+        """Weights without entries that transformers does not require."""
         self.computed = [name for name in lacking if name in buffers and name not in self.ignored]
-        """Buffers that no entry makes: they start as the configuration says."""
+        """Buffers without entries, which are computed from the configuration."""
         again = {id(weight): name for name, weight in reversed(weights.items())}
         once = {name for name, weight in weights.items() if again[id(weight)] == name}
         self.missing = [name for name in lacking if name in once and name not in {*buffers, *self.ignored}]
-        """Weights that no entry makes."""
+        """Missing weights."""
         self.total = len(once - set(self.computed))
-        """Weights of the model, tied ones once."""
+        """Number of the model's weights. Tied ones count once."""
 
     def _place(self, entry: str, renamings: list[Any]) -> None:
         prefix = self.plain.base_model_prefix
@@ -72,7 +72,7 @@ class Placing:
             self.home |= {name.replace(first, other): name for other in others}
 
     def _tie(self, weights: dict[str, Tensor]) -> None:
-        """Files may hold a tied weight under any of its names."""
+        """Map tied weights to the name that the files contain."""
         groups: dict[int, list[str]] = {}
         for name, weight in weights.items():
             groups.setdefault(id(weight), []).append(name)
@@ -84,7 +84,7 @@ class Placing:
                 self.home |= dict.fromkeys(lacking, self.home.get(present, present))
 
     def twice(self) -> list[tuple[str, str]]:
-        """Pairs of entries that are the same weight by their names, or by a tie of the model."""
+        """Return pairs of entries for the same weight, by name or by a tie of the model."""
         pairs = []
         for parts in self.parts.values():
             plain = [entry for entry, pattern in parts if pattern is None]
@@ -95,15 +95,15 @@ class Placing:
         return pairs
 
     def converter(self, pattern: str | None) -> Any:
-        """The converter with this pattern."""
+        """Return the converter with this pattern."""
         return next(converter for converter in self._converters if pattern in converter.source_patterns)
 
     def entries(self, name: str) -> list[tuple[str, str | None]]:
-        """Of a weight: its entries, and of each the pattern of its converter."""
+        """Return the entries of a weight, with the pattern of their converter."""
         return self.parts[self.home.get(name, name)]
 
     def make(self, name: str, read: Callable[[str], Tensor], skip: Callable[[int], bool] = lambda _: False) -> Tensor:
-        """A weight by its converter. skip(n): whether the n-th entry of each pattern is left out."""
+        """Build a weight by its converter. skip(n): whether to skip the n-th entry of each pattern."""
         home, parts = self.home.get(name, name), self.entries(name)
         converter = copy.deepcopy(self.converter(parts[0][1]))
         numbers: dict[str | None, int] = {}
@@ -115,17 +115,17 @@ class Placing:
         return weight[0] if isinstance(weight, list) else weight
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """That which its entries make. Raises whatever a rule raises that is given other shapes than it knows."""
+        """Return the shape that the entries of a weight give. Raises any error of a rule for unexpected shapes."""
         entry, pattern = self.entries(name)[0]
-        # On the meta device a rule costs nothing, and shows what it makes.
+        # On the meta device, running a rule is free.
         return tuple((self.make(name, self._empty.__getitem__) if pattern else self._empty[entry]).shape)
 
     def in_files(self, names: Iterable[str]) -> list[str]:
-        """What save_pretrained would call these weights: what is missing is named as it should stand in a file."""
+        """Return the names of these weights in a checkpoint, for messages about missing weights."""
         try:
             names_in_files = CheckpointNames(self.plain)(
                 {name: torch.empty(self.shapes[name], device="meta") for name in names}
             )
-        except Exception:  # noqa: BLE001 - the rules of hundreds of families, which are needed for a name alone
+        except Exception:  # noqa: BLE001 - rules of hundreds of families, needed only for a name
             return list(names)
         return list(names_in_files)

@@ -1,4 +1,4 @@
-"""FSDP2: shard a model over the ranks, and fill each shard with the rows of the checkpoint that it holds."""
+"""FSDP2 sharding of a model over the ranks, and loading of each shard's rows from the checkpoint."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ from rltrain.models.weights.spec import ModelSpec
 
 Model = TypeVar("Model", PolicyModel, ScalarModel)
 log = logging.getLogger(__name__)
-# What is sent at once where rank 0 reads for all.
+# Bytes per broadcast when rank 0 reads for all.
 _PIECE_BYTES = 256 << 20
 
 
 class Mesh(NamedTuple):
-    """The ranks that a model is spread over."""
+    """Meshes over which a model is sharded."""
 
     weights: DeviceMesh
     """[shards of a copy], or [copies, shards of a copy] (HSDP)."""
     experts: DeviceMesh | None
-    """The same ranks, of the experts: [ranks that share an expert, ranks that share the experts], behind the copies.
-    None where all weights are spread alike."""
+    """Mesh of the experts over the same ranks: [ranks that share an expert, ranks that share the experts], after the
+    copies. None: all weights are sharded alike.
+    """
 
 
 def make_mesh(device: Device, fsdp_size: int = -1, expert_parallel_size: int = 1) -> Mesh:
-    """All ranks in one shard group, or (``fsdp_size`` given) replicas of shard groups of that size (HSDP).
+    """Return a mesh: all ranks in one shard group, or replicas of shard groups of size ``fsdp_size`` (HSDP).
 
-    expert_parallel_size: neighbouring ranks, which share the experts of each layer.
+    expert_parallel_size: number of neighbouring ranks that share the experts of each layer.
     """
     world = dist.get_world_size()
     ranks = torch.arange(world)
@@ -76,7 +77,7 @@ def make_mesh(device: Device, fsdp_size: int = -1, expert_parallel_size: int = 1
 def _mesh(device: Device, ranks: Tensor, names: list[str]) -> DeviceMesh:
     if len(names) == 1:
         return init_device_mesh(device.kind, (len(ranks),), mesh_dim_names=tuple(names))
-    # Those that a mesh makes for itself would give up after minutes, long before a call is late.
+    # Groups that a mesh creates itself would time out after minutes, long before a call is late.
     groups = [
         dist.new_subgroups_by_enumeration(ranks.movedim(dim, -1).flatten(0, -2).tolist(), COLLECTIVE_TIMEOUT)[0]
         for dim in range(ranks.dim())
@@ -85,10 +86,9 @@ def _mesh(device: Device, ranks: Tensor, names: list[str]) -> DeviceMesh:
 
 
 def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -> Model:
-    """The packed model with empty adapters, on the meta device: no memory, no weights, no process group.
+    """Build the packed model with empty adapters on the meta device, without memory, weights or process group.
 
-    config: of ``spec.load_config``. Raises ConfigError for every model that cannot be trained here, so a dry run knows
-    of it too.
+    config: from ``spec.load_config``. Raises ConfigError for every unsupported model, so that a dry run detects it too.
     """
     attention.register()
     attention.check_layers(config, spec.longest)
@@ -99,7 +99,7 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
         add_adapters(model, spec.lora)
     if spec.tower != "trained":
         for part in tower(model):
-            # Where prompts are texts no gradient reaches the tower anyway: frozen, it needs no optimizer state.
+            # With text-only prompts no gradient reaches the tower. Frozen, it needs no optimizer state.
             part.requires_grad_(False)
     packed = kind(model)
     packed.sees = spec.tower != "rests"
@@ -109,9 +109,9 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
 
 
 def look_at_weights(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> list[str]:
-    """What is worth a note of the files' weights, from headers. Raises ConfigError where one is not as it should be.
+    """Return notes on the files' weights, from headers. Raises ConfigError if one is missing or wrong.
 
-    config: of ``spec.load_config``. Of a model on the hub that is not here yet nothing is known.
+    config: from ``spec.load_config``. Hub models that are not downloaded are not checked.
     """
     key = f"{spec.section}.path"
     if getattr(config, "quantization_config", None):
@@ -132,7 +132,7 @@ def _plain(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -
 
 
 def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
-    """The model, one shard per rank. No rank ever holds a whole weight of it, but for files that cannot be sliced."""
+    """Load the model, one shard per rank. No rank holds a complete weight, except for files that cannot be sliced."""
     config = spec.load_config()
     key = f"{spec.role}.ulysses_sequence_parallel_size"
     group = sequence_group(config, spec.sequence_parallel_size, key)
@@ -143,23 +143,21 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     if spec.compiled:
         _compile_layers(model)
     spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size, spec.fsdp.expert_parallel_size))
-    # Cut while it is on the meta device, the model gets memory for its shards alone.
+    # Sharded on the meta device, the model gets memory only for its shards.
     packed.to_empty(device=device.torch_device)
-    # to_empty gives tied weights a memory each.
+    # to_empty allocates tied weights separately.
     model.tie_weights()
     _load(packed, spec, config)
     return packed
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """torch.compile of every block, for any number of tokens. Attention and gated delta nets stay outside: they read
-    the plan of the row.
-    """
+    """Compile every block for any number of tokens, except attention and gated delta nets, which read the plan."""
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in decoder_layers(model):
         if net := getattr(layer, "linear_attn", None):
             net.forward = torch.compiler.disable(net.forward)
-        # Not the module itself, as FSDP's hooks are no part of what is compiled.
+        # Only the forward, because FSDP's hooks must not be compiled.
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
@@ -167,7 +165,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
     weights = first_adapters(packed.model, spec.lora) if spec.lora else {}
     if isinstance(packed, ScalarModel):
         head = read_score_head(spec.path)
-        # A new critic says 0 of every state; random weights would make advantages of noise.
+        # A new critic returns 0 for every state; random weights would turn noise into advantages.
         weights["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
     config = without_dropout(config)
     adapters = f"{spec.lora.path}'s adapter_model" if spec.lora else ""
@@ -176,7 +174,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
         checkpoint, why = SlicedCheckpoint(spec.path, plain, f"{spec.section}.path"), ""
     except NotSliceable as error:
         checkpoint, why = None, str(error)
-    # All ranks take the same road, also where the files of one node differ.
+    # All ranks use the same method, even if the files of one node differ.
     whole = torch.tensor(int(bool(why)))
     dist.all_reduce(whole, dist.ReduceOp.MAX)
     if checkpoint and not whole:
@@ -187,7 +185,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
             log.warning("note: ranks cannot read slices of %s (%s): rank 0 reads it whole, for all", spec.path, why)
             kinds: Any = {"trust_remote_code": spec.trust_remote_code, "decoder_only": isinstance(packed, ScalarModel)}
             model = read_weights(spec.path, config, spec.master_dtype, **kinds)
-            # Buffers too: those that are in no checkpoint, such as rotary frequencies, were emptied with the model.
+            # Buffers too: `to_empty` also emptied buffers that are not in checkpoints, such as rotary frequencies.
             weights |= dict([*model.named_parameters(), *model.named_buffers()]) | weights
         _hand_out(packed, weights if dist.get_rank() == 0 else None)
 
@@ -215,18 +213,18 @@ def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: Slic
 
 
 def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
-    """Cut the weights over ``mesh``, whatever device they are on, and set what is recomputed."""
+    """Shard the weights over ``mesh``, on any device, and enable activation recomputation."""
     if spec.gradient_checkpointing:
         recompute_activations(packed.model, spec.section, offload=spec.activation_offload)
     precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
     held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
     if mesh.experts:
         _spread_experts(packed, mesh, held)
-    # Layers first: the root then takes the parameters that no layer holds.
+    # Layers first: the root then gets the remaining parameters.
     for layer in decoder_layers(packed.model):
         fully_shard(layer, mesh=mesh.weights, **held)
     # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
-    # until `reshard`; otherwise they would be gathered twice per micro-batch.
+    # until `reshard`. Otherwise they would be gathered twice per micro-batch.
     fully_shard(packed, mesh=mesh.weights, mp_policy=precision, reshard_after_forward=False)
 
 
@@ -234,12 +232,12 @@ def _spread_experts(packed: PackedModel, mesh: Mesh, held: dict[str, Any]) -> No
     assert mesh.experts
     *others, _ = mesh.experts.mesh_dim_names or ()
     for part in keep_experts(packed.model, mesh.experts["expert"]):
-        # Rows within an expert, as there may be more ranks than experts.
+        # Rows within an expert, because there may be more ranks than experts.
         fully_shard(part, mesh=mesh.experts[tuple(others)], shard_placement_fn=lambda _: Shard(1), **held)
 
 
 def reshard(packed: PackedModel) -> None:
-    """Free gathered weights: to be called after forward-only passes, before anything looks at or changes the shards."""
+    """Free gathered weights. Call it after forward-only passes, before shards are read or changed."""
     for module in packed.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -247,7 +245,7 @@ def reshard(packed: PackedModel) -> None:
 
 @torch.no_grad()
 def _hand_out(packed: PackedModel, source: dict[str, Tensor] | None) -> None:
-    """Fill the shards from rank 0, which alone has ``source``, some rows at a time."""
+    """Broadcast ``source`` from rank 0 into the shards, some rows at a time. It is None on other ranks."""
     for name, parameter in packed.named_parameters():
         local, (rows, *others) = _local(parameter), _place_here(parameter)
         step = max(1, _PIECE_BYTES // max(math.prod(parameter.shape[1:]) * parameter.element_size(), 1))
@@ -273,7 +271,7 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 def _place_here(parameter: nn.Parameter) -> list[slice]:
-    """What of each dimension of a weight this rank holds."""
+    """Return this rank's slice of each dimension of a weight."""
     assert isinstance(parameter, DTensor)
     sizes, starts = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]

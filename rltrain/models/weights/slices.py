@@ -1,9 +1,9 @@
-"""Weights straight from the files of a checkpoint: every rank reads the rows that it holds, and no others.
+"""Weights read from checkpoint files by slices: every rank reads only its rows.
 
-Were one rank to read a 72B model for all, it would need 291 GB of host memory, and every device would wait for minutes.
-safetensors files are mapped into memory, so that a rank copies its own rows out of them. Which tensors of the files
-make a weight says `Placing`. A rule that does more than to rename and to stack makes one weight at a time, whole, of
-which the rank keeps its rows. Left out: other files than safetensors, and quantised weights (`NotSliceable`).
+If one rank read a 72B model for all, it would need 291 GB of host memory, and every device would wait for minutes.
+safetensors files are memory-mapped, so a rank copies only its rows. `Placing` determines the entries of a weight. For
+rules other than renaming and stacking, each weight is built completely, one at a time, and the rank keeps its rows. Not
+supported: other files than safetensors, and quantised weights (`NotSliceable`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rltrain.models.weights.placing import Placing
 
 
 class NotSliceable(Exception):
-    """Why ranks cannot read slices of a checkpoint; transformers can read it whole."""
+    """The reason why ranks cannot read slices of a checkpoint. transformers can read it whole."""
 
 
 class SlicedCheckpoint:
-    """The weights of a folder or hub name under the names that ``plain``, an empty model on the meta device, has.
+    """Weights of a folder or hub name under the names of ``plain``, an empty model on the meta device.
 
-    key: of the configuration, for messages. Raises NotSliceable, and ConfigError for files that lack a weight.
+    key: config key, for messages. Raises NotSliceable, and ConfigError for files that miss a weight.
     """
 
     def __init__(self, path: str, plain: PreTrainedModel, key: str = "model.path") -> None:
@@ -48,7 +48,7 @@ class SlicedCheckpoint:
             raise NotSliceable(unknown)
 
     def rows(self, name: str, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Rows ``first`` up to ``last`` of a weight; in the dtype of the files, or in ``dtype`` where it is made."""
+        """Return rows [first, last) of a weight: in its file's dtype, or in ``dtype`` if a converter builds it."""
         entry, pattern = self._placing.entries(name)[0]
         if pattern is None:
             part: Tensor = self._slice(entry)[first:last]
@@ -56,14 +56,14 @@ class SlicedCheckpoint:
         stacks = _stacks_rows(self._placing.converter(pattern))
         if stacks and first == last:
             return torch.empty(0, *self._placing.shapes[name][1:])
-        # The n-th entry of a pattern is row n of what is stacked.
+        # The n-th entry of a pattern is row n of the stack.
         weight = self._placing.make(
             name, lambda piece: self._slice(piece)[:].to(dtype), lambda number: stacks and not first <= number < last
         )
         return (weight if stacks else weight[first:last]).to(dtype)
 
     def files(self, name: str) -> list[Path]:
-        """Those that hold a weight."""
+        """Return the files of a weight."""
         entries = (entry for entry, _ in self._placing.entries(name))
         return list(dict.fromkeys(self._entries.files[entry][-1] for entry in entries))
 
@@ -72,12 +72,12 @@ class SlicedCheckpoint:
         """All buffers, on the CPU: from the files, or computed from the configuration, such as rotary frequencies."""
         plain, parts = self._placing.plain, self._placing.parts
         for module in plain.modules():
-            # Set when the model was built, on the meta device, where nothing is computed.
+            # Set when the model was built on the meta device, where nothing is computed.
             module._is_hf_initialized = False  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-        for parameter in plain.parameters():  # on the meta device, where drawing numbers takes time for nothing
+        for parameter in plain.parameters():  # on the meta device, where random initialization would waste time
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         plain.initialize_weights()
         buffers = dict(plain.named_buffers())
@@ -88,7 +88,7 @@ class SlicedCheckpoint:
 
 
 def _stacks_rows(converter: Any) -> bool:
-    """Whether row n of the result is made of the n-th entries alone: experts, each with entries of its own."""
+    """Return whether row n of the result depends only on the n-th entries: experts with separate entries."""
     first, *others = converter.operations
     if type(first).__name__ != "MergeModulelist" or first.dim != 0:
         return False

@@ -1,4 +1,4 @@
-"""Which model a role loads and how its weights are held: one record per role, read from its sections of the config."""
+"""Model and sharding of each role: one record per role, from its sections of the config."""
 
 from __future__ import annotations
 
@@ -24,57 +24,56 @@ Tower = Literal["rests", "frozen", "trained"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything that `sharded_model` needs to know of a model."""
+    """Settings of a model for `sharded_model`."""
 
     path: str
     role: str = "actor_rollout_ref.actor"
-    """Its config section, for messages."""
+    """Config section, for messages."""
     trust_remote_code: bool = False
     override: dict[str, Any] = field(default_factory=dict)
     fsdp: ShardingConfig = field(default_factory=ShardingConfig)
-    """How it is sharded."""
+    """Sharding settings."""
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
     activation_offload: bool = False
     """See `recompute_activations`."""
     sequence_parallel_size: int = 1
-    """Ranks that hold each sequence together."""
+    """Number of ranks that share each sequence."""
     lora: Lora | None = None
-    """Adapters, in their own dtype, over frozen weights in ``master_dtype``."""
+    """Adapters, in a separate dtype, over frozen weights in ``master_dtype``."""
     longest: int | None = None
-    """Tokens of a sequence, at most."""
+    """Maximum number of tokens of a sequence."""
     fused_kernels: bool = False
     """See `kernels_of`."""
     fp32_head: bool = False
-    """The product of its head is in float32 (`head_product`)."""
+    """Compute the head's product in float32 (`head_product`)."""
     compiled: bool = False
-    """Its decoder layers are compiled."""
+    """Compile the decoder layers."""
     tower: Tower = "rests"
-    """What the vision tower does, if there is one: it "rests" (prompts are texts), or its features are used, and it is
-    "frozen" or "trained"."""
+    """Mode of the vision tower, if there is one: "rests" (unused, for text prompts), "frozen" or "trained"."""
     is_copy: bool = False
-    """Its weights are those that the policy starts from."""
+    """True if its weights are the policy's initial weights."""
 
     @property
     def section(self) -> str:
-        """The part of the config that names the model."""
+        """Config section of the model."""
         return _section(self.role)
 
     def load_config(self) -> PretrainedConfig:
-        """The Hugging Face config with the user's overrides. Raises ConfigError."""
+        """Load the Hugging Face config with the user's overrides. Raises ConfigError."""
         trust = self.trust_remote_code
         config = load_config(self.path, self.section, trust_remote_code=trust, override=self.override)
         if self.fp32_head:
-            config.head_dtype = "float32"  # which an export then tells vLLM, too
+            config.head_dtype = "float32"  # vLLM reads this from an export, too
         return config
 
 
-# In the functions below, ``images`` says that prompts have some.
+# In the functions below, ``images`` is True if prompts have images.
 
 
 def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_them: bool = True) -> ModelSpec:
-    """The policy that is trained. Where it only answers prompts with images, the tower is frozen."""
+    """Return the spec of the trained policy. If images occur only in evaluation, the tower is frozen."""
     roles = cfg.actor_rollout_ref
     size = roles.actor.ulysses_sequence_parallel_size
     spec = _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device, images)
@@ -83,10 +82,11 @@ def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_th
 
 
 def frozen_spec(cfg: Config, device: Device, images: bool = False, role: Role = "ref") -> ModelSpec:
-    """A policy that learns nothing: as before training, or the model that ``role`` names, sharded as the actor is."""
+    """Return the spec of a frozen policy: the initial one, or the model that ``role`` names, sharded like the actor."""
     actor, section = actor_spec(cfg, device, images), ROLES[role].section
     path = get(cfg, f"{section}.model.path") or actor.path
-    # Frozen weights gain nothing from a dtype wider than the one they compute in, unless they move by less than it has.
+    # A master dtype wider than the compute dtype is useless for frozen weights, unless they get updates below the
+    # compute dtype's precision.
     ref = cfg.actor_rollout_ref.ref
     mixes = role == "ref" and ref.update_every_steps and ref.update_mix < 1
     return replace(
@@ -103,17 +103,17 @@ def frozen_spec(cfg: Config, device: Device, images: bool = False, role: Role = 
 
 
 def critic_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
-    """The value function."""
+    """Return the spec of the value function."""
     model, size = cfg.critic.model, cfg.critic.ulysses_sequence_parallel_size
     return _trained(cfg, "critic", model, model.fsdp_config, size, device, images)
 
 
 def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
-    """The model that scores answers, from their text alone."""
+    """Return the spec of the model that scores responses, from text only."""
     model = cfg.reward_model.model
     dtype = resolve_dtype(model.fsdp_config.compute_dtype, device)
     spec = ModelSpec(model.path or "", "reward_model", model.trust_remote_code, fsdp=model.fsdp_config)
-    # It is never trained, so it rests in the dtype in which it computes.
+    # It is never trained, so it is stored in its compute dtype.
     return replace(
         spec,
         master_dtype=dtype,
@@ -124,14 +124,14 @@ def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
 
 
 def judge_spec(cfg: Config, device: Device) -> ModelSpec:
-    """The model that judges answers in words."""
+    """Return the spec of the model that generates judgements of responses."""
     return replace(reward_model_spec(cfg, device), longest=sum(judge_lengths(cfg)))
 
 
 def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> dict[Role, tuple[type[Any], ModelSpec]]:
-    """The models of a run: the policy, which an evaluation has too, and those of ``passes.roles``.
+    """Return the models of a run: the policy, which an evaluation also has, and the roles in ``passes.roles``.
 
-    passes: None: as of a run whose prompts have no images.
+    passes: None for the passes of a run without images.
     """
     passes = passes or make_step_passes(cfg)
 
@@ -165,7 +165,7 @@ def _trained(
         path=model.path or cfg.actor_rollout_ref.model.path,
         role=role,
         trust_remote_code=model.trust_remote_code,
-        # Attention is always ours, as `effects` tells.
+        # Attention is always ours (see `effects`).
         override={key: value for key, value in model.override_config.items() if key != "attn_implementation"},
         fsdp=fsdp,
         master_dtype=compute_dtype if lora else dtype,  # the weights under adapters are frozen too

@@ -1,10 +1,9 @@
 """Training state on disk: sharded, and re-shardable on load (torch.distributed.checkpoint).
 
-Only tensors go in, under Hugging Face names: the trained weights (with LoRA the adapters alone), and per weight the
-moments and the step count of AdamW; the correction biases of routers, which move without an optimizer; in float16 also
-the scale of the loss. A vision tower that is not trained is that
-of the model, so it is not written; a run that trains its tower and one that does not can therefore not go on from each
-other without a word.
+It contains only tensors, under Hugging Face names: the trained weights (with LoRA only the adapters); the moments and
+step count of AdamW per weight; the correction biases of routers, which change without an optimizer; and in float16 the
+loss scale. An untrained vision tower equals the model's and is not saved. Therefore a run that trains its tower cannot
+silently resume from one that does not, or vice versa.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SCALE = "loss_scale"
 
 
 def save_training_state(packed: PackedModel, optimizer: torch.optim.Optimizer | None, folder: str) -> None:
-    """Every rank writes its own shards (a collective)."""
+    """Write this rank's shards (a collective)."""
     dcp.save(training_state(packed, optimizer), checkpoint_id=folder)
 
 
@@ -40,19 +39,19 @@ def load_training_state(
     *,
     texts_alone: bool = False,
 ) -> list[str]:
-    """Read weights, and unless ``optimizer`` is None its state and ``loss_scale``, into this run (a collective).
+    """Load weights, and unless ``optimizer`` is None its state and ``loss_scale``, into this run (a collective).
 
-    Weights alone may come from a run that did not train its vision tower: the tower then stays as the model's folder
-    has it, as a returned note says; another one is of a run that did not compute in float16. texts_alone: nothing
-    learns and nothing is seen, so a tower that was trained may stay in the folder. Raises CheckpointError for what does
-    not fit.
+    Without ``optimizer``, the run that saved them may not have trained its vision tower. The tower then keeps the
+    weights of the model's folder, and a note is returned. Another note reports a missing loss scale. texts_alone:
+    nothing is trained and prompts have no images, so a trained tower in the folder is ignored. Raises CheckpointError
+    for incompatible folders.
     """
     for parameter in packed.parameters():
         if optimizer is not None and parameter.requires_grad:
-            moments(optimizer, parameter)  # DCP loads into tensors that are there
+            moments(optimizer, parameter)  # DCP loads into existing tensors
     state, saved = training_state(packed, optimizer, loss_scale), read_metadata(folder).state_dict_metadata
     for name in _biases(packed):
-        # Of a folder without them nobody has moved them: they are those of model.path.
+        # If the folder has no biases, they are unchanged from model.path.
         if f"model.{name}" not in saved:
             del state["model"][name]
     notes = [] if texts_alone else _settle_tower(packed, state, folder)
@@ -68,7 +67,7 @@ def load_training_state(
 
 
 def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> list[str]:
-    """Take the weights of a tower that ``folder`` does not have out of ``state``, or refuse the folder."""
+    """Remove tower weights that ``folder`` does not have from ``state``, or raise CheckpointError."""
     inside = {id(parameter) for part in tower(packed.model) for parameter in part.parameters()}
     names = {
         huggingface_name(name)
@@ -83,7 +82,7 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
             "images, or actor_rollout_ref.actor.freeze_vision_tower=True, or it trains adapters. A new run starts from "
             f"all of these weights with actor_rollout_ref.model.path={Path(folder).with_name('huggingface')}."
         )
-    if not missing or missing != names & state["model"].keys():  # what else is missing is told by the load
+    if not missing or missing != names & state["model"].keys():  # the load reports other missing weights
         return []
     if "optimizer" in state:
         raise CheckpointError(
@@ -99,12 +98,12 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
 def training_state(
     packed: PackedModel, optimizer: torch.optim.Optimizer | None, loss_scale: LossScale | None = None
 ) -> dict[str, Any]:
-    """The tensors themselves, not copies: loading writes into them. Moments of which there are none yet are zeros."""
+    """Return the tensors themselves, not copies: loading writes into them. Missing moments are zeros."""
     parameters = saved_weights(packed)
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     state: dict[str, Any] = {"model": weights | _biases(packed)}
     if optimizer is not None:
-        # Not kept: a save may find a weight and its moments to come on different devices.
+        # Not stored: a save may find a weight and its future moments on different devices.
         state["optimizer"] = {name: moments(optimizer, parameter, keep=False) for name, parameter in parameters.items()}
         if loss_scale:
             state[_SCALE] = loss_scale.state
@@ -112,7 +111,7 @@ def training_state(
 
 
 def weights_by_name(packed: PackedModel) -> dict[str, nn.Parameter]:
-    """All weights of a model by their Hugging Face names."""
+    """Return all weights of a model by their Hugging Face names."""
     return {huggingface_name(name): parameter for name, parameter in packed.named_parameters()}
 
 
@@ -121,21 +120,20 @@ def _biases(packed: PackedModel) -> dict[str, torch.Tensor]:
 
 
 def saved_weights(packed: PackedModel) -> dict[str, nn.Parameter]:
-    """By Hugging Face name the weights that learn; all of a model of which nothing learns: they may be moved all the
-    same."""
+    """Return the trained weights by Hugging Face name, or all weights of a frozen model, which may be changed too."""
     weights = weights_by_name(packed)
     return {name: weight for name, weight in weights.items() if weight.requires_grad} or weights
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """AdamW's state of one weight.
+    """Return AdamW's state of one weight.
 
-    Before the first step it is made here: as AdamW would make it, or where it is not to be kept, on the host.
+    Before the first step it is created here: as AdamW would create it, or on the host if ``keep`` is False.
     """
     if state := optimizer.state[parameter]:
         return state
     device = parameter.device if keep else torch.device("cpu")
-    # One kernel for all of a step reads the count where the weight is.
+    # The fused kernel reads the step count on the weight's device.
     state["step"] = torch.zeros((), dtype=torch.float32, device=device if optimizer.defaults["fused"] else "cpu")
     state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, device=device) for _ in range(2))
     return state if keep else optimizer.state.pop(parameter)

@@ -1,4 +1,4 @@
-"""Which layers of a model a list of names or a pattern means: those that get adapters (`models.weights.lora`)."""
+"""Selection of layers by a list of names or a pattern, for adapters (`models.weights.lora`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rltrain.base.errors import ConfigError
 
 
 def matching(key: str, wanted: Any, linear: list[str], *, required: bool = True) -> set[str]:
-    """The layers that a list of names (or ends of names) or a pattern chooses.
+    """Return the layers that a list of names (or ends of names) or a pattern selects.
 
-    Raises ConfigError for no match where one is ``required``.
+    Raises ConfigError if there is no match and one is ``required``.
     """
     chosen = set()
     for wish in [wanted] if isinstance(wanted, str) else wanted:
@@ -35,24 +35,26 @@ def matching(key: str, wanted: Any, linear: list[str], *, required: bool = True)
 
 
 def in_short(names: list[str], model: nn.Module) -> list[str]:
-    """The last parts of the names, where those choose the same layers; else the names themselves."""
+    """Return the last parts of the names if they select the same layers, else the names."""
     leaves = {name.rpartition(".")[2] for name in names}
     same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in leaves} == set(names)
     return sorted(leaves) if same else names
 
 
 def experts_among(weights: Iterable[str], wanted: Any) -> list[str]:
-    """Which ``weights`` of experts are wanted: by a name of theirs that has their experts in it, or of these, such as
-    experts.down_proj or experts. down_proj alone means linear layers."""
+    """Return the expert ``weights`` that a name in ``wanted`` selects, such as experts.down_proj or experts.
+
+    down_proj alone means linear layers.
+    """
     return [weight for weight in weights if any(is_of(wish, weight) for wish in names_of(wanted))]
 
 
 def names_of(wanted: Any) -> list[str]:
-    """A name, or several."""
+    """Return a list of one or several names."""
     return [wanted] if isinstance(wanted, str) else list(wanted)
 
 
 def is_of(wish: str, weight: str) -> bool:
-    """Whether ``wish`` names this weight of experts."""
+    """Return whether ``wish`` names this expert weight."""
     experts = weight.rpartition(".")[0]
     return "experts" in wish.split(".") and any(f".{name}".endswith(f".{wish}") for name in (weight, experts))

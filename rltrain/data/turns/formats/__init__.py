@@ -1,1 +1,1 @@
-"""How model families write calls of tools: `families` declares the marks and notations, and `scan` parses them."""
+"""Formats of tool calls: `families` declares the marks and notations of model families, and `scan` parses them."""

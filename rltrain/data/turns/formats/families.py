@@ -10,7 +10,7 @@ HERMES = Family("hermes", Json(), _TAGS)
 LLAMA3_JSON = Family(
     "llama3_json", Json('{"name": "NAME", "parameters": ARGUMENTS}'), optional="<|python_tag|>", stop=("<|eom_id|>",)
 )
-# A list of objects; newer models write a name and the arguments.
+# A list of objects. Newer models write a name and the arguments.
 MISTRAL = Family(
     "mistral",
     Json(
@@ -21,7 +21,7 @@ MISTRAL = Family(
     "[TOOL_CALLS]{}",
     thinking="[THINK]{}[/THINK]",
 )
-# V3 and R1 write the arguments in a block of code; V3.1 does not.
+# V3 and R1 write the arguments in a code block; V3.1 does not.
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     Json(
@@ -32,7 +32,7 @@ DEEPSEEK_V3 = Family(
     ),
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 )
-# The id holds the name.
+# The id contains the name.
 KIMI = Family(
     "kimi",
     Json(

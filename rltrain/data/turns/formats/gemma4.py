@@ -1,4 +1,4 @@
-"""The notation of Gemma 4: JSON in which keys have no quotation marks and a token is the quotation mark."""
+"""Notation of Gemma 4: JSON with unquoted keys, and a token as quotation mark."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d{0,300})(?:\.\d{1,300})?(?
 
 @dataclass(frozen=True)
 class Gemma:
-    """The notation, between marks."""
+    """Notation of a call between its marks."""
 
     def marks(self) -> dict[str, str]:
         return {"start": r"(?=\bcall:[\w.-]{1,200}\{)", "inner": re.escape(_QUOTE)}

@@ -1,6 +1,6 @@
-"""The harmony format of gpt-oss: messages with a channel, a recipient if they are calls, and separate reasoning.
+"""Harmony format of gpt-oss: messages with a channel, a recipient for calls, and separate reasoning.
 
-The recipient stands before the channel (as the chat template writes it) or after it (as the models do).
+The recipient is before the channel (in the chat template) or after it (in the models' output).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The two usual notations of calls: JSON, and tags around names and values."""
+"""The two common notations of calls: JSON, and tags around names and values."""
 
 import re
 from dataclasses import dataclass
@@ -51,15 +51,15 @@ class Json:
 
 @dataclass(frozen=True)
 class Tags:
-    """A tag with the name of the tool, and in it one for each argument, whose values have no types."""
+    """Tag with the name of the tool, which contains one tag per argument with an untyped value."""
 
     start: str
-    """With NAME where the name of the tool stands."""
+    """Opening tag, with NAME for the name of the tool."""
     parameter: str
-    """With KEY and VALUE; KIND is true or false: whether the value is text, not JSON."""
+    """Parameter, with KEY and VALUE. KIND is "true" if the value is text, and "false" for JSON."""
     end: str
     otherwise: str = "any"
-    """The type of a value that has none in the tool's schema, see `typed`."""
+    """Type of a value without a type in the tool's schema (see `typed`)."""
 
     @cached_property
     def _marks(self) -> tuple[list[str], str]:
@@ -73,11 +73,11 @@ class Tags:
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
-        """Regular expressions for the start of a call, that of a parameter, the end of its value and of the call."""
+        """Regular expressions for the starts of a call and a parameter, and the ends of a value and the call."""
         name = rf"\s{{0,9}}(?P<name>{NAME})\s{{0,9}}"
         kind = r'(?:\s{1,9}string\s{0,9}=\s{0,9}"(?P<kind>true|false)")?'
         parameter = any_of([self.parameter.partition("VALUE")[0].rstrip()]).replace("KEY", name)
-        # A value may hold the mark of its end: the one that ends it is followed by what may follow a parameter.
+        # A value may contain its end mark. The real one is followed by the next parameter or the end of the call.
         value_end = rf"{any_of([self._marks[1]])}(?=\s{{0,99}}(?:{any_of([self._marks[0][0], self.end])}))"
         start, rest = (any_of([part]) for part in self.start.split("NAME"))
         patterns = f"{start}(?:{name}{rest})?", parameter.replace(r'\s{0,99}string="KIND"', kind)

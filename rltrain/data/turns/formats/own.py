@@ -1,8 +1,7 @@
-"""A format of the user's own: a function that reads the calls of a turn.
+"""Call formats defined by a user's function, which reads the calls of a turn.
 
-It is code of the user's that meets whatever a policy writes, so an exception of it is a call that cannot be read, as
-everything is that goes wrong between two turns; only what it would say of plain text is tried before the run, and
-refused.
+The function gets arbitrary output of the policy. Therefore its exceptions count as unreadable calls, like all errors
+between two turns. Only plain texts are checked before the run: calls found in them raise ConfigError.
 """
 
 import logging
@@ -23,9 +22,9 @@ _CONTRACT = (
 
 
 def own_format(key: str, name: str, schemas: Schemas) -> CallFormat:
-    """The format that the function ``key=name`` reads; its attribute ``stop_tokens``, if any, ends turns as well.
+    """Return the format of the function ``key=name``. Its optional attribute ``stop_tokens`` also ends turns.
 
-    Raises ConfigError where it cannot be imported, or reads a turn without calls as anything else.
+    Raises ConfigError if it cannot be imported, or finds calls in a turn without any.
     """
     function = load_plugin(key, name)
     for text in ("", "42"):
@@ -43,7 +42,7 @@ def own_format(key: str, name: str, schemas: Schemas) -> CallFormat:
 
 
 def _parse(setting: str, function: Callable[..., Any], logged: set[str], text: str, schemas: Schemas) -> Parsed:
-    """`CallFormat.parse` with the function. logged: keeps that its failure was logged, once."""
+    """Parse a turn with the function (see `CallFormat.parse`). logged: not empty after its first failure was logged."""
     text = without_end(text)
     try:
         calls = _calls(function, text, schemas)

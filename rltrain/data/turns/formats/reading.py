@@ -1,7 +1,7 @@
-"""The records that a parser returns, and values as a policy writes them: JSON, or text without a type.
+"""Records of a parsed turn, and values as the policy writes them: JSON, or untyped text.
 
-A policy in training writes anything, so nothing here raises except `Unreadable`, which becomes an error message for the
-policy. Each reader moves forward only, so its time grows linearly with the length of the text.
+A policy in training can write anything, so only `Unreadable` is raised, which becomes an error message for the policy.
+Each reader moves only forward, so its time is linear in the length of the text.
 """
 
 import json
@@ -13,55 +13,55 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_CALLS = 64
-"""Limit for one turn."""
+"""Limit per turn."""
 
 Schemas = Sequence[dict[str, Any]]
 Tools = Mapping[str, dict[str, Any]]
-"""The JSON schemas of the parameters, by tool and name."""
+"""JSON schemas of the parameters, by tool and name."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call in a turn."""
+    """Tool call in a turn."""
 
     name: str
     arguments: dict[str, Any]
     id: str = field(default="", compare=False)
-    """The id that the model wrote, in formats that have one."""
+    """Id that the model wrote, in formats with ids."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """The content of a turn of the policy, read from its text with special tokens."""
+    """Content of a turn of the policy, parsed from its text with special tokens."""
 
     calls: list[Call]
     problems: list[str]
-    """One error message per call that cannot be read, addressed to the model."""
+    """One error message per unreadable call, addressed to the model."""
     text: str
-    """Without calls, reasoning and the token that ends the turn."""
+    """Text without calls, reasoning and the token that ends the turn."""
     reasoning: str
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The way in which a model family writes calls."""
+    """Format of a model family's calls."""
 
     name: str
     parse: Callable[[str, Schemas], Parsed]
-    """Takes a turn's text with special tokens, and the JSON schemas of the tools. Never raises."""
+    """Function of a turn's text with special tokens and the JSON schemas of the tools. Never raises."""
     write: Callable[[str, dict[str, Any]], str] | None
-    """Returns a call as the family writes it; None if that is unknown."""
+    """Function that formats a call, or None if the notation is unknown."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a turn, in addition to the model's eos."""
 
 
 class Unreadable(ValueError):
-    """A call that cannot be read. The message tells the model why."""
+    """Error for an unreadable call. The message explains it to the model."""
 
     def __init__(self, why: str, place: int = 0) -> None:
         super().__init__(why)
         self.place = place
-        """The text up to this place belongs to the call."""
+        """Index up to which the text belongs to the call."""
 
 
 # <|im_end|>, <｜end▁of▁sentence｜>, <turn|>, </s>, <seed:eos>, [e~[ and similar.
@@ -94,13 +94,13 @@ _SPACE = re.compile(r"\s*")
 
 
 def skip_space(text: str, place: int) -> int:
-    """Return the place of the next character that is not white space."""
+    """Return the index of the next character that is not white space."""
     match = _SPACE.match(text, place)
     return match.end() if match else place
 
 
 def read_json(text: str, place: int) -> tuple[Any, int]:
-    """Return the JSON value at a place, and the place after it. Raises Unreadable."""
+    """Return the JSON value at an index, and the index after it. Raises Unreadable."""
     place = stop = skip_space(text, place)
     try:
         value, end = _DECODER.raw_decode(text, place)
@@ -165,10 +165,10 @@ def tools_of(schemas: Schemas) -> Tools:
 
 
 def typed(name: str, value: str, schema: Any, otherwise: str, place: int) -> Any:
-    """Return the value of the argument ``name``. Raises Unreadable with ``place`` if it is not of the schema's type.
+    """Return the value of the argument ``name``. Raises Unreadable with ``place`` if it has the wrong type.
 
-    A string is the text as it was written. otherwise: the type if the schema has none; "any" is JSON if it can be, else
-    a string.
+    A string is the text as written. otherwise: type for a schema without one; "any" is JSON if it can be parsed, else a
+    string.
     """
     types = _types(schema) & _TYPES or {otherwise}
     with suppress(Unreadable):

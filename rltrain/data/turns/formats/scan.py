@@ -1,7 +1,7 @@
-"""The parser of all formats whose calls stand between marks.
+"""Parser of all formats whose calls are between marks.
 
-A call is read only outside reasoning, and a mark inside an argument is not a mark of the turn: so the marks are visited
-in order, and each call that can be read is stepped over as a whole.
+Calls inside reasoning are ignored, and a mark inside an argument is not a mark of the turn. Therefore the marks are
+visited in order, and each readable call is skipped as a whole.
 """
 
 import re
@@ -20,7 +20,7 @@ _ARGUMENTS = re.compile(r"""(?:arguments|parameters)["']?\s{0,99}:?\s{0,99}[{"']
 
 
 def any_of(marks: Iterable[str]) -> str:
-    """Return a regular expression for any of the marks. White space in them may vary."""
+    """Return a regular expression for any of the marks, with flexible white space."""
     escaped = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
     # DeepSeek V3.2 and V4.1 have other names for V4's block, and a space after the token.
     escaped = escaped.replace("｜DSML｜tool_calls", "｜DSML｜(?:tool_|function_)?calls").replace(
@@ -30,17 +30,17 @@ def any_of(marks: Iterable[str]) -> str:
 
 
 class Notation(Protocol):
-    """The notation of calls within a block."""
+    """Notation of calls within a block."""
 
     def marks(self) -> dict[str, str]:
-        """Return regular expressions for the marks that the notation has, of three kinds.
+        """Return regular expressions for the marks of the notation, of three kinds.
 
-        "start": the beginning of a call without the block's opening mark; "inner": marks that occur only within calls;
-        "bare": the beginning of JSON, which is a call if it names a known tool.
+        "start": beginning of a call without the block's opening mark; "inner": marks that occur only within calls;
+        "bare": beginning of JSON, which is a call if it names a known tool.
         """
 
     def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
-        """Return the calls at a place, and the place after them. Raises Unreadable."""
+        """Return the calls at an index, and the index after them. Raises Unreadable."""
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
         """Return a call without the marks around it."""
@@ -48,14 +48,14 @@ class Notation(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """A model family's way to write calls."""
+    """Call format of a model family."""
 
     name: str
     notation: Notation
     written: str = "{}"
-    """The marks around a call, which stands at {}."""
+    """Marks around a call, which replaces {}."""
     optional: str = ""
-    """A further mark before calls."""
+    """Optional mark before calls."""
     thinking: str = "<think>{}</think>"
     stop: tuple[str, ...] = ()
     """Tokens that end a turn, in addition to the model's eos."""
@@ -76,23 +76,23 @@ class Family:
 
     @cached_property
     def marks(self) -> re.Pattern[str]:
-        """A regular expression for any mark, in a group named for its kind."""
+        """Regular expression for any mark, with one group per kind."""
         before, after = (any_of(_MARK.findall(side)) for side in f"{self.optional}{self.written}".split("{}"))
         kinds = {
             kind: any_of([mark]) for kind, mark in zip(("think", "thought"), self.thinking.split("{}"), strict=True)
         }
         kinds |= {"opening": before, "closing": after, **self.notation.marks()}
         begun = "|".join(filter(None, (before, kinds.get("start")))) or "(?!)"
-        # Code in Markdown is text, unless a call begins in it.
+        # Markdown code is text, unless a call begins in it.
         kinds["code"] = rf"```(?:(?!```|{begun})[\s\S])*```|`(?:(?!{begun})[^`\n])*`"
         for kind in ("opening", "closing"):
             kinds[kind] = kinds[kind] and rf"(?:{kinds[kind]})(?:\s*(?:{kinds[kind]}))*"
         return re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in kinds.items() if pattern))
 
     def block(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
-        """Return the calls after an opening mark, and the place after them and their closing marks. Raises Unreadable.
+        """Return the calls after an opening mark, and the index after them and their closing marks. Raises Unreadable.
 
-        A closing mark may be missing before the end, another mark or words: then the calls are complete.
+        Closing marks are optional before the end of the text, another mark, or words.
         """
         calls, place = self.notation.read(text, place, tools)
         after = reading.skip_space(text, place)
@@ -106,7 +106,7 @@ class Family:
 
 
 class _Turn:
-    """A turn, up to a place."""
+    """State of the parser of a turn, up to an index."""
 
     def __init__(self, family: Family, text: str, tools: Tools) -> None:
         self._family, self._text, self._tools = family, text, tools
@@ -116,7 +116,7 @@ class _Turn:
         self._said: list[str] = []
         self._reasoning: list[str] = []
         self._before: tuple[int, ...] = ()
-        """In open reasoning: where it begins, and how many calls, problems and texts came before."""
+        """In open reasoning: its start, and the numbers of calls, problems and texts before it."""
         self._ends_with_call = False
 
     def parsed(self) -> Parsed:
@@ -140,7 +140,7 @@ class _Turn:
         return Parsed(self._calls, self._problems, text, "\n".join(map(str.strip, self._reasoning)).strip())
 
     def _looks_like_call(self, text: str) -> bool:
-        """Return whether JSON outside Markdown code names a tool, or has arguments."""
+        """Return whether JSON outside of Markdown code names a tool or has arguments."""
         text = text if text.startswith("```") else _CODE.sub("", text)
         names_tool = self._family.written == "{}" or any(name in text for name in self._tools)
         return any(name in self._tools for name in _NAME.findall(text)) or bool(names_tool and _ARGUMENTS.search(text))
@@ -170,7 +170,7 @@ class _Turn:
             calls, self._place = self._family.block(self._text, match.end() if start is None else start, self._tools)
         except Unreadable as problem:
             after = max(match.end(), match.start() + 1)
-            # A draft in reasoning may be cut by its end.
+            # The end of reasoning may cut off a draft in it.
             self._place = after if self._before else max(after, problem.place)
             calls, why = [], str(problem)
         room = max(0, MOST_CALLS - len(self._calls) - len(self._problems))
@@ -180,7 +180,7 @@ class _Turn:
             self._refuse(why or f"a turn may hold at most {MOST_CALLS} calls.", self._place)
 
     def _bare(self, match: re.Match[str]) -> None:
-        """Read JSON without marks around it: a call of a known tool, or text."""
+        """Read JSON without marks: a call of a known tool, or text."""
         text, start, self._tries = self._text, match.start(), self._tries + 1
         calls: list[Call] = []
         try:
@@ -188,7 +188,7 @@ class _Turn:
                 _, self._place = reading.read_json(text, start)
                 calls, _ = self._family.block(text, start, self._tools)
         except Unreadable as problem:
-            if problem.place == len(text) and self._looks_like_call(text[start:]):  # cut
+            if problem.place == len(text) and self._looks_like_call(text[start:]):  # cut off
                 return self._refuse(str(problem), problem.place)
         has_arguments = _ARGUMENTS.search(text, start, self._place)
         known = [call for call in calls if call.name in self._tools]
@@ -198,17 +198,17 @@ class _Turn:
             self._said.append(text[start : self._place])
 
     def _stray(self, match: re.Match[str]) -> None:
-        """Refuse a mark that follows no call that can be read; after a call, one of its values held such marks."""
+        """Report a mark that follows no readable call. After a call, it was part of one of the call's values."""
         if self._ends_with_call:
             self._calls.pop()
         self._refuse(f"{match.group()} does not belong to a call that can be read.", match.start())
 
     def _refuse(self, why: str, place: int) -> None:
-        """Note a call that cannot be read, and go to the next mark that can follow it."""
+        """Record an unreadable call, and skip to the next mark that can follow it."""
         self._problems.append(why)
         self._ends_with_call = False
         if len(self._calls) + len(self._problems) > MOST_CALLS:
-            # The end of reasoning; -1 becomes the end of the text.
+            # The end of reasoning. A result of -1 becomes the end of the text.
             place = self._text.find(self._family.thinking.split("{}")[1], place) % (len(self._text) + 1)
         skipped = ("inner", "think", "bare", "code")
         while (mark := self._family.marks.search(self._text, place)) and mark.lastgroup in skipped:

@@ -1,4 +1,4 @@
-"""docs/models.md is what `python -m bench.models` writes, and says what is true."""
+"""bench/results/models.md is what `python -m bench.models` writes, and docs/models.md lists its families by result."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 from bench.models import FAMILIES, TITLES, page_of, row_of, rows_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "bench" / "results" / "models.md"
 
 
 def test_the_page_of_families_is_the_one_that_is_written():
@@ -18,6 +19,14 @@ def test_the_page_of_families_is_the_one_that_is_written():
     # But for when and with which versions.
     made = "`python -m bench.models` wrote this on .*"
     assert re.sub(made, "", page_of(list(found.values()))) == re.sub(made, "", page)
+
+
+def test_the_page_of_models_lists_each_family_by_its_result():
+    works, refused = (ROOT / "docs" / "models.md").read_text().split("## Families that ")[1:]
+    for section, trains in ((works, True), (refused, False)):
+        listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)))
+        found = {name for name, row in rows_of(PAGE.read_text()).items() if (row.split(" | ")[2] == "works") is trains}
+        assert sorted(listed) == sorted(found | {"model_type"})
 
 
 @pytest.mark.few(2)

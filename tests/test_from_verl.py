@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "tests" / "README.md").read_text()
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
@@ -15,8 +16,7 @@ def rows(text):
 
 def test_each_promise_of_a_page_is_held_by_a_test():
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
-    tables = [table for table in _TABLE.findall((ROOT / "tests" / "README.md").read_text()) if "| tests |\n" in table]
-    promises = [row for table in tables for row in rows(table)]
+    promises = [row for table in _TABLE.findall(PAGE) if "| tests |\n" in table for row in rows(table)]
     missing = []
     for row in promises:
         holder = row.rstrip("| ").rpartition("|")[2].strip()
@@ -30,9 +30,7 @@ def test_each_promise_of_a_page_is_held_by_a_test():
 def test_each_difference_from_verl_has_its_test_and_no_other_is_listed():
     heads = {"key", "what", "what is written", "row"}
     page = (ROOT / "docs" / "from-verl.md").read_text()
-    (listed,) = re.findall(
-        r"## Differences from verl\n(.*?)\n## ", (ROOT / "tests" / "README.md").read_text(), re.DOTALL
-    )
+    (listed,) = re.findall(r"## Differences from verl\n(.*?)\n## ", PAGE, re.DOTALL)
     differences, held = (
         [first for row in rows(text) if (first := row[2:].split(" | ")[0]) not in heads] for text in (page, listed)
     )

@@ -1,6 +1,6 @@
 """Which families of decoders are computed as transformers computes them: tiny models of each, on the CPU.
 
-    python -m bench.models [--out docs/models.md] [--no-vllm] [FAMILY ...]
+    python -m bench.models [--out models.md] [--no-vllm] [FAMILY ...]
 
 Each row is a configuration of transformers' own sizes, or with the fields that are named here, made small by
 `rltrain.run.preflight.small`, as every run does before it loads a model. Training, the embedded engine, adapters and
@@ -32,7 +32,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from bench.table import ROOT, parse, table
+from bench.table import parse, table
 from rltrain.base.device import get_device
 from rltrain.base.errors import ConfigError, SyncError
 from rltrain.data.chat import ChatEncoder
@@ -367,23 +367,12 @@ def _say_vllm(name: str) -> None:
     os._exit(0)  # vLLM's own threads would go on for a while
 
 
-_PAGE = """# Models
+_PAGE = """# Families of models
 
-Decoders that go through transformers' attention interface can be trained. Before a run loads anything, and in
-`--dry-run`, it makes a small copy of its model: the same class and the same kinds of layers, narrow, with random
-weights. It computes the copy plainly, one sample at a time, and packed with a shared prompt, in evaluation and in
-training with gradients, and it decodes with the embedded engine. What would come out wrong is refused in one sentence
-with the way out. That takes about a second on a CPU and little memory, whatever the model's size.
+Tiny models of each family against transformers. [models.md](../../docs/models.md) lists them by result.
 
-A family that is not in the table is tried in the same way. If no small copy can be computed, as for some models with
-code of their own, the run is refused: `trainer.allow_unchecked_models=True` starts it all the same, and then compare
-its log-probs yourself. Images are not part of the check; see [vlm.md](vlm.md).
-
-In training, layers compute as in evaluation: noise of routers and dropout are left out, because with them the
-importance ratio of an unchanged policy would differ from 1.
-
-"works" means: log-probs, and the gradient of every weight, are those of transformers' eager forward (the check allows
-a distance of 1e-3 and 1e-2, relative to their size; rounding is around 1e-6); the exported folder has the names and
+"works": log-probs, and the gradient of every weight, are those of transformers' eager forward (the check allows a
+distance of 1e-3 and 1e-2, relative to their size; rounding is around 1e-6); the exported folder has the names and
 numbers of the one that was read; adapters, on all linear layers, compute what the merged weights do; vLLM took over two
 versions of the policy's weights and gave its log-probs. "-" was not run: the model is refused, or vLLM is not tried
 with this family. Its CPU kernel has no latent attention of a small size: with DeepSeek-V3 it is tried at the kernel's
@@ -416,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []])
     parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("--vllm", help=argparse.SUPPRESS)
-    options = parse(parser, argv, out=ROOT / "docs/models.md", families=["qwen3"], no_vllm=True)
+    options = parse(parser, argv, out="models.md", families=["qwen3"], no_vllm=True)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -293,12 +293,8 @@ def test_a_field_of_a_record_has_its_docstring_under_it():
 
 def test_main_guard_of_the_repo_speaks_of_the_project_alone():
     forbidden = re.compile(r"/work/|issue #?\d+|pypi\.org|this session", re.IGNORECASE)
-    tracked = [
-        file
-        for pattern in ("*.md", "scripts/*", "examples/*", "docs/**/*", "rltrain/**/*.py")
-        for file in ROOT.glob(pattern)
-    ]
-    for file in tracked:
+    patterns = ("*.md", "scripts/*", "examples/*", "docs/**/*", "rltrain/**/*.py")
+    for file in [file for pattern in patterns for file in ROOT.glob(pattern)]:
         if file.is_file() and file.suffix in (".md", ".py", ".sh", ".txt", ""):
             assert not forbidden.search(file.read_text()), file
 

@@ -10,10 +10,8 @@ import pytest
 from rltrain.config.schema.keys import all_keys
 from rltrain.config.verl.others import own_name
 from scripts.site.keys import keys_page, whole_name
-from scripts.site.pages import API, KEYS, ROOT, linked, parts, rows, written
+from scripts.site.pages import KEYS, ROOT, linked, parts, rows, search_boost, written
 from scripts.site.recipes import recipe_page, recipes, with_pages
-
-MADE = {KEYS, API}
 
 
 def test_every_page_of_the_docs_stands_in_the_index_once():
@@ -22,6 +20,13 @@ def test_every_page_of_the_docs_stands_in_the_index_once():
     pages = {page for page in written() if page.startswith("docs/") and page.endswith(".md")}
     assert pages - set(listed) == {"docs/README.md"}
     assert {"bench/README.md", "examples/README.md", "CONTRIBUTING.md"} < set(listed)
+    assert min(map(search_boost, [KEYS, *pages])) > search_boost("README.md") > search_boost("CHANGELOG.md")
+
+
+def test_messages_of_the_faq_are_in_the_code():
+    code = re.sub(r'"\n\s*f?"', "", "".join(file.read_text() for file in (ROOT / "rltrain").rglob("*.py")))
+    parts = "…".join(re.findall(r"^### `(.*)`$", (ROOT / "docs/faq.md").read_text(), re.MULTILINE)).split("…")
+    assert [part for part in parts if part.strip() and part not in code] == []
 
 
 def test_every_key_has_an_anchor_a_default_and_a_meaning():

@@ -10,7 +10,7 @@ from mkdocs.structure.pages import Page
 import rltrain
 from scripts.site.keys import breakable, keys_page, with_links
 from scripts.site.notebooks import notebook_page, notebooks
-from scripts.site.pages import API, INDEX, KEYS, ROOT, parts, plain_pipes, relinked, written
+from scripts.site.pages import API, INDEX, KEYS, ROOT, parts, plain_pipes, relinked, search_boost, written
 from scripts.site.recipes import as_listed, recipe_page, recipes, with_pages
 from scripts.site.reports import INDEX as REPORTS
 from scripts.site.reports import report, reports
@@ -63,6 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Markdown as MkDocs reads it."""
     place = page.file.src_uri
+    page.meta["search"] = {"boost": search_boost(place)}
     if place == "examples/README.md":
         markdown = with_pages(markdown)
     # What a page links to, a script, a notebook or the folder of a run, has a page of its own.

@@ -30,6 +30,11 @@ def written() -> list[str]:
     return [str(file.relative_to(ROOT)) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
 
 
+def search_boost(page: str) -> float:
+    """Factor of a page in search results: guides and keys come before tables of measurements, tests and changes."""
+    return 2.0 if page.startswith("docs/") else 0.2 if page.startswith(("bench/", "tests/", "CHANGELOG")) else 1.0
+
+
 def parts() -> dict[str, list[str]]:
     """Heading of `INDEX` -> the pages that its table links to, each once."""
     named: dict[str, list[str]] = {}

@@ -61,11 +61,7 @@ tools:
     tool_schema: {{type: function, function: {{name: tool, description: A tool., parameters: {{
       type: object, properties: {{answer: {{type: string, description: A number.}}}}, required: [answer]}}}}}}
 """
-MODELS = (
-    "actor_rollout_ref.model.path",
-    "critic.model.path",
-    "distillation.teacher_models.teacher_model.model_path",
-)
+MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "distillation.teacher_models.teacher_model.model_path")
 # Part of a model's name -> its model_type; the first that fits.
 KINDS = {
     "Qwen2-VL": "qwen2_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL-30B": "qwen3_vl_moe", "Qwen3-VL": "qwen3_vl",

@@ -5,15 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from rltrain.tools.evaluate.statistics import (
-    average,
-    draws_of,
-    figures,
-    majority_of,
-    mean_of,
-    pass_of,
-    sizes,
-)
+from rltrain.tools.evaluate.statistics import average, draws_of, figures, majority_of, mean_of, pass_of, sizes
 
 NAN = float("nan")
 

@@ -100,7 +100,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
 def _message(error: RltrainError) -> str:
     """What the terminal shows. A run that somebody stopped is no error."""
     first = "" if isinstance(error, Interrupted) else "error: "
-    return plain(first + "\n       ".join(str(error).splitlines()) + "\n")
+    return first + "\n       ".join(str(error).splitlines()) + "\n"
 
 
 def _run(arguments: argparse.Namespace, stop: Stop) -> int:

@@ -24,9 +24,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, TextIO, cast
+from typing import Any
 
 from rltrain.base.attempt import tell_supervisor
+from rltrain.base.secrets import masked_text
 
 # What the system says where it does not get through to storage, network storage above all. All else it says of a write,
 # such as that there is no space, would be said again.
@@ -56,6 +57,9 @@ class RltrainError(Exception):
     exit_code = 1
     passing = False
     """Whether waiting may mend it."""
+
+    def __str__(self) -> str:
+        return masked_text(super().__str__())
 
 
 class ConfigError(RltrainError):
@@ -163,18 +167,19 @@ def plain(text: str) -> str:
 
 
 class PlainOutput:
-    """Standard output of a command: everything that is written is `plain`.
+    """Standard output or error of a command: everything that is written is `plain`.
 
     rich writes its own sequences, and looks for this attribute to find the stream inside; `logs.PlainConsole` makes its
-    texts plain.
+    texts plain. Progress bars of libraries begin what they write to standard error with a carriage return, which stays.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self.rich_proxied_file = stream
+    def __init__(self, stream: Any, bars: bool = False) -> None:
+        self.rich_proxied_file, self._bars = stream, bars
 
     def write(self, text: str) -> int:
         """See `io.TextIOBase`."""
-        self.rich_proxied_file.write(plain(text))
+        start = text[:1] if self._bars and text[:1] == "\r" else ""
+        self.rich_proxied_file.write(start + plain(text[len(start) :]))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -187,22 +192,19 @@ class PlainOutput:
 
 def lenient_output() -> None:
     """Have standard output and error show a sign that their encoding lacks as an escape: by itself Python raises, and
-    what a model writes would end the program. Standard output becomes `PlainOutput`."""
+    what a model writes would end the program. Both become `PlainOutput`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, PlainOutput):
-            continue
-        if not hasattr(stream, "reconfigure"):  # a program has put something of its own there
+        # Without it a program has put something of its own there.
+        if isinstance(stream, PlainOutput) or not hasattr(stream, "reconfigure"):
             continue
         try:
             stream.reconfigure(errors="backslashreplace")
         except OSError:
             # The descriptor leads elsewhere since Python started (dup2), from a file into a pipe, which has no place.
             raw = io.FileIO(stream.fileno(), "w", closefd=False)
-            lenient = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
-            setattr(sys, name, lenient)
-    if hasattr(sys.stdout, "reconfigure") and not isinstance(sys.stdout, PlainOutput):
-        sys.stdout = cast(TextIO, PlainOutput(sys.stdout))
+            stream = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, PlainOutput(stream, bars=name == "stderr"))
 
 
 def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
@@ -278,7 +280,7 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             if not error:
                 raise
             tell_supervisor(error=str(error), passing=error.passing)
-            sys.stderr.write(plain(f"error: {error}\n"))
+            sys.stderr.write(f"error: {error}\n")
             return error.exit_code
 
     return guarded

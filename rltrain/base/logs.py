@@ -25,6 +25,7 @@ from rich.text import Text
 
 from rltrain.base.background import Appender
 from rltrain.base.errors import Interrupted, PlainOutput, plain
+from rltrain.base.secrets import masked_text
 
 TRAIN_LOG = "train.log"
 # Lines that tell the numbers of a step. They are always in train.log; a console shows them where it has no bar.
@@ -49,11 +50,11 @@ _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
 
 
 class _Stamped(logging.Formatter):
-    """Time, a word for what is more than information, message."""
+    """Time, a word for what is more than information, message without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        return plain(f"{self.formatTime(record, self.datefmt)} {level}{super().format(record)}")
+        return plain(f"{self.formatTime(record, self.datefmt)} {level}{masked_text(super().format(record))}")
 
 
 class _ConsoleLines(logging.Handler):

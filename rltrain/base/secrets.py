@@ -87,8 +87,10 @@ def masked_text(text: str) -> str:
     parts, end = [], 0
     for pair in _NAME.finditer(text):
         name, between = pair.groups()
-        # A metric's name has a slash.
-        is_prose = ":" in between and (_WORDS.fullmatch(name) or text[pair.start() - 1 : pair.start()] == "/")
+        # A metric's name has a slash; a key of the configuration has a dot, and a sentence after it.
+        is_prose = ":" in between and (
+            _WORDS.fullmatch(name) or "." in name or text[pair.start() - 1 : pair.start()] == "/"
+        )
         if pair.start() < end or is_prose or not is_secret(name):
             continue
         if (found := _VALUE.match(text, pair.end())) and is_secret(name, value := found[0].strip("\"'")):

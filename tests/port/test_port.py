@@ -103,7 +103,8 @@ def test_secrets_of_a_script_are_not_copied(tmp_path):
 
 def test_secrets_under_unknown_keys_are_not_shown(tmp_path, capsys):
     """In comments and on standard error, also with spaces in them; a variable of the user's is not a secret."""
-    words = "+nonsense.openai_key='topsecret 2 topsecret' +nonsense.passwd=$HOME +x.y=https://me:topsecret@h/x +z='{api_key: topsecret}'"
+    words = "+nonsense.openai_key='topsecret 2 topsecret' +nonsense.passwd=$HOME +x.y=https://me:topsecret@h/x"
+    words += " +z='{api_key: topsecret}'"
     words += (
         " reward_model.url=http://me:topsecret@h +more.headers='[\"X-Api-Key: topsecret\"]' +judge.openai_key=topsecret"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,10 @@ SLOT = "<image>"
 _VIDEO_SLOT = "<video>"
 # A file of a few kilobytes can claim to be gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
+# Of all images of a row. An image counts as at least so many.
+MOST_ROW_PIXELS, LEAST_PIXELS = 1 << 28, 1 << 10
+# A crafted file makes Pillow warn megabytes.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 # The same for Pillow, which would start Ghostscript for EPS.
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 # Of EXIF: from the fifth value on, width and height are exchanged. In a PNG it may stand behind the pixels.

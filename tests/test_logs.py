@@ -144,9 +144,8 @@ def test_no_usage_error_steers_the_terminal(name, capsys, monkeypatch, tmp_path)
     with contextlib.suppress(SystemExit):
         program_of_all.main([*name.split(), *hostile])
     if name in COMMANDS:
-        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True))
-        raw = sys.stderr
-        with contextlib.suppress(SystemExit):
+        raw = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+        with contextlib.redirect_stderr(raw), contextlib.suppress(SystemExit):
             importlib.import_module(COMMANDS[name][0]).main(hostile)
         written = raw.buffer.getvalue().decode()
         assert plain(written) == written
@@ -154,11 +153,11 @@ def test_no_usage_error_steers_the_terminal(name, capsys, monkeypatch, tmp_path)
     assert plain(shown) == shown
 
 
-def test_a_progress_bar_of_a_library_begins_its_line_again(monkeypatch):
+def test_a_progress_bar_of_a_library_begins_its_line_again():
     inside = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
-    monkeypatch.setattr(sys, "stderr", inside)
-    lenient_output()
-    sys.stderr.write("\r 50%\r\x1b[A")
+    with contextlib.redirect_stderr(inside):
+        lenient_output()
+        sys.stderr.write("\r 50%\r\x1b[A")
     assert inside.buffer.getvalue().decode() == "\r 50%\ufffd\ufffd[A"
 
 

@@ -30,16 +30,18 @@ _FOLDERS = ("PWD", "OLDPWD")
 _CREDENTIALS = re.compile(
     r"(?<=://)(?:[^/@\s\"':]{0,999}:[^\s\"']{0,999}|[^/@\s\"']{1,999})@|(?<![\w/.%+@:-])[\w.%+-]{1,99}:[^\s\"'@/]{1,999}@(?=\w)"
 )
-_SCHEME = r"(?:(?:bearer|basic|token|digest|api-?key) +)?"
+_SCHEME = r"(?:(?:bearer|basic|token|digest|api-?key)[ \t]+)?"
 # A name and its value, as addresses, headers, shells, YAML and JSON write them. A variable is not a value.
-_NAME = re.compile(r"(?<![\w.%-])([\w.%-]+)([\"']?[ \t]{0,2}[:=][ \t]{0,2})(?![\"']?[$…])")
+_NAME = re.compile(r"(?<![\w.%-])([\w.%-]+)([\"']?[ \t]{0,2}[:=][ \t]{0,2}|[ \t]+)(?![\"']?[$…])")
 _VALUE = re.compile(
-    rf"\"{_SCHEME}[^\"\n]*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"'=]*", re.IGNORECASE
+    rf"\"{_SCHEME}[^\"\n]*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"']*", re.IGNORECASE
 )
 # Words of prose, before a colon.
 _WORDS = re.compile(r"keys?|tokens?|secrets?|auth|pass|sig|signature", re.IGNORECASE)
 _NUMBER = re.compile(r"[\d.,_eE+-]+")
-_BEARER = re.compile(r"\b(bearer|basic) +[\w.~+/=-]{8,}", re.IGNORECASE)
+_BEARER = re.compile(r"\b(bearer|basic)[ \t]+[\w.~+/=-]{8,}", re.IGNORECASE)
+# As services write theirs.
+_TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AIza|AKIA)[\w-]{16,}")
 _HEADER = re.compile(r"[\"']?([\w-]+)[\"']?[ \t]*:[ \t]*(?!\$\{oc\.env:)(\S.*)", re.DOTALL)
 _LONE = re.compile(r"(token|digest|api-?key) +\S{8,}", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{oc\.env:[^{}]*\}")
@@ -62,13 +64,16 @@ def masked(value: Any, name: str = "") -> Any:
     secret = is_secret(name) or name == "url_headers"
     if isinstance(value, dict):
         # A header or variable whose name is a value itself.
-        named = secret or any(is_secret(str(value.get(field, ""))) for field in ("name", "key", "header"))
+        names = (str(item) for key, item in value.items() if str(key).lower() in ("name", "key", "header"))
+        inside = ("value", "val", "content", "default") if any(map(is_secret, names)) else ()
         return {
-            key: masked(item, "secret" if secret or (named and key == "value") else str(key))
+            key: masked(item, "secret" if secret or str(key).lower() in inside else str(key))
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        is_pair = len(value) == 2 and isinstance(value[0], str) and "-" in value[0] and is_secret(value[0])
+        is_pair = (
+            len(value) == 2 and isinstance(value[0], str) and is_secret(value[0]) and not _WORDS.fullmatch(value[0])
+        )
         return [masked(item, "secret" if is_pair and place else name) for place, item in enumerate(value)]
     if isinstance(value, str):
         if _REFERENCE.fullmatch(value):  # it names the variable that holds the secret
@@ -91,9 +96,10 @@ def masked_text(text: str) -> str:
         is_prose = ":" in between and (
             _WORDS.fullmatch(name) or "." in name or text[pair.start() - 1 : pair.start()] == "/"
         )
+        is_prose = is_prose or (between.isspace() and not name.startswith("--"))
         if pair.start() < end or is_prose or not is_secret(name):
             continue
         if (found := _VALUE.match(text, pair.end())) and is_secret(name, value := found[0].strip("\"'")):
             parts += [text[end : found.start()], found[0].replace(value, MASK, 1) if value else found[0]]
             end = found.end()
-    return _BEARER.sub(rf"\1 {MASK}", "".join(parts) + text[end:])
+    return _TOKEN.sub(MASK, _BEARER.sub(rf"\1 {MASK}", "".join(parts) + text[end:]))

@@ -301,6 +301,8 @@ def test_secrets_are_masked_and_lengths_are_not(monkeypatch):
     secrets += [f"{kwargs}.headers=['X-Api-Key: abc 12','Authorization: Token abc123']", f"{kwargs}.me=me:abc123@h/x"]
     secrets += [f"{kwargs}.headers2=[{{name: X-Api-Key, value: abc123}}]", f"{kwargs}.headers3=[[X-Api-Key, abc123]]"]
     secrets += [f'{kwargs}.curl=\'-H "Authorization: Basic abc123" -d token="abc 12"\'']
+    secrets += [f"{kwargs}.headers4=[{{Name: HF_TOKEN, Value: abc123}},[Authorization, abc123]]"]
+    secrets += [f"{kwargs}.run='x --api-key abc123 y'", f"{kwargs}.plain_text=hf_abcdefghijklmnopqrstuv"]
     headers = ["reward.url_headers.Authorization='Bearer ${oc.env:JUDGE_TOKEN}'", f"{header}=me"]
     config = load_config([*BASE, *secrets, *headers, *(f"{kwargs}.{word}" for word in PLAIN)]).config
     assert config.reward.url_headers == {"Authorization": "Bearer abc", "X-Me": "me"}

@@ -179,4 +179,6 @@ def test_no_error_or_log_line_holds_a_password(tmp_path, capsys):
             raise DataError("\n".join(texts))
 
     assert program([]) == 2
+    with pytest.raises(SystemExit):
+        program_of_all.main(["view", "run", "--api-key=hunter2", "--hub_token", "hunter2"])
     assert "hunter2" not in "".join(capsys.readouterr()) + (tmp_path / "train.log").read_text()

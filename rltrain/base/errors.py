@@ -167,19 +167,20 @@ def plain(text: str) -> str:
 
 
 class PlainOutput:
-    """Standard output or error of a command: everything that is written is `plain`.
+    """Standard output or error of a command: everything that is written is `plain`, and on standard error masked.
 
     rich writes its own sequences, and looks for this attribute to find the stream inside; `logs.PlainConsole` makes its
     texts plain. Progress bars of libraries begin what they write to standard error with a carriage return, which stays.
     """
 
-    def __init__(self, stream: Any, bars: bool = False) -> None:
-        self.rich_proxied_file, self._bars = stream, bars
+    def __init__(self, stream: Any, is_error: bool = False) -> None:
+        self.rich_proxied_file, self._is_error = stream, is_error
 
     def write(self, text: str) -> int:
         """See `io.TextIOBase`."""
-        start = text[:1] if self._bars and text[:1] == "\r" else ""
-        self.rich_proxied_file.write(start + plain(text[len(start) :]))
+        start = text[:1] if self._is_error and text[:1] == "\r" else ""
+        shown = masked_text(text) if self._is_error else text
+        self.rich_proxied_file.write(start + plain(shown[len(start) :]))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -204,7 +205,7 @@ def lenient_output() -> None:
             # The descriptor leads elsewhere since Python started (dup2), from a file into a pipe, which has no place.
             raw = io.FileIO(stream.fileno(), "w", closefd=False)
             stream = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
-        setattr(sys, name, PlainOutput(stream, bars=name == "stderr"))
+        setattr(sys, name, PlainOutput(stream, is_error=name == "stderr"))
 
 
 def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:

@@ -28,7 +28,8 @@ _COLUMNS = re.compile(
 _FOLDERS = ("PWD", "OLDPWD")
 # A password may hold "/" and "@". Without a scheme it may not. Bounds keep the search linear.
 _CREDENTIALS = re.compile(
-    r"(?<=://)(?:[^/@\s\"':]{0,999}:[^\s\"']{0,999}|[^/@\s\"']{1,999})@|(?<![\w/.%+@:-])[\w.%+-]{1,99}:[^\s\"'@/]{1,999}@(?=\w)"
+    r"(?<=://)(?:[^/@\s\"':]{0,999}:[^\s\"']{0,999}|[^/@\s\"']{1,999})@"
+    r"|(?<![\w/.%+@:-])[\w.%+-]{1,99}:[^\s\"'@/]{1,999}@(?=\w)"
 )
 _SCHEME = r"(?:(?:bearer|basic|token|digest|api-?key)[ \t]+)?"
 # A name and its value, as addresses, headers, shells, YAML and JSON write them. A variable is not a value.
@@ -71,9 +72,8 @@ def masked(value: Any, name: str = "") -> Any:
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        is_pair = (
-            len(value) == 2 and isinstance(value[0], str) and is_secret(value[0]) and not _WORDS.fullmatch(value[0])
-        )
+        first = value[0] if len(value) == 2 and isinstance(value[0], str) else ""
+        is_pair = is_secret(first) and not _WORDS.fullmatch(first)
         return [masked(item, "secret" if is_pair and place else name) for place, item in enumerate(value)]
     if isinstance(value, str):
         if _REFERENCE.fullmatch(value):  # it names the variable that holds the secret

@@ -78,8 +78,7 @@ def kill_below(pid: int) -> None:
 
 def remove_folder(folder: str) -> None:
     """Remove a folder of programs, which may nest folders deeper than Python's recursion goes."""
-    if folder:
-        subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
+    subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def send(pids: Iterable[int], number: int) -> None:

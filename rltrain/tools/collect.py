@@ -38,10 +38,7 @@ _ENTRY = re.compile(
     r"(?m)^([ \t]*)((?:- )?[\"']?([\w.-]+)[\"']?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")"
     r"(\S.*(?:\n\1[ \t]+\S.*|\n[ \t]*(?=\n))*)$"
 )
-_MARKS = (
-    *((b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be")),
-    *((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")),
-)
+_WIDE = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
 
 
 def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_file: int = MOST_OF_A_FILE) -> list[str]:
@@ -87,8 +84,7 @@ def _text_of(path: Path, most: int) -> str | None:
     """Return the end of a text file, in whatever Unicode encoding; None for another file."""
     if path.suffix in _BINARY:
         return None
-    left_out, data, head = _end_of(path, most)
-    code = next((code for mark, code in _MARKS if head.startswith(mark)), "utf-8")
+    left_out, data, code = _end_of(path, most)
     for wide, zeros in (("utf-16-le", data[1::2]), ("utf-16-be", data[::2])):
         if code == "utf-8" and zeros.count(0) * 2 > len(zeros):
             code = wide
@@ -120,16 +116,16 @@ def _secret_values(texts: Iterable[tuple[Path, str]]) -> list[str]:
     return sorted(values - {MASK}, key=len, reverse=True)
 
 
-def _end_of(path: Path, most: int) -> tuple[int, bytes, bytes]:
-    """Return the number of bytes left out, the bytes after them, and the first four bytes of a file."""
+def _end_of(path: Path, most: int) -> tuple[int, bytes, str]:
+    """Return the number of bytes left out, the bytes after them, and the encoding that the file's mark names."""
     with open(path, "rb") as file:
         head = file.read(4)
+        code = next((code for code in _WIDE if head.startswith("\ufeff".encode(code))), "utf-8")
         # A parquet file cannot be read in part; of logs the end is what matters, where the error is.
         left_out = max(0, path.stat().st_size - most) if path.suffix != ".parquet" else 0
-        if any(head.startswith(mark) for mark, _ in _MARKS):
-            left_out -= left_out % 4
+        left_out -= left_out % 4 if code in _WIDE else 0
         file.seek(left_out)
-        return left_out, file.read(), head
+        return left_out, file.read(), code
 
 
 def _masked(text: str, secrets: list[str]) -> str:

@@ -33,10 +33,11 @@ _CREDENTIALS = re.compile(
 )
 _SCHEME = r"(?:(?:bearer|basic|token|digest|api-?key)[ \t]+)?"
 # A name and its value, as addresses, headers, shells, YAML and JSON write them. A variable is not a value.
-_NAME = re.compile(r"(?<![\w.%-])([\w.%-]+)([\"']?[ \t]{0,2}[:=][ \t]{0,2}|[ \t]+)(?![\"']?[$…])")
+_NAME = re.compile(r"(?<![\w.%-])([\w.%-]+)([\"']?[ \t]{0,2}[:=][ \t]{0,2})(?![\"']?[$…])")
 _VALUE = re.compile(
     rf"\"{_SCHEME}[^\"\n]*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"']*", re.IGNORECASE
 )
+_FLAG = re.compile(r"--([\w-]+)[ \t]+(?=[^\s$-])(\"[^\"\n]*\"|'[^'\n]*'|\S+)")
 # Words of prose, before a colon.
 _WORDS = re.compile(r"keys?|tokens?|secrets?|auth|pass|sig|signature", re.IGNORECASE)
 _NUMBER = re.compile(r"[\d.,_eE+-]+")
@@ -89,15 +90,14 @@ def masked(value: Any, name: str = "") -> Any:
 def masked_text(text: str) -> str:
     """Return text without the secrets in its addresses, headers and ``name=value`` pairs."""
     text = _CREDENTIALS.sub(f"{MASK}@", text)
+    text = _FLAG.sub(lambda flag: f"--{flag[1]} {MASK}" if is_secret(*flag.groups()) else flag[0], text)
     parts, end = [], 0
     for pair in _NAME.finditer(text):
         name, between = pair.groups()
+        if pair.start() < end or not is_secret(name):
+            continue
         # A metric's name has a slash; a key of the configuration has a dot, and a sentence after it.
-        is_prose = ":" in between and (
-            _WORDS.fullmatch(name) or "." in name or text[pair.start() - 1 : pair.start()] == "/"
-        )
-        is_prose = is_prose or (between.isspace() and not name.startswith("--"))
-        if pair.start() < end or is_prose or not is_secret(name):
+        if ":" in between and (_WORDS.fullmatch(name) or "." in name or text[pair.start() - 1 : pair.start()] == "/"):
             continue
         if (found := _VALUE.match(text, pair.end())) and is_secret(name, value := found[0].strip("\"'")):
             parts += [text[end : found.start()], found[0].replace(value, MASK, 1) if value else found[0]]

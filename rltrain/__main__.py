@@ -9,7 +9,7 @@ import sys
 
 from rltrain import data_preprocess
 from rltrain.base.commands import COMMANDS, REMOVED
-from rltrain.base.errors import lenient_output, plain
+from rltrain.base.errors import lenient_output
 
 # Words of other programs.
 _MEANT = {name: f"train algorithm.adv_estimator={name}" for name in ("grpo", "gae", "rloo")}
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = f" Did you mean rltrain {near[0]}?" if near else ""
         hint = f" Did you mean rltrain train {command} …?" if "=" in command else hint
         typed = two if any(name.startswith(f"{command} ") for name in COMMANDS) else command
-        sys.stderr.write(plain(f"error: there is no command '{typed}'.{hint} See rltrain --help.\n"))
+        sys.stderr.write(f"error: there is no command '{typed}'.{hint} See rltrain --help.\n")
         return 2
     # argparse takes the name in its usage from here.
     sys.argv = [f"rltrain {command}", *rest]

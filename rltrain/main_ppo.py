@@ -14,6 +14,7 @@ from typing import NoReturn
 from rltrain.base.attempt import tell_supervisor
 from rltrain.base.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
 from rltrain.base.program import ESTIMATE_FLAGS
+from rltrain.base.secrets import masked_text
 from rltrain.base.stop import Stop, listen
 from rltrain.config.help import help_text
 
@@ -87,7 +88,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
             # Ray makes errors of its own of what a signal handler raises.
             raised = stop.interrupted() if stop.at_once else system_error(error) or error
             if not isinstance(raised, RltrainError):
-                tell_supervisor(error=f"{type(raised).__name__}: {raised}")
+                tell_supervisor(error=masked_text(f"{type(raised).__name__}: {raised}"))
                 raise
         tell_supervisor(error=str(raised), passing=raised.passing)
         # What the run has printed stands above the error, also where both go to one file.
@@ -100,7 +101,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
 def _message(error: RltrainError) -> str:
     """What the terminal shows. A run that somebody stopped is no error."""
     first = "" if isinstance(error, Interrupted) else "error: "
-    return plain(first + "\n       ".join(str(error).splitlines()) + "\n")
+    return first + "\n       ".join(str(error).splitlines()) + "\n"
 
 
 def _run(arguments: argparse.Namespace, stop: Stop) -> int:

@@ -1,3 +1,4 @@
+import gzip
 import zipfile
 
 import pytest
@@ -56,6 +57,28 @@ def test_a_report_has_all_but_weights_and_secrets(run, tmp_path, monkeypatch, ca
     assert '"num_tokens": 12' in text
     assert "device: cpu" in found["config.yaml"]
     assert "password: ''" in found["config.yaml"]
+
+
+def test_secrets_are_masked_in_every_encoding_and_form(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN_PROD", "letters")
+    block = 'a:\n  private_key: |\n    BEGIN KEY\n    "q"uoted\n\n    end\n  password: correcthorse\n  device: cpu\n'
+    (run / "config.2.yaml").write_text(block)
+    said = 'asked correcthorse and letters, BEGIN KEY, {"x": "\\"q\\"uoted"}, %22q%22uoted; good\n'
+    for number, code in enumerate(["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"]):
+        (run / "logs" / f"{number}.log").write_bytes(f"é {said}".encode(code))
+    (run / "logs" / "old.log.gz").write_bytes(gzip.compress(said.encode()))
+    (run / "incidents" / "step_3" / "batch.pt").write_bytes(b"\x80letters\xff")
+    names = collect(run, tmp_path / "x.zip", most_of_a_file=400)
+    found = read(tmp_path / "x.zip")
+    text = "".join(found.values())
+    for secret in ("correcthorse", "letters", "BEGIN KEY", "uoted"):
+        assert secret not in text
+    assert "device: cpu" in found["config.2.yaml"]
+    assert all("good" in found[f"logs/{number}.log"] for number in range(5))
+    assert not {"logs/old.log.gz", "incidents/step_3/batch.pt"} & set(names)
+    left_out = capsys.readouterr().err
+    assert "logs/old.log.gz cannot be read as text" in left_out
+    assert "incidents/step_3/batch.pt holds a secret" in left_out
 
 
 def test_big_files_are_cut_and_the_archive_is_bounded(run, tmp_path):

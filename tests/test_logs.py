@@ -1,4 +1,5 @@
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -9,8 +10,10 @@ import sys
 import pytest
 from rich.text import Text
 
+from rltrain import __main__ as program_of_all
 from rltrain.base import logs
-from rltrain.base.errors import DataError, command, plain
+from rltrain.base.commands import COMMANDS
+from rltrain.base.errors import DataError, command, lenient_output, plain
 
 log = logging.getLogger("rltrain.run.fit")
 
@@ -131,3 +134,51 @@ def test_no_command_writes_a_sequence_that_steers_the_terminal(capsys):
     shown = written.err + re.sub(r"\x1b\[(31|0)m", "", written.out.replace("\x1b[31ma", "a", 1))
     assert plain(shown) == shown
     assert shown.count("a\ufffd]52") == 5
+
+
+@pytest.mark.parametrize("name", ["", "data", "data gsm8k", "data guess_number", *COMMANDS])
+def test_no_usage_error_steers_the_terminal(name, capsys, monkeypatch, tmp_path):
+    """Also by the module of a command, which the common program does not call then."""
+    monkeypatch.chdir(tmp_path)
+    hostile = ["--\x1b]0;x\x07", "\x9b2J", "\u202e=\r"]
+    with contextlib.suppress(SystemExit):
+        program_of_all.main([*name.split(), *hostile])
+    if name in COMMANDS:
+        raw = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+        with contextlib.redirect_stderr(raw), contextlib.suppress(SystemExit):
+            importlib.import_module(COMMANDS[name][0]).main(hostile)
+        written = raw.buffer.getvalue().decode()
+        assert plain(written) == written
+    shown = "".join(capsys.readouterr())
+    assert plain(shown) == shown
+
+
+def test_a_progress_bar_of_a_library_begins_its_line_again():
+    inside = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+    with contextlib.redirect_stderr(inside):
+        lenient_output()
+        sys.stderr.write("\r 50%\r\x1b[A")
+    assert inside.buffer.getvalue().decode() == "\r 50%\ufffd\ufffd[A"
+
+
+def test_no_error_or_log_line_holds_a_password(tmp_path, capsys):
+    """Of any key that holds an address, and where the scheme is missing."""
+    texts = ["reward.url='http://me:hunter2@h/x' is", "x.url=me:hunter2@h:80/x", "https://h/?a=1&sig=hunter2"]
+    texts += [
+        "H: X-Api-Key: hunter2",
+        "authorization: Token hunter2",
+        '{"password": "hunter2 hunter2"}',
+        "key='hunter2'",
+    ]
+
+    @command
+    def program(argv):
+        with logs.session():
+            logs.open_train_log(tmp_path)
+            log.warning("%s", "\n".join(texts))
+            raise DataError("\n".join(texts))
+
+    assert program([]) == 2
+    with pytest.raises(SystemExit):
+        program_of_all.main(["view", "run", "--api-key=hunter2", "--hub_token", "hunter2"])
+    assert "hunter2" not in "".join(capsys.readouterr()) + (tmp_path / "train.log").read_text()

@@ -24,9 +24,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, TextIO, cast
+from typing import Any
 
 from rltrain.base.attempt import tell_supervisor
+from rltrain.base.secrets import masked_text
 
 # Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would occur again.
 _NO_ANSWER = {
@@ -55,6 +56,9 @@ class RltrainError(Exception):
     exit_code = 1
     passing = False
     """True if waiting may resolve it."""
+
+    def __str__(self) -> str:
+        return masked_text(super().__str__())
 
 
 class ConfigError(RltrainError):
@@ -162,18 +166,20 @@ def plain(text: str) -> str:
 
 
 class PlainOutput:
-    """Standard output of a command, with all text converted by `plain`.
+    """Standard output or error of a command, with all text converted by `plain`, and masked on standard error.
 
     rich writes its own sequences and uses this attribute to find the wrapped stream. `logs.PlainConsole` converts its
-    texts.
+    texts. A leading carriage return on standard error, by which progress bars rewrite their line, stays.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self.rich_proxied_file = stream
+    def __init__(self, stream: Any, is_error: bool = False) -> None:
+        self.rich_proxied_file, self._is_error = stream, is_error
 
     def write(self, text: str) -> int:
         """Write ``text`` (see `io.TextIOBase`)."""
-        self.rich_proxied_file.write(plain(text))
+        start = text[:1] if self._is_error and text[:1] == "\r" else ""
+        shown = masked_text(text) if self._is_error else text
+        self.rich_proxied_file.write(start + plain(shown[len(start) :]))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -185,25 +191,22 @@ class PlainOutput:
 
 
 def lenient_output() -> None:
-    """Escape characters that standard output and error cannot encode. Standard output becomes `PlainOutput`.
+    """Escape characters that standard output and error cannot encode, and convert both to `PlainOutput`.
 
     By default Python raises, and a model's text would end the program.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, PlainOutput):
-            continue
-        if not hasattr(stream, "reconfigure"):  # the program has replaced it
+        # Without `reconfigure` it was replaced by the program.
+        if isinstance(stream, PlainOutput) or not hasattr(stream, "reconfigure"):
             continue
         try:
             stream.reconfigure(errors="backslashreplace")
         except OSError:
             # The descriptor was redirected (dup2) from a file to a pipe, which cannot seek.
             raw = io.FileIO(stream.fileno(), "w", closefd=False)
-            lenient = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
-            setattr(sys, name, lenient)
-    if hasattr(sys.stdout, "reconfigure") and not isinstance(sys.stdout, PlainOutput):
-        sys.stdout = cast(TextIO, PlainOutput(sys.stdout))
+            stream = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, PlainOutput(stream, is_error=name == "stderr"))
 
 
 def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
@@ -280,7 +283,7 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             if not error:
                 raise
             tell_supervisor(error=str(error), passing=error.passing)
-            sys.stderr.write(plain(f"error: {error}\n"))
+            sys.stderr.write(f"error: {error}\n")
             return error.exit_code
 
     return guarded

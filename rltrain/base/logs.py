@@ -25,6 +25,7 @@ from rich.text import Text
 
 from rltrain.base.background import Appender
 from rltrain.base.errors import Interrupted, PlainOutput, plain
+from rltrain.base.secrets import masked_text
 
 TRAIN_LOG = "train.log"
 # Logger of the metrics of each step. They are always in train.log; a console shows them if it has no progress bar.
@@ -49,11 +50,11 @@ _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
 
 
 class _Stamped(logging.Formatter):
-    """Formatter: time, level if above INFO, message."""
+    """Formatter: time, level if above INFO, message without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        return plain(f"{self.formatTime(record, self.datefmt)} {level}{super().format(record)}")
+        return plain(f"{self.formatTime(record, self.datefmt)} {level}{masked_text(super().format(record))}")
 
 
 class _ConsoleLines(logging.Handler):

@@ -11,22 +11,41 @@ MASK = "***"
 # "key", "token" and the like count only as the last word: key_name, monkey and max_token_len are not secrets.
 _SECRET = re.compile(
     r"pass(word|wd|phrase|code)|secret|credential|bearer|api[-_]?key(?!_env$)|authorization|cookie"
-    r"|(^|[-_.])(keys?|tokens?|pat|sig|signature|auth|pwd|pass|dsn|jwt|sas)$|(?-i:[a-z](Key|Token|Auth)$)",
+    r"|(^|[-_.])(keys?|tokens?|(key|token|pat|sig|signature|auth|pwd|pass|dsn|jwt|sas)"
+    r"([-_](prod|production|dev|test|staging|live|old|new|main|backup|\d+))?)$|(?-i:[a-z](Key|Token|Auth)$)"
+    # Variables with any other suffix, unless that says that the value is not the secret itself.
+    r"|(?-i:(^|_)(KEY|TOKEN|PAT|DSN|JWT|PASS)_(?!([A-Z0-9_]+_)?(NAME|FILE|PATH|DIR|ENV|ID|LEN|LENGTH|LIMIT|SIZE|COUNT"
+    r"|BYTES|MODE|TYPE|TTL|RATE)$)[A-Z0-9_]+$)",
     re.IGNORECASE,
 )
-# Names of columns and of keys in data files.
+# Names of columns and of keys in data files, and of tokens of a tokenizer.
 _COLUMNS = re.compile(
     r"(prompt|image|images|video|videos|audio|reward_fn|reward|answer|response|label|input|output|messages|group|sort"
-    r"|own|gdpo_reward|chosen|rejected)_keys?",
+    r"|own|gdpo_reward|chosen|rejected)_keys?|(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_tokens?",
     re.IGNORECASE,
 )
 # Variables whose names end like a password's.
 _FOLDERS = ("PWD", "OLDPWD")
-# A password may contain "/" and "@".
-_CREDENTIALS = re.compile(r"(?<=://)(?:[^/@\s\"':]*:[^\s\"']*|[^/@\s\"']+)@")
-_PAIR = re.compile(r"(?<![\w.%-])([\w.%-]+)=([^\s&;,#\"'=]+)")
+# A password may contain "/" and "@", except without a scheme. Bounds keep the search linear.
+_CREDENTIALS = re.compile(
+    r"(?<=://)(?:[^/@\s\"':]{0,999}:[^\s\"']{0,999}|[^/@\s\"']{1,999})@"
+    r"|(?<![\w/.%+@:-])[\w.%+-]{1,99}:[^\s\"'@/]{1,999}@(?=\w)"
+)
+_SCHEME = r"(?:(?:bearer|basic|token|digest|api-?key)[ \t]+)?"
+# A name and its value, as in URLs, headers, shells, YAML and JSON. A variable is not a value.
+_NAME = re.compile(r"(?<![\w.%-])([\w.%-]+)([\"']?[ \t]{0,2}[:=][ \t]{0,2})(?![\"']?[$…])")
+_VALUE = re.compile(
+    rf"\"{_SCHEME}[^\"\n]*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"']*", re.IGNORECASE
+)
+_FLAG = re.compile(r"--([\w-]+)[ \t]+(?=[^\s$-])(\"[^\"\n]*\"|'[^'\n]*'|\S+)")
+# Words of prose, before a colon.
+_WORDS = re.compile(r"keys?|tokens?|secrets?|auth|pass|sig|signature", re.IGNORECASE)
 _NUMBER = re.compile(r"[\d.,_eE+-]+")
-_BEARER = re.compile(r"\b(bearer|basic) +[\w.~+/=-]{8,}", re.IGNORECASE)
+_BEARER = re.compile(r"\b(bearer|basic)[ \t]+[\w.~+/=-]{8,}", re.IGNORECASE)
+# Known prefixes of tokens.
+_TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AIza|AKIA)[\w-]{16,}")
+_HEADER = re.compile(r"[\"']?([\w-]+)[\"']?[ \t]*:[ \t]*(?!\$\{oc\.env:)(\S.*)", re.DOTALL)
+_LONE = re.compile(r"(token|digest|api-?key) +\S{8,}", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
@@ -45,19 +64,41 @@ def masked(value: Any, name: str = "") -> Any:
     # Any header may contain a token, whatever its name.
     secret = is_secret(name) or name == "url_headers"
     if isinstance(value, dict):
-        return {key: masked(item, "secret" if secret else str(key)) for key, item in value.items()}
+        # A header or variable whose name is a value itself.
+        names = (str(item) for key, item in value.items() if str(key).lower() in ("name", "key", "header"))
+        inside = ("value", "val", "content", "default") if any(map(is_secret, names)) else ()
+        return {
+            key: masked(item, "secret" if secret or str(key).lower() in inside else str(key))
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [masked(item, name) for item in value]
+        first = value[0] if len(value) == 2 and isinstance(value[0], str) else ""
+        is_pair = is_secret(first) and not _WORDS.fullmatch(first)
+        return [masked(item, "secret" if is_pair and place else name) for place, item in enumerate(value)]
     if isinstance(value, str):
         if _REFERENCE.fullmatch(value):  # it names the variable with the secret
             return value
-        return MASK if value and secret else masked_text(value)
+        if value and (secret or _LONE.fullmatch(value)):
+            return MASK
+        header = _HEADER.fullmatch(value)
+        return f"{header[1]}: {MASK}" if header and is_secret(header[1], header[2]) else masked_text(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return MASK if is_number and (name == "secret" or is_secret(name, value)) else value
 
 
 def masked_text(text: str) -> str:
-    """Return text without the secrets in its URLs and ``name=value`` pairs."""
+    """Return text without the secrets in its URLs, headers and ``name=value`` pairs."""
     text = _CREDENTIALS.sub(f"{MASK}@", text)
-    text = _PAIR.sub(lambda pair: f"{pair[1]}={MASK}" if is_secret(*pair.groups()) else pair[0], text)
-    return _BEARER.sub(rf"\1 {MASK}", text)
+    text = _FLAG.sub(lambda flag: f"--{flag[1]} {MASK}" if is_secret(*flag.groups()) else flag[0], text)
+    parts, end = [], 0
+    for pair in _NAME.finditer(text):
+        name, between = pair.groups()
+        if pair.start() < end or not is_secret(name):
+            continue
+        # A metric's name has a slash; a key of the configuration has a dot, and a sentence after it.
+        if ":" in between and (_WORDS.fullmatch(name) or "." in name or text[pair.start() - 1 : pair.start()] == "/"):
+            continue
+        if (found := _VALUE.match(text, pair.end())) and is_secret(name, value := found[0].strip("\"'")):
+            parts += [text[end : found.start()], found[0].replace(value, MASK, 1) if value else found[0]]
+            end = found.end()
+    return _TOKEN.sub(MASK, _BEARER.sub(rf"\1 {MASK}", "".join(parts) + text[end:]))

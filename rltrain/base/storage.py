@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from rltrain.base.clock import SYSTEM
 from rltrain.base.errors import DataError, StorageError, unwritten
@@ -45,6 +45,16 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
                     "for good, move the checkpoint's folder away."
                 ) from error
         clock.sleep(PAUSE_S)
+
+
+def bounded_lines(stream: BinaryIO, most: int) -> Iterator[bytes]:
+    """Return the lines of a file, of at most ``most`` bytes each: a compressed one may hold any. Raises DataError."""
+    number = 0
+    while line := stream.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            raise DataError(f"line {number} has more than {most:,} bytes.")
+        yield line
 
 
 def matching(name: str) -> list[Path]:

@@ -26,9 +26,12 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from rltrain.base.errors import DataError, first_line, host_error, short
-from rltrain.base.storage import matching
+from rltrain.base.storage import bounded_lines, matching
 
 _HEAD_BYTES = 512
+# A compressed file may become this large in memory, or this many times its size; the same of one line.
+MAX_FILE_BYTES, MAX_EXPANSION = 2 << 30, 64
+_MAX_LINE_BYTES, _MAX_LINE_EXPANSION = 256 << 20, 8
 _JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")
 _TEST = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -130,8 +133,8 @@ def records(name: str, file: Path, kind: str, mended: Callable[[int], object] = 
     """
     with _content(name, file) as content:
         try:
-            yield from _csv(content) if kind == "csv" else _json(content, mended)
-        except _Bad as error:
+            yield from _csv(_lines(content, file)) if kind == "csv" else _json(_lines(content, file), mended)
+        except (_Bad, DataError) as error:
             raise DataError(f"data file {name!r} cannot be read as {kind}: {error}") from None
 
 
@@ -150,7 +153,9 @@ def _content(name: str, file: Path) -> Iterator[BinaryIO]:
     try:
         with opener(file) as stream, BufferedReader(stream) as buffered:
             wide = next((code for first, code in _WIDE if buffered.peek(4).startswith(first)), None)
-            yield BytesIO(buffered.read().decode(wide).encode()) if wide else buffered
+            if wide and len(data := buffered.read((most := _max_line(file)) + 1)) > most:
+                raise DataError(f"data file {name!r} becomes more than {most:,} bytes of UTF-16. Save it as UTF-8.")
+            yield BytesIO(data.decode(wide).encode()) if wide else buffered
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -160,17 +165,26 @@ def _content(name: str, file: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
-def _line(raw: bytes, number: int) -> str:
-    try:
-        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError:
-        raise _Bad(f"line {number} is not UTF-8. Save it as UTF-8.") from None
+def _max_line(file: Path) -> int:
+    return max(_MAX_LINE_BYTES, _MAX_LINE_EXPANSION * file.stat().st_size)
+
+
+def _lines(content: BinaryIO, file: Path) -> Iterator[str]:
+    """The lines of a file. Raises for one that is not UTF-8, or becomes far larger than the file."""
+    total, most = 0, max(MAX_FILE_BYTES, MAX_EXPANSION * file.stat().st_size)
+    for number, raw in enumerate(bounded_lines(content, _max_line(file)), 1):
+        if (total := total + len(raw)) > most:
+            raise _Bad(f"line {number} is after {most:,} bytes, {MAX_EXPANSION} times the size of the file.")
+        try:
+            yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise _Bad(f"line {number} is not UTF-8. Save it as UTF-8.") from None
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def _json(content: BinaryIO, mended: Callable[[int], object]) -> Iterator[Any]:
+def _json(content: Iterator[str], mended: Callable[[int], object]) -> Iterator[Any]:
     for row, (text, value) in enumerate(_values(content)):
         if _HALF.search(text) and (whole := _without_halves(value)) != value:
             mended(row)
@@ -178,9 +192,9 @@ def _json(content: BinaryIO, mended: Callable[[int], object]) -> Iterator[Any]:
         yield value
 
 
-def _values(content: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _values(content: Iterator[str]) -> Iterator[tuple[str, Any]]:
     """Yield records with their source text (for a document: "" if it has no lone surrogates)."""
-    lines = ((number, line) for number, raw in enumerate(content, 1) if (line := _line(raw, number)).strip())
+    lines = ((number, line) for number, line in enumerate(content, 1) if line.strip())
     number, text = next(lines, (0, ""))
     try:
         first = json.loads(text, object_pairs_hook=_object) if text else None
@@ -274,9 +288,8 @@ def _without_halves(value: Any) -> Any:
 # -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
-def _csv(content: BinaryIO) -> Iterator[dict[str, str | None]]:
+def _csv(lines: Iterator[str]) -> Iterator[dict[str, str | None]]:
     """Yield rows by the names in the first line. Its most frequent separator is used. An empty cell is None."""
-    lines = (_line(raw, number) for number, raw in enumerate(content, 1))
     header = next(lines, "")
     sign = max(",;\t", key=header.count)
     csv.field_size_limit(1 << 30)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,10 @@ SLOT = "<image>"
 _VIDEO_SLOT = "<video>"
 # A file of a few kilobytes can declare gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
+# Maximum pixels of all images of a row. Each image counts as at least LEAST_PIXELS.
+MOST_ROW_PIXELS, LEAST_PIXELS = 1 << 28, 1 << 10
+# A crafted file can produce megabytes of warnings.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 # Allowed formats, because Pillow would start Ghostscript for EPS.
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 # EXIF orientation: values from 5 on swap width and height. In a PNG it may come after the pixels.

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from rltrain.base.errors import DataError, host_error
 from rltrain.base.image_files import file_bytes, image_entry
-from rltrain.data.images import measured
+from rltrain.data.images import LEAST_PIXELS, MOST_ROW_PIXELS, measured
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +206,8 @@ def _look(value: Any, path: str, column: str) -> Look:
         try:
             file = file_bytes(entry)
             sizes.append(measured({**entry, "bytes": file}))
+            if (area := sum(max(width * height, LEAST_PIXELS) for width, height in sizes)) > MOST_ROW_PIXELS:
+                raise DataError(f"the images up to here have {area:,} pixels; a row has at most {MOST_ROW_PIXELS:,}.")
         except DataError as error:
             return Look(content, problem=f"field '{column}[{number}]': {error}")
         content.append(_digest(file))

@@ -20,13 +20,11 @@ from rltrain.base.errors import DataError, RltrainError, first_line, host_error
 from rltrain.base.seeds import stream
 from rltrain.base.storage import patiently
 from rltrain.data.checks import VIDEOS, Keys, check_columns, check_schema
-from rltrain.data.files import kind_of, records
+from rltrain.data.files import MAX_EXPANSION, MAX_FILE_BYTES, kind_of, records
 from rltrain.data.pictures import PictureFile, PictureTable
 
 log = logging.getLogger(__name__)
 _MAX_TEXT_BYTES = 64 << 20
-# Maximum size of a file in memory: this many bytes, or this many times its size.
-_MAX_FILE_BYTES, _MAX_EXPANSION = 2 << 30, 64
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
     """
     with pq.ParquetFile(file) as source:
         groups = range(source.metadata.num_row_groups)
-        first_row, total, most = 0, 0, max(_MAX_FILE_BYTES, _MAX_EXPANSION * file.stat().st_size)
+        first_row, total, most = 0, 0, max(MAX_FILE_BYTES, MAX_EXPANSION * file.stat().st_size)
         for group, about in ((group, source.metadata.row_group(group)) for group in groups):
             chunks = [about.column(place) for place in range(about.num_columns)]
             texts = [

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.base.errors import DataError, RltrainError, first_line, lenient_output, plain, short
+from rltrain.base.errors import DataError, RltrainError, first_line, lenient_output, short
 from rltrain.base.image_files import file_bytes
 from rltrain.base.storage import replacing
 from rltrain.data.images import measured
@@ -196,6 +196,7 @@ def write_splits(output: str | Path, splits: Splits) -> dict[str, Path]:
 
 def arguments(description: str, *, output: str) -> argparse.ArgumentParser:
     """Return a parser with the options that every converter has."""
+    lenient_output()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", default=output, help="folder for train.parquet and test.parquet")
     return parser
@@ -233,12 +234,11 @@ def converter(
 
 def run(convert: Callable[[argparse.Namespace], Splits], options: argparse.Namespace) -> int:
     """Convert, write, and print a summary: counts, dropped records, the first row. Returns the exit code."""
-    lenient_output()
     try:
         splits = convert(options)
         written = write_splits(options.output, splits)
     except RltrainError as error:
-        sys.stderr.write(plain(f"error: {error}\n"))
+        sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     for split, path in written.items():
         rows = splits[split]

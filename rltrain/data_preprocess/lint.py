@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rltrain.base.errors import DataError, RewardError, command, plain
+from rltrain.base.errors import DataError, RewardError, command
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least
@@ -146,7 +146,7 @@ def _check_answers(
             elif source not in passed and encoder is not None:
                 findings["format rewards out of reach"] += _unreachable(slot, row, form[source], encoder)
                 passed.add(source)
-        sys.stderr.write(plain(slot.take_printed()))
+        sys.stderr.write(slot.take_printed())
     findings["data sources without a scorer"] += [
         f"{_count(number, 'row')} of {source}" for source, number in unscored.items()
     ]

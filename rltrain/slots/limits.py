@@ -13,6 +13,10 @@ from pathlib import Path
 _MAX_SWEEPS = 20
 
 
+# Variable of a slot's process: the folder for files of programs, which is removed after the process.
+PROGRAMS_FOLDER = "RLTRAIN_PROGRAMS_FOLDER"
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of the calls of a slot."""
@@ -70,6 +74,11 @@ def kill_below(pid: int) -> None:
         send(running, signal.SIGSTOP)
         stopped |= running
     send(stopped, signal.SIGKILL)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder of programs, which may nest folders deeper than Python's recursion goes."""
+    subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def send(pids: Iterable[int], number: int) -> None:

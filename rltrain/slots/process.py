@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 
 from rltrain.base.env import slot_environment
-from rltrain.slots.limits import has_ended, kill_tree, send
+from rltrain.slots.limits import PROGRAMS_FOLDER, has_ended, kill_tree, remove_folder, send
 from rltrain.slots.output import Printed
 
 START_TIMEOUT_S = 120.0
@@ -33,14 +33,15 @@ class ChildProcess:
         # Gets the interpreter's first words and faulthandler's last ones. The child soon turns its stderr to the pipe,
         # so that prints do not bury them.
         self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._printed = printed
+        self._printed, self._folder = printed, tempfile.mkdtemp(prefix="rltrain_programs_")
         printed.renew()
         with far_end:
             code = _COMMAND.format(path=sys.path, module=module, fd=far_end.fileno(), parent=os.getpid())
             # A process group of its own, which `kill_tree` can end as one.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=printed.writer,
-                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True, env=slot_environment(),
+                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True,
+                env=slot_environment() | {PROGRAMS_FOLDER: self._folder},
             )  # fmt: skip
         self.channel.settimeout(START_TIMEOUT_S)
         with suppress(OSError):  # whoever reads from it hears how it has ended
@@ -78,6 +79,7 @@ class ChildProcess:
         # Before `wait`: once it is waited for, its id may belong to another process.
         kill_tree(self._process.pid)
         self._process.wait()
+        remove_folder(self._folder)  # again: the reaper may have been killed before it was done
         self._printed.drain()  # its last words
         self._printed.close()
         self._crash_log.close()

@@ -19,7 +19,7 @@ from typing import IO, Any
 from rltrain.base.env import shipped
 from rltrain.base.errors import ConfigError
 from rltrain.slots.jail import MAX_FILE_BYTES
-from rltrain.slots.limits import current_limits, has_ended, kill_tree
+from rltrain.slots.limits import PROGRAMS_FOLDER, current_limits, has_ended, kill_tree, remove_folder
 
 _JAIL = Path(__file__).with_name("jail.py")
 _MEMORY_MB = 1024
@@ -124,12 +124,12 @@ def end_of_program(
 
 @contextmanager
 def _scratch() -> Iterator[str]:
-    folder = tempfile.mkdtemp()
+    parent = os.environ.get(PROGRAMS_FOLDER)
+    folder = tempfile.mkdtemp(dir=parent if parent and os.path.isdir(parent) else None)
     try:
         yield folder
     finally:
-        # A program may nest folders deeper than Python's recursion goes.
-        subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
+        remove_folder(folder)
 
 
 def _layers(spec: IO[bytes]) -> dict[str, int]:

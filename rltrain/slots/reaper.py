@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 
-from rltrain.slots.limits import descendants, kill_below
+from rltrain.slots.limits import PROGRAMS_FOLDER, descendants, kill_below, remove_folder
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -40,6 +40,7 @@ def fork_below(parent: int, channel: int) -> None:
     kill_below(own)
     while descendants(own):
         os.wait()
+    remove_folder(os.environ.get(PROGRAMS_FOLDER, ""))
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has left its own
         if code != -signal.SIGKILL:  # which has no handler

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rltrain import __version__
-from rltrain.base.errors import CheckpointError, ConfigError, command, plain
+from rltrain.base.errors import CheckpointError, ConfigError, command
 from rltrain.models.files.folder import AVERAGE, new_folder
 from rltrain.models.files.hashed import Digests
 from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     with new_folder(arguments.out) as folder:
         averager = Averager(names, arguments.dtype)
         for note in averager.notes:
-            sys.stderr.write(plain(f"note: {note}\n"))
+            sys.stderr.write(f"note: {note}\n")
         if arguments.greedy:
             shares, soup = greedy_soup(averager, folder, arguments.greedy, settings, arguments.metric)
         averager.write(folder, shares, soup)

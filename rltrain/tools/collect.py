@@ -6,12 +6,14 @@ Secrets are masked, and large files are cut to their ends.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 from rltrain.base.errors import DataError, command
 from rltrain.base.logs import TRAIN_LOG
@@ -27,9 +29,16 @@ _WANTED = (
 _NEWEST_SAMPLES = 3
 MOST_BYTES = 200 * 2**20
 MOST_OF_A_FILE = 20 * 2**20
-_BINARY = (".parquet", ".pt", ".safetensors", ".npz", ".zip", ".gz")
+# Formats of a run's own samples and incidents, which are not text.
+_BINARY = (".parquet", ".pt", ".safetensors", ".npz")
 # A name and its value, as YAML, JSON, Python and shells write them.
 _NAMED = re.compile(r"([\w.-]+)[\"']?\s*[:=]\s*[\"']?([^\s\"',;&{}()\[\]]+)")
+# A name that begins a line, its value, and more indented lines after it, as in block scalars of YAML.
+_ENTRY = re.compile(
+    r"(?m)^([ \t]*)((?:- )?[\"']?([\w.-]+)[\"']?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")"
+    r"(\S.*(?:\n\1[ \t]+\S.*|\n[ \t]*(?=\n))*)$"
+)
+_WIDE = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
 
 
 def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_file: int = MOST_OF_A_FILE) -> list[str]:
@@ -40,19 +49,22 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
         )
     names: list[str] = []
     files = [(name, path) for name, path in _files(run) if not path.is_symlink()]
-    secrets = _secret_values(_text_of(path, most_of_a_file) for _, path in files)
+    secrets = _secret_values((path, _text_of(path, most_of_a_file) or "") for _, path in files)
     room = most_bytes
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for name, path in files:
-            data = _end_of(path, most_of_a_file)
+            text, data = _text_of(path, most_of_a_file), b""
+            if text is not None:
+                data = _masked(text, secrets).encode(errors="replace")
+            elif path.suffix in _BINARY:
+                data = _end_of(path, most_of_a_file)[1]
+            if text is None and (not data or any(secret.encode() in data for secret in secrets)):
+                sys.stderr.write(f"left out: {name} {'holds a secret' if data else 'cannot be read as text'}\n")
             # Passed over and not the end: smaller files after it may still fit.
-            if len(data) > room:
-                continue
-            room -= len(data)
-            if path.suffix not in _BINARY:
-                data = _masked(data.decode(errors="replace"), secrets).encode()
-            file.writestr(name, data)
-            names.append(name)
+            elif len(data) <= room:
+                room -= len(data)
+                file.writestr(name, data)
+                names.append(name)
     return names
 
 
@@ -68,33 +80,61 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
 
 
-def _text_of(path: Path, most: int) -> str:
-    return "" if path.suffix in _BINARY else _end_of(path, most).decode(errors="replace")
+def _text_of(path: Path, most: int) -> str | None:
+    """Return the end of a text file, in whatever Unicode encoding; None for another file."""
+    if path.suffix in _BINARY:
+        return None
+    left_out, data, code = _end_of(path, most)
+    for wide, zeros in (("utf-16-le", data[1::2]), ("utf-16-be", data[::2])):
+        if code == "utf-8" and zeros.count(0) * 2 > len(zeros):
+            code = wide
+    text = data.decode(code, "replace").lstrip("\ufeff")
+    if text.count("\ufffd") * 20 > len(text):
+        return None
+    return f"[{left_out} bytes left out]\n{text}" if left_out else text
 
 
-def _secret_values(texts: Iterable[str]) -> list[str]:
-    """Return the values of secret names, in the files and in this environment, longest first."""
-    pairs = [*os.environ.items(), *(pair for text in texts for pair in _NAMED.findall(text))]
-    # Short ones and plain words would be found everywhere.
-    values = {value for name, value in pairs if is_secret(name, value) and len(value) >= 8 and not value.isalpha()}
+def _secret_values(texts: Iterable[tuple[Path, str]]) -> list[str]:
+    """Return the values of secret names, in the files and in this environment, also as JSON and addresses write them,
+    longest first."""
+    values: set[str] = set()
+
+    def add(name: str, value: str, *, sure: bool) -> None:
+        # In free text, short ones and plain words would be found everywhere.
+        least = 6 if sure else 8
+        lines = {line.strip().strip("'\",") for line in value.splitlines()} if is_secret(name, value) else set()
+        values.update(line for line in lines if len(line) >= least and (sure or not line.isalpha()))
+
+    for name, value in os.environ.items():
+        add(name, value, sure=True)
+    for path, text in texts:
+        is_sure = path.suffix in (".yaml", ".yml", ".json")
+        pairs = [*_NAMED.findall(text), *(match.group(3, 4) for match in _ENTRY.finditer(text) if is_sure)]
+        for name, value in pairs:
+            add(name, value, sure=is_sure)
+    values |= {json.dumps(value)[1:-1] for value in values} | {quote(value, safe="") for value in values}
     return sorted(values - {MASK}, key=len, reverse=True)
 
 
-def _end_of(path: Path, most: int) -> bytes:
+def _end_of(path: Path, most: int) -> tuple[int, bytes, str]:
+    """Return the number of bytes left out, the bytes after them, and the encoding that the file's mark names."""
     with open(path, "rb") as file:
+        head = file.read(4)
+        code = next((code for code in _WIDE if head.startswith("\ufeff".encode(code))), "utf-8")
         # A parquet file cannot be read in part; of logs the end is what matters, where the error is.
         left_out = max(0, path.stat().st_size - most) if path.suffix != ".parquet" else 0
+        left_out -= left_out % 4 if code in _WIDE else 0
         file.seek(left_out)
-        return (f"[{left_out} bytes left out]\n".encode() if left_out else b"") + file.read()
+        return left_out, file.read(), code
 
 
 def _masked(text: str, secrets: list[str]) -> str:
     """Mask values by their names, and every other place where one of them stands."""
 
-    def line(match: re.Match[str]) -> str:
-        return f"{match[1]}{MASK}" if is_secret(match[2], match[3].rstrip(",")) else match[0]
+    def entry(match: re.Match[str]) -> str:
+        return f"{match[1]}{match[2]}{MASK}" if is_secret(match[3], match[4].rstrip(",")) else match[0]
 
-    text = re.sub(r"(?m)^([ \t]*\"?([\w.]+)\"?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")(\S.*)$", line, text)
+    text = _ENTRY.sub(entry, text)
     for secret in secrets:
         text = text.replace(secret, MASK)
     return masked_text(text)

@@ -24,7 +24,7 @@ from typing import Any
 
 from rltrain.api import look_over, train
 from rltrain.base import logs
-from rltrain.base.errors import ConfigError, Interrupted, RltrainError, first_line, plain, system_error
+from rltrain.base.errors import ConfigError, Interrupted, RltrainError, first_line, system_error
 from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.base.storage import read_json, write_json
@@ -183,7 +183,7 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
             if state == _FINISHED:
                 finished.append(run)
             else:
-                sys.stderr.write(plain(f"{run.name}: {message}\n"))
+                sys.stderr.write(f"{run.name}: {message}\n")
                 messages[run.name] = message.splitlines()[0]
                 # The code of a signal decides, because the signal is the reason why the others are not made.
                 failures = {code} if state == _STOPPED else failures | {code}
@@ -194,7 +194,7 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
         try:
             compare([run.folder for run in runs if run in finished], out)
         except RltrainError as error:  # the runs are made all the same
-            sys.stderr.write(plain(f"the runs are not compared: {error}\n"))
+            sys.stderr.write(f"the runs are not compared: {error}\n")
     _say(f"{len(finished)} of {len(runs)} runs are finished")
     for run in left:
         if run not in finished:

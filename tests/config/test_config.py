@@ -268,7 +268,18 @@ SECRETS = (
     *("api_key", "hf_token", "token", "Password", "openai_key", "private_key", "passphrase", "credential", "bearer"),
     *("github_pat", "sig", "openaiKey", "db_pass", "client_secret", "auth", "dsn", "session_cookie"),
 )
-PLAIN = ("tokenizer=t5", "max_tokens=3", "key_name=a", "keyword=b", "monkey=c", "pattern=d", "signal=e", "author=f")
+PLAIN = (
+    "tokenizer=t5",
+    "max_tokens=3",
+    "key_name=a",
+    "keyword=b",
+    "monkey=c",
+    "pattern=d",
+    "signal=e",
+    "author=f",
+    "pad_token=g",
+    "KEY_FILE=h",
+)
 
 
 def test_secrets_are_masked_and_lengths_are_not(monkeypatch):
@@ -282,6 +293,16 @@ def test_secrets_are_masked_and_lengths_are_not(monkeypatch):
     secrets += [f"{env_vars}.AZURE_OPENAI_KEY=abc123", f"{env_vars}.DATABASE=postgres://me:abc123@h/x"]
     secrets += [f"{kwargs}.secrets.x=abc123", f"{kwargs}.api_key.prod=abc123", f"{kwargs}.judge_key=abc123"]
     secrets += [f"{env_vars}.OTHER=postgres://me:p@abc123@h/x", f"{env_vars}.THIRD=postgres://me:p/abc123@h/x"]
+    secrets += [
+        f"{env_vars}.HF_TOKEN_PROD=abc123",
+        f"{kwargs}.hub_token_2=abc123",
+        f"{kwargs}.lone='Token abc12345678'",
+    ]
+    secrets += [f"{kwargs}.headers=['X-Api-Key: abc 12','Authorization: Token abc123']", f"{kwargs}.me=me:abc123@h/x"]
+    secrets += [f"{kwargs}.headers2=[{{name: X-Api-Key, value: abc123}}]", f"{kwargs}.headers3=[[X-Api-Key, abc123]]"]
+    secrets += [f'{kwargs}.curl=\'-H "Authorization: Basic abc123" -d token="abc 12"\'']
+    secrets += [f"{kwargs}.headers4=[{{Name: HF_TOKEN, Value: abc123}},[Authorization, abc123]]"]
+    secrets += [f"{kwargs}.run='x --api-key abc123 y'", f"{kwargs}.plain_text=hf_abcdefghijklmnopqrstuv"]
     headers = ["reward.url_headers.Authorization='Bearer ${oc.env:JUDGE_TOKEN}'", f"{header}=me"]
     config = load_config([*BASE, *secrets, *headers, *(f"{kwargs}.{word}" for word in PLAIN)]).config
     assert config.reward.url_headers == {"Authorization": "Bearer abc", "X-Me": "me"}

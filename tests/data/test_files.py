@@ -107,6 +107,17 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path, text, said):
     assert said in problem(tmp_path / "a.jsonl")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_line_that_a_small_file_unpacks_to_is_bounded(tmp_path, encoding):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", 1) as file:
+        file.write('{"a": 1}\n{"a": "'.encode(encoding))
+        for _ in range(300):
+            file.write(bytes(1 << 20) if encoding == "utf-16" else b"a" * (1 << 20))
+    said = problem(tmp_path / "a.jsonl.gz")
+    assert "a.jsonl.gz' " in said
+    assert ("line 2 has more than 268,435,456 bytes" if encoding == "utf-8" else "268,435,456 bytes of UTF-16") in said
+
+
 def test_half_a_character_is_replaced_and_told(tmp_path, good_row, tokenizer_folder, caplog):
     from rltrain.data.chat import ChatEncoder
 

@@ -4,6 +4,9 @@ import importlib.util
 import io
 import os
 import pickle
+import struct
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -163,6 +166,24 @@ def test_a_decompression_bomb_is_refused(make):
     assert len(bomb) < 20_000
     with pytest.raises(DataError, match=r"row 0: field 'images\[0\]': it is 9000 x 9000, more than .*bomb"):
         read_rows(make([(SLOT, inside(bomb))]))
+
+
+def test_many_images_below_the_limit_are_too_many_for_a_row(make):
+    image = inside(as_file(Image.new("1", (8000, 8000))))
+    with pytest.raises(DataError, match=r"row 1: field 'images\[4\]': the images up to here have 320,000,000 pixels"):
+        read_rows(make([(SLOT, image), (SLOT * 5, [*image] * 5)]))
+
+
+def test_warnings_of_a_crafted_image_are_not_repeated(tmp_path):
+    """A TIFF of thousands of tags that are each broken, in a process that shows warnings."""
+    tags = b"".join(struct.pack("<HHII", 40_000 + tag, 3, 9, 1 << 30) for tag in range(2000))
+    (tmp_path / "a.tif").write_bytes(b"II*\0" + struct.pack("<IH", 8, 2000) + tags + bytes(4))
+    code = "import sys; from rltrain.data.images import open_image; open_image(sys.argv[1])"
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.tif")], capture_output=True, text=True, check=False
+    )
+    assert "DataError" in process.stderr
+    assert "UserWarning" not in process.stderr
 
 
 def test_a_column_of_another_kind_is_refused(make):

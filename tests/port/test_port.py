@@ -101,6 +101,21 @@ def test_secrets_of_a_script_are_not_copied(tmp_path):
     assert {f"custom_reward_function.reward_kwargs.{word}" for word in given} <= set(settings)
 
 
+def test_secrets_under_unknown_keys_are_not_shown(tmp_path, capsys):
+    """In comments and on standard error, also with spaces in them; a variable of the user's is not a secret."""
+    words = "+nonsense.openai_key='topsecret 2 topsecret' +nonsense.passwd=$HOME +x.y=https://me:topsecret@h/x"
+    words += " +z='{api_key: topsecret}'"
+    words += (
+        " reward_model.url=http://me:topsecret@h +more.headers='[\"X-Api-Key: topsecret\"]' +judge.openai_key=topsecret"
+    )
+    code, _, written = ported(tmp_path, GRPO.replace('"$@"', words))
+    shown = capsys.readouterr().err
+    assert code == 2
+    assert "topsecret" not in written + shown
+    assert "nonsense.openai_key=***" in written
+    assert "nonsense.passwd=${HOME}" in shown
+
+
 def test_sequences_of_a_script_do_not_steer_the_terminal_that_shows_the_new_one(tmp_path):
     text = GRPO.replace(
         "trainer.total_epochs=30", "trainer.total_epochs=30 trainer.experiment_name=$'a\\e]0;t\\a\\'\\\\'"

@@ -9,13 +9,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 import rltrain.slots
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import load_plugin
-from rltrain.slots.limits import Limits, descendants
+from rltrain.slots.limits import PROGRAMS_FOLDER, Limits, descendants
 from rltrain.slots.service import Service
 from rltrain.slots.slot import Slot
 from tests.clock import PATIENCE_S, eventually
@@ -193,6 +194,19 @@ def test_programs_end_with_a_slot_whose_processes_were_killed(slot, tools, tmp_p
                 os.kill(killed, signal.SIGKILL)
         assert outcome.result().value == "again"
     ended(below)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_files_of_programs_are_removed_with_a_process_that_was_killed(slot, tools, tmp_path, number):
+    slot.prepare(tools("program"))
+    variables = Path(f"/proc/{slot.pid}/environ").read_bytes().split(b"\0")
+    folder = Path(next(v.partition(b"=")[2] for v in variables if v.startswith(PROGRAMS_FOLDER.encode())).decode())
+    with ThreadPoolExecutor(1) as threads:
+        outcome = threads.submit(slot.call, tools("program"), str(tmp_path / "once"))
+        eventually(lambda: list(folder.glob("*/work")), "a folder of a program")
+        os.kill(slot.pid, number)
+        assert outcome.result().value == "again"
+    assert not folder.exists()
 
 
 def test_a_process_that_outlives_its_slots_process_does_not_print_into_later_calls(slot, tools, tmp_path):

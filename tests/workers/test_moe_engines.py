@@ -30,7 +30,8 @@ CONFIGS = {
     ),
     # vLLM's CPU kernel has this size of latent attention alone.
     "deepseek_v3": DeepseekV3Config(
-        moe_intermediate_size=64, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
+        moe_intermediate_size=64, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
+        first_k_dense_replace=1,
         kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=32, qk_nope_head_dim=32, v_head_dim=32,
         topk_method="noaux_tc", scoring_func="sigmoid", **SIZES,
     ),

@@ -22,7 +22,8 @@ class FrozenLake(TextEnv):
     """
 
     def __init__(self, slippery: bool = False, max_steps: int | None = None) -> None:
-        super().__init__("FrozenLake-v1", ACTIONS, make={"is_slippery": slippery}, max_steps=max_steps)
+        make = {"is_slippery": slippery}
+        super().__init__("FrozenLake-v1", ACTIONS, make=make, make_from_row=("desc",), max_steps=max_steps)
         self._render = _seen
 
 

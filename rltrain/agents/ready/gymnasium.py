@@ -1,15 +1,15 @@
 """Environments of gymnasium as conversations: an observation is rendered as text, a turn is read as an action.
 
 The first observation stands in the row's prompt (`TextEnv.first` writes it), so an environment begins with the seed of
-its row, ``extra_info.seed``, and all answers to a prompt begin alike. What the row holds under ``extra_info.make`` is
-handed to ``gymnasium.make`` beside ``make``.
+its row, ``extra_info.seed``, and all answers to a prompt begin alike. Of the arguments of ``gymnasium.make`` a row sets
+(``extra_info.make``) only those that the configuration names: an argument may choose a file or code.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rltrain.base.errors import ConfigError
+from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import load_plugin
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.environment_kwargs"
@@ -29,6 +29,7 @@ class TextEnv:
             (``render_mode="ansi"``), or the observation as it is with ``make={"render_mode": None}``.
         parse: ``FILE.py:NAME`` of ``function(text, env) -> action or None``.
         make: Arguments of ``gymnasium.make``.
+        make_from_row: Names of further ones, which a row sets in ``extra_info.make``.
         max_steps: Steps after which it is over.
 
     Raises ConfigError without gymnasium, and for an environment that is not there.
@@ -41,6 +42,7 @@ class TextEnv:
         render: str | None = None,
         parse: str | None = None,
         make: Mapping[str, Any] | None = None,
+        make_from_row: Sequence[str] = (),
         max_steps: int | None = None,
     ) -> None:
         self._gymnasium = _imported()
@@ -49,6 +51,7 @@ class TextEnv:
         except self._gymnasium.error.Error as error:
             raise ConfigError(f"{_KEY}.env_id={env_id}: gymnasium says: {error}") from error
         self._id, self._make, self._max_steps = env_id, dict(make or {}), max_steps
+        self._from_row = make_from_row
         self._actions = [name.lower() for name in actions]
         self._render: Callable[..., str] = load_plugin(f"{_KEY}.render", render) if render else _rendered
         self._parse: Callable[..., Any] = load_plugin(f"{_KEY}.parse", parse) if parse else self._named
@@ -65,6 +68,9 @@ class TextEnv:
         extra = row.get("extra_info") or {}
         # Parquet fills what a row lacks with nulls.
         own = {name: value for name, value in (extra.get("make") or {}).items() if value is not None}
+        if refused := own.keys() - set(self._from_row):
+            allow = f"{_KEY}.make_from_row=[{sorted(refused)[0]}]"
+            raise DataError(f"extra_info.make.{sorted(refused)[0]} of a row is not allowed; {allow} allows it.")
         self._env = self._gymnasium.make(self._id, **{"render_mode": "ansi", **self._make, **own})
         self._total, self._steps = 0.0, 0
         observation, _ = self._env.reset(seed=int(extra.get("seed", seed)))

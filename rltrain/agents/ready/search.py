@@ -23,6 +23,7 @@ from typing import Any
 import xxhash
 
 from rltrain.base.errors import DataError, command
+from rltrain.base.storage import bounded_lines
 from rltrain.slots.limits import current_limits
 
 _LAYOUT = "2"  # of an index; another one is built anew
@@ -30,7 +31,7 @@ _READ_BYTES = 1 << 22
 # Of a corpus whose index a trajectory builds that finds none: it takes seconds, and a call has a deadline.
 _MAX_BUILT_BYTES = 64 << 20
 _UNPACKED = {".gz": 4, ".parquet": 4}  # about how many bytes one of the file holds
-_BATCH = 2000
+_BATCH, _MAX_LINE_BYTES = 2000, 64 << 20
 # Of a query: a longer one would be compared with most of the corpus.
 _MAX_QUERY_CHARS, _MAX_WORDS = 1000, 32
 # Passages that a search ranks, about: at a microsecond each. Of a query that has more, the commonest words but two are
@@ -209,13 +210,13 @@ def _records(path: Path) -> Iterator[Any]:
     opener: Any = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
+        with opener(path, "rb") as file:
+            for line in bounded_lines(file, _MAX_LINE_BYTES):
                 number += 1
                 yield json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}: line {number} is no JSON: {error}") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, DataError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rltrain.base.device import get_device
 from rltrain.base.logs import count
+from rltrain.base.secrets import masked_text
 from rltrain.config.budgets import PassBudget, judge_lengths
 from rltrain.config.notes import compares_nothing
 from rltrain.config.passes import PASSES, ROLES, Role, updates_of
@@ -166,7 +167,7 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
             where += f"{judge.max_concurrency} requests at a time over all"
             limit_s = f"{judge.timeout_s:g} s a request"
         workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
-        rows.append(("scoring", f"{workers} {where}".rstrip() + f", at most {limit_s}"))
+        rows.append(("scoring", masked_text(f"{workers} {where}").rstrip() + f", at most {limit_s}"))
     return rows
 
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from rltrain.base.errors import ConfigError, command
 from rltrain.base.logs import count
+from rltrain.base.secrets import MASK
 from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import compose
 from rltrain.tools.port.launches import Launch, launches
-from rltrain.tools.port.shell import Call, Recording, record, restored
+from rltrain.tools.port.shell import Call, Recording, record
 from rltrain.tools.port.translate import ASKED, translate, typed
-from rltrain.tools.port.write import flat, script
+from rltrain.tools.port.write import flat, holds_secret, script
 
 
 @command
@@ -69,6 +70,11 @@ def _write(name: str, runs: list[Launch], notes: list[str], placeholders: dict[s
     ported = [(launch, translate(launch.settings)) for launch in runs]
     for launch, result in ported:
         result.lost += launch.lost
+        written = (*launch.settings, *launch.exported)
+        hidden = [value for key, value in written if len(value) > 3 and holds_secret(key, value, placeholders)]
+        for said in (result.lost, result.to_do, result.decisions, result.without_effect, *result.comments.values()):
+            for secret in hidden:
+                said[:] = [note.replace(secret, MASK) for note in said]
     text = script(name, ported, placeholders, notes)
     if output is None:
         sys.stdout.write(text)
@@ -82,7 +88,7 @@ def _write(name: str, runs: list[Launch], notes: list[str], placeholders: dict[s
             f"{len(result.without_effect)} change nothing here, {len(result.lost)} not carried over\n"
         )
     for line in notes + left:
-        sys.stderr.write(f"  {restored(flat(line), placeholders)}\n")
+        sys.stderr.write(f"  {flat(line, placeholders)}\n")
     if output is not None:
         sys.stderr.write(f"next: bash {shlex.quote(str(output))} --dry-run\n")
     return 2 if left else 0

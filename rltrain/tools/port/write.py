@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rltrain.base.errors import plain
-from rltrain.base.secrets import masked
+from rltrain.base.secrets import masked, masked_text
 from rltrain.config.schema.keys import all_keys, free_form_parent
 from rltrain.tools.port.launches import Launch
 from rltrain.tools.port.shell import restored
@@ -47,9 +48,9 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
         ("Left out, it changes nothing here", ported.without_effect),
     ):
         if notes:
-            lines += [f"# {title}:", *(f"#   {_comment(note, placeholders)}" for note in dict.fromkeys(notes))]
+            lines += [f"# {title}:", *(f"#   {flat(note, placeholders)}" for note in dict.fromkeys(notes))]
     for name, value in launch.exported:
-        if _holds_secret(name, value, placeholders):
+        if holds_secret(name, value, placeholders):
             lines.append(f"# export {name}=…  (a secret: not copied)")
         elif why := _NOT_HERE.get(name):
             lines.append(f"# export {name}={_quoted(value, placeholders)}  ({why})")
@@ -58,10 +59,10 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
     lines.append("ARGS=(")
     order = {key: number for number, key in enumerate(all_keys())}
     for key in sorted(ported.settings, key=lambda key: order.get(free_form_parent(key) or key, len(order))):
-        lines += [f"    # {_comment(why, placeholders)}" for why in ported.comments.get(key, [])]
+        lines += [f"    # {flat(why, placeholders)}" for why in ported.comments.get(key, [])]
         # A key of a file's may hold anything, so what is no plain name is quoted with its value.
         name = f"{key}=" if _PLAIN.fullmatch(key) else ""
-        if name and _holds_secret(key, ported.settings[key], placeholders):
+        if name and holds_secret(key, ported.settings[key], placeholders):
             variable = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
             lines += ["    # a secret: not copied; set the variable", f"    {name}'${{oc.env:{variable}}}'"]
             continue
@@ -69,19 +70,16 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
     return [*lines, ")", 'python -m rltrain.main_ppo "${ARGS[@]}" "$@"', ""]
 
 
-def _holds_secret(name: str, value: str, placeholders: Mapping[str, str]) -> bool:
+def holds_secret(name: str, value: str, placeholders: Mapping[str, str]) -> bool:
     """Return whether a value is a secret in plain text, and not a variable of the user's."""
     plain = re.sub(r"\$\{\w+\}", "", restored(value, placeholders))
     return "${oc.env:" not in value and bool(plain) and masked(plain, name.lstrip("+")) != plain
 
 
-def _comment(note: str, placeholders: Mapping[str, str]) -> str:
-    return restored(flat(note), placeholders)
-
-
-def flat(note: str) -> str:
-    """One line: what follows a line break in a comment would be run."""
-    return "".join(letter for letter in " ".join(note.split()) if letter.isprintable())
+def flat(note: str, placeholders: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return a note as one line without secrets: text after a line break in a comment would be run."""
+    line = "".join(letter for letter in " ".join(note.split()) if letter.isprintable())
+    return masked_text(restored(line, placeholders))
 
 
 def _quoted(value: str, placeholders: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from rltrain.agents.ready.frozen_lake import FrozenLake
 from rltrain.agents.ready.gymnasium import TextEnv
-from rltrain.base.errors import ConfigError
+from rltrain.base.errors import ConfigError, DataError
 
 MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
 ROW = {"extra_info": {"seed": 3, "make": {"desc": MAP}}}
@@ -61,6 +61,17 @@ def test_rendering_and_reading_may_be_ones_own(tmp_path):
     assert played(cliff, "", "1234") == [("at 24", -1.0, False), ("That is no action.", 0.0, False)]
     with pytest.raises(ConfigError, match=r"environment_kwargs\.render="):
         TextEnv("CliffWalking-v1", render=f"{tmp_path}/own.py:nothing")
+
+
+def test_a_row_sets_only_arguments_that_the_configuration_names():
+    """No argument of a row may name a module, a file or a wrapper."""
+    row = {"extra_info": {"make": {"max_episode_steps": 1, "desc": None}}}
+    for game in (FrozenLake(), TextEnv("CliffWalking-v1")):
+        with pytest.raises(DataError, match=r"extra_info\.make\.max_episode_steps of a row is not allowed"):
+            game.reset(row, 0)
+    allowed = TextEnv("CliffWalking-v1", make_from_row=["max_episode_steps"])
+    allowed.reset(row, 0)
+    assert allowed.step("1")[2]
 
 
 def test_what_is_not_there_is_said(monkeypatch):

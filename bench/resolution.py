@@ -111,12 +111,7 @@ def main() -> None:
     prepare(out, options.num_dev, options.num_test)
     names = options.models.split(",")
     models = train(out, options.steps, names)
-    rows = [
-        row
-        for size in options.sizes.split(",")
-        for name in names
-        for row in search(out, name, models[name], size)
-    ]
+    rows = [row for size in options.sizes.split(",") for name in names for row in search(out, name, models[name], size)]
     titles = ["model", "images", "bounds", "image tokens", "prompts", "dev", "test", "gain", ""]
     write(
         options,

@@ -7,7 +7,7 @@ shows whether the numbers are right (`run.preflight.model_check`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,15 @@ def look_at_models(cfg: Config, found: Findings) -> None:
                 _look_at(role, kind, spec, cfg, found)
         except (ConfigError, DataError) as error:
             found.problems.append(str(error))
+    found.problems += problems_of_experts(cfg, [path for path in wrong if Path(path, "config.json").is_file()])
+
+
+def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> Iterator[str]:
+    """Experts that cannot be shared by as many ranks, in the models of ``paths`` (all), whose weights are not needed."""
+    for role, (kind, spec) in _models(cfg).items():
+        if spec.fsdp.expert_parallel_size > 1 and (paths is None or spec.path in paths):
+            config = spec.load_config()
+            yield from _experts(cfg, role, spec, empty_packed(kind, spec, config).model, config)
 
 
 def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:

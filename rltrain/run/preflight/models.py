@@ -85,7 +85,7 @@ def look_at_models(cfg: Config, found: Findings) -> None:
 
 
 def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> Iterator[str]:
-    """Experts that cannot be shared by as many ranks, in the models of ``paths`` (all), whose weights are not needed."""
+    """Experts that cannot be shared by as many ranks, in the models of ``paths`` (all). Needs no weights."""
     for role, (kind, spec) in _models(cfg).items():
         if spec.fsdp.expert_parallel_size > 1 and (paths is None or spec.path in paths):
             config = spec.load_config()

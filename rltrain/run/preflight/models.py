@@ -357,8 +357,11 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
             f"{cfg.distillation.distillation_loss.loss_mode} compares all of the policy's. Use "
             "distillation.distillation_loss.loss_mode=k3, or a teacher of at least as many."
         )
-    is_compared = spec.role == ROLES["ref"].section and (passes.exact_kl_in_loss or passes.exact_kl_in_reward)
-    if is_compared and policy_size and size != policy_size:
+    is_reference = spec.role == ROLES["ref"].section
+    if is_reference and policy_size and size < policy_size:
+        yield f"{named} knows {size:,} tokens and the policy {policy_size:,}. Use a reference of at least as many."
+    is_compared = is_reference and (passes.exact_kl_in_loss or passes.exact_kl_in_reward)
+    if is_compared and policy_size and size > policy_size:
         yield (
             f"{named} knows {size:,} tokens and the policy {policy_size:,}, and a full KL compares all of them. Use "
             "kl_loss_type (kl_penalty) k3, or a reference of the same size."

@@ -128,8 +128,8 @@ def test_a_key_of_verl_without_an_answer_names_the_releases_that_have_it():
     key = "critic.checkpoint.save_lora_only"
     assert problems(f"{key}=True") == [f"{key}: {answer}"]
     assert notes(f"{key}=False") == [f"{key}: no effect: not known here, and turned off"]
-    free_form = f"{A}actor.policy_loss.rollout_correction.any_name"
-    assert problems(f"{free_form}=1") == [f"{free_form}: {answer.replace('0.9.0', '0.8.0')}"]
+    free_form = f"{A}actor.global_batch_info.any_name"
+    assert problems(f"{free_form}=1") == [f"{free_form}: {answer.replace('0.9.0', '0.7.0')}"]
 
 
 def test_a_section_is_refused_in_one_line():

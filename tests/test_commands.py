@@ -50,5 +50,10 @@ for words in {words!r}:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for said in ("nothing is swept", "required: OUT, MODEL", "model= is not given: the model to search for"):
+    for said in (
+        "nothing is swept",
+        "required: OUT, MODEL",
+        "model= is not given: the model to search for",
+        "data= is not given",
+    ):
         assert said in done.stderr

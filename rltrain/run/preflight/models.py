@@ -88,8 +88,7 @@ def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> It
     """Experts that cannot be shared by as many ranks, in the models of ``paths`` (all). Needs no weights."""
     for role, (kind, spec) in _models(cfg).items():
         if spec.fsdp.expert_parallel_size > 1 and (paths is None or spec.path in paths):
-            config = spec.load_config()
-            yield from _experts(cfg, role, spec, empty_packed(kind, spec, config).model, config)
+            yield from _experts(cfg, role, spec, empty_packed(kind, spec, config := spec.load_config()).model, config)
 
 
 def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
@@ -160,8 +159,7 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         findings.problems += _vocabulary(spec, config, chat_encoder(cfg))
         if kind is PolicyModel:
             findings.problems += _other_tokens(cfg, spec, config, findings)
-    problems = [heads_problem(config, size, key) for key, size in sizes.items()]
-    findings.problems += [problem for problem in problems if problem]
+    findings.problems += filter(None, (heads_problem(config, size, key) for key, size in sizes.items()))
     # On the hub, the head lies in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if row.reads_texts:
@@ -357,15 +355,15 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
             f"{cfg.distillation.distillation_loss.loss_mode} compares all of the policy's. Use "
             "distillation.distillation_loss.loss_mode=k3, or a teacher of at least as many."
         )
-    is_reference = spec.role == ROLES["ref"].section
-    if is_reference and policy_size and size < policy_size:
-        yield f"{named} knows {size:,} tokens and the policy {policy_size:,}. Use a reference of at least as many."
-    is_compared = is_reference and (passes.exact_kl_in_loss or passes.exact_kl_in_reward)
-    if is_compared and policy_size and size > policy_size:
-        yield (
-            f"{named} knows {size:,} tokens and the policy {policy_size:,}, and a full KL compares all of them. Use "
-            "kl_loss_type (kl_penalty) k3, or a reference of the same size."
-        )
+    exact, sizes = (
+        passes.exact_kl_in_loss or passes.exact_kl_in_reward,
+        f"{size:,} tokens and the policy {policy_size:,}",
+    )
+    if spec.role == ROLES["ref"].section and policy_size and (size < policy_size or (exact and size > policy_size)):
+        yield f"{named} knows {size:,} tokens and the policy {policy_size:,}" + (
+            ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."
+            if exact else ". Use a reference of at least as many."
+        )  # fmt: skip
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, int]:

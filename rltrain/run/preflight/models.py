@@ -355,7 +355,7 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
             f"{cfg.distillation.distillation_loss.loss_mode} compares all of the policy's. Use "
             "distillation.distillation_loss.loss_mode=k3, or a teacher of at least as many."
         )
-    exact, sizes = (
+    exact, _sizes = (
         passes.exact_kl_in_loss or passes.exact_kl_in_reward,
         f"{size:,} tokens and the policy {policy_size:,}",
     )

@@ -355,10 +355,7 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
             f"{cfg.distillation.distillation_loss.loss_mode} compares all of the policy's. Use "
             "distillation.distillation_loss.loss_mode=k3, or a teacher of at least as many."
         )
-    exact, _sizes = (
-        passes.exact_kl_in_loss or passes.exact_kl_in_reward,
-        f"{size:,} tokens and the policy {policy_size:,}",
-    )
+    exact = passes.exact_kl_in_loss or passes.exact_kl_in_reward
     if spec.role == ROLES["ref"].section and policy_size and (size < policy_size or (exact and size > policy_size)):
         yield f"{named} knows {size:,} tokens and the policy {policy_size:,}" + (
             ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."

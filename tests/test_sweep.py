@@ -7,7 +7,9 @@ import pytest
 
 from rltrain.api import RunResult
 from rltrain.base.errors import DataError
-from rltrain.tools import sweep as module
+from rltrain.controller import cluster
+from rltrain.tools import compare as compare_tool
+from rltrain.tools import sweep
 from rltrain.tools.sweep import combinations, main, values_of
 from tests.config.commands import BASE, A
 from tests.tiny import small_run
@@ -36,8 +38,8 @@ def made(monkeypatch, tmp_path, capsys):
         def compare(folders, out):
             print("compared", *(path.name for path in folders))
 
-        for stand_in in (train, compare, start_ray):
-            monkeypatch.setattr(module, stand_in.__name__, stand_in)
+        for home, stand_in in ((sweep, train), (compare_tool, compare), (cluster, start_ray)):
+            monkeypatch.setattr(home, stand_in.__name__, stand_in)
         code = main([*BASE, "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--out", str(tmp_path / "out"), *words])
         printed = capsys.readouterr()
         return code, printed.out + printed.err, begun

@@ -7,6 +7,8 @@ forward of the wrapped module, and the logits never leave it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -173,7 +175,9 @@ class ScalarModel(PackedModel):
     def forward(self, inputs: PackedInputs) -> Tensor:
         """Compute the head's output at the predictors [response tokens], in fp32."""
         inputs, collect = share_of_row(inputs, self.group)
-        hidden = self.hidden(inputs)
+        # A larger policy may draw tokens that pad its head: this model reads its own last token.
+        rows = self.model.config.get_text_config().vocab_size
+        hidden = self.hidden(replace(inputs, tokens=inputs.tokens.clamp(max=rows - 1)))
         # Calling the head would multiply in the compute dtype, to which FSDP casts the gathered weight.
         values = hidden[inputs.predictors].float() @ self.score.weight[0].float()
         return collect(values if inputs.labels.numel() else values + 0.0 * hidden.float().sum())

@@ -163,6 +163,5 @@ def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: 
     """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
     write_config(folder, loaded)
     _write(folder, "plan.json", json.dumps(asdict(plan), indent=1, default=str))
-    _write(
-        folder, "env.json", json.dumps(facts() | device_facts() | {"hosts": hosts, "ray_logs": ray_logs()}, indent=1)
-    )
+    ours = {"hosts": hosts, "ray_logs": ray_logs(), "started_in": os.getcwd()}
+    _write(folder, "env.json", json.dumps(facts() | device_facts() | ours, indent=1))

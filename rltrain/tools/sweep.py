@@ -3,7 +3,7 @@
 Problem: a night of runs must not end with the first that fails, nor begin anew when it is cut short. Choice: all
 settings are checked before the first run; each run has a folder of its own, named by what is swept, in which it resumes
 as every run does; sweep.json says which are finished. All are made in this process on one Ray. Left out: several at a
-time, as a run has all the devices, and choosing the next settings by results.
+time, as a run has all the devices, and choosing the next settings by results. Functions import what takes seconds.
 """
 
 from __future__ import annotations
@@ -30,13 +30,8 @@ from rltrain.base.stop import Stop
 from rltrain.base.storage import read_json, write_json
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.loaded import LoadedConfig
-from rltrain.controller.cluster import cluster_address, start_ray
-from rltrain.controller.lifeline import ended_after_us, lost, stop_ray, unless_lost
-from rltrain.data.files import files_of
 from rltrain.main_ppo import main as guarded
 from rltrain.models.files.digest import digest_of_files, digest_of_model, digests_of_values
-from rltrain.tools.compare import compare
-from rltrain.tools.evaluate.models import flat
 
 _USAGE = """usage: python -m rltrain.sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
 
@@ -75,6 +70,8 @@ class SweepRun:
 
         A finished run is skipped if ``settings`` are equal. If only ``kind`` is, it resumes with the new length.
         """
+        from rltrain.tools.evaluate.models import flat
+
         values = flat(to_dict(self.loaded.config))
         contents = digests_of_values(values)
         for key, value in values.items():
@@ -92,6 +89,8 @@ def _sha256(value: Any) -> str:
 
 @functools.cache  # the runs of a sweep mostly read the same
 def _digest_of_data(names: tuple[str, ...]) -> str:
+    from rltrain.data.files import files_of
+
     return digest_of_files(file for name in names for file in files_of(name))
 
 
@@ -165,6 +164,9 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
 
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
     """Make all runs that are not finished, and compare those that are. Returns the exit code."""
+    from rltrain.controller.lifeline import lost
+    from rltrain.tools.compare import compare
+
     file = out / "sweep.json"
     record: dict[str, dict[str, Any]] = read_json(file) or {}
     finished = _finished(runs, record)
@@ -232,6 +234,9 @@ def _make(run: SweepRun) -> tuple[str, str, int]:
 
 def _start_ray(runs: Sequence[SweepRun], stop: Stop, closing: ExitStack) -> None:
     """Start one Ray for all runs, with the devices of the largest."""
+    from rltrain.controller.cluster import cluster_address, start_ray
+    from rltrain.controller.lifeline import ended_after_us, stop_ray, unless_lost
+
     largest = max((run.loaded.config for run in runs), key=lambda config: config.trainer.n_gpus_per_node)
     with logs.session(), logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if start_ray(largest):

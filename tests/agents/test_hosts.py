@@ -332,6 +332,19 @@ def test_an_environment_answers_every_turn_until_it_is_done(make, tmp_path):
     assert (line["end"], line["rewards"]) == ({"score": 0.5}, [0.5])
 
 
+def test_step_may_return_one_message_and_is_named_if_it_returns_anything_else(make, tmp_path):
+    (tmp_path / "world.py").write_text("class World:\n    def step(self, text):\n        return eval(text)\n")
+    hosts = make(environment="world.py:World")
+    for returned in ("{'role': 'user', 'content': 'on'}, 0.5, False", "'on', 0, False"):
+        hosts.begin(start(), turn(text=returned))
+        assert reply(hosts)["ask"] == [{"role": "user", "content": "on"}]
+    for returned, said in (("None", "it returns (observation, reward, done)"), ("7, 0, False", "a list of messages")):
+        hosts.begin(start(), turn(text=returned))
+        failed = reply(hosts)["failed"]
+        assert "step() returned" in failed
+        assert said in failed
+
+
 def test_an_agent_that_fails_says_why(make, tmp_path):
     hosts, file = make(trajectory_s=2.0), tmp_path / "agent.py"
     numbers = [hosts.begin(start(f"{file}:{name}"), turn(text="5")) for name in ("broken", "endless")]

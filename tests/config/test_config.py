@@ -347,17 +347,6 @@ def test_help_needs_neither_torch_nor_ray_nor_omegaconf():
     assert "actor_rollout_ref.rollout" in process.stdout
 
 
-def test_an_evaluation_without_words_is_refused_before_torch_is_imported():
-    code = (
-        "import sys; from rltrain.tools.evaluate.__main__ import main; code = main([]); "
-        "sys.exit('imported torch' if 'torch' in sys.modules else code)"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert process.returncode == 2, process.stderr
-    assert "model= is not given" in process.stderr
-    assert "data= is not given" in process.stderr
-
-
 def test_path_and_name_of_a_class_are_one_key(tmp_path):
     loaded = load_config(["data.custom_cls.path=pkg://my.data", "data.custom_cls.name=Mine", "+data.my.key=3"])
     assert (loaded.config.data.custom_cls, loaded.config.data.own_keys) == ("pkg://my.data:Mine", {"my": {"key": 3}})

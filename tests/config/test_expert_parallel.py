@@ -35,3 +35,12 @@ def test_the_dry_run_tells_sizes_that_do_not_fit(save, size, message, tmp_path, 
     if message:
         assert f"{key}" in out + error
         assert message in out + error
+
+
+@pytest.mark.parametrize("chip", [[], ["--device=H100"]], ids=["", "on a chip"])
+def test_sizes_that_fit_are_listed_by_config_json_alone(chip, tmp_path, capsys):
+    (save_tiny_moe(tmp_path / "model", num_experts=6) / "model.safetensors").unlink()
+    files = [write_arithmetic(tmp_path / "train.parquet", range(8))] * 2
+    words = [*small_run(tmp_path / "model", files, tmp_path / "run"), "trainer.n_gpus_per_node=4"]
+    assert main([*words, f"{A}actor.fsdp_config.expert_parallel_size=4", "--dry-run", *chip]) == 2
+    assert "Use one of 2." in "".join(capsys.readouterr())

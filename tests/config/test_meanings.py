@@ -10,6 +10,7 @@ from rltrain.config.step_passes import make_step_passes
 from rltrain.controller.samples import Samples
 from rltrain.models.optim import learning_rate
 from rltrain.rewards.processes.score import Score
+from rltrain.run.checkpoints.resume import frozen_values
 from rltrain.run.report.plan import describe
 from rltrain.run.scorers import check_columns
 from rltrain.trainer.plan import make_plan
@@ -166,6 +167,8 @@ def test_versions_of_verl_differ(version, mean, with_sum, warmup, prompts, metri
     assert (plan.passes.aggregation, plan.lr_warmup_steps) == (mean, warmup)
     assert (plan.prompts_per_step, plan.prompts_per_round) == (prompts, prompts)
     assert make_step_passes(load(chosen, gspo, "actor.loss_agg_mode=token-sum").config).aggregation == with_sum
+    # A checkpoint of this run is refused if the command now has another size of a step.
+    assert frozen_values(load(chosen, sizes).config)["prompts per round"] == prompts
     filtered = load(chosen, GROUPS, sizes).config
     assert (filtered.data.train_batch_size, filtered.algorithm.filter_groups.metric) == (16, metric)
     # Each difference is named.

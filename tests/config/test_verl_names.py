@@ -37,6 +37,8 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("ref.megatron.context_parallel_size=2", f"use {A}ref.ulysses_sequence_parallel_size."),
         ("critic.optim.lr_scheduler.min_lr=1e-7", "critic.optim.lr_scheduler_type"),
         ("actor.optim.override_optimizer_config={amsgrad:True}", "leave it out"),
+        ("actor.tensor_parallel_size=2", f"Engines have it: {A}rollout.tensor_model_parallel_size"),
+        ("critic.model.tensor_model_parallel_size=2", "no tensor parallelism: FSDP2"),
         # Weights that learn rest in float32; sizes of an engine that are not here.
         ("actor.fsdp_config.model_dtype=fp16", "weights that learn rest in float32"),
         ("algorithm.adv_estimator=gae critic.fsdp.model_dtype=float16", "weights that learn rest in float32"),
@@ -126,8 +128,8 @@ def test_a_key_of_verl_without_an_answer_names_the_releases_that_have_it():
     key = "critic.checkpoint.save_lora_only"
     assert problems(f"{key}=True") == [f"{key}: {answer}"]
     assert notes(f"{key}=False") == [f"{key}: no effect: not known here, and turned off"]
-    free_form = f"{A}actor.policy_loss.rollout_correction.any_name"
-    assert problems(f"{free_form}=1") == [f"{free_form}: {answer.replace('0.9.0', '0.8.0')}"]
+    free_form = f"{A}actor.global_batch_info.any_name"
+    assert problems(f"{free_form}=1") == [f"{free_form}: {answer.replace('0.9.0', '0.7.0')}"]
 
 
 def test_a_section_is_refused_in_one_line():

@@ -140,6 +140,8 @@ def test_a_file_says_where_yaml_reads_something_else(text, said, tmp_path):
         ("trainer.hub_model_id=x", "run `hf upload NAME FOLDER` with the exported folder"),
         ("trainer.wandb.group=x", "WANDB_RUN_GROUP, WANDB_TAGS, WANDB_NOTES"),
         ("data.curriculum.curriculum_class=x", "an old name of data.sampler.class_path"),
+        ("bf16=True", "actor_rollout_ref.actor.fsdp_config.compute_dtype"),
+        ("trainer.gradient_accumulation_steps=2", "set actor_rollout_ref.actor.ppo_mini_batch_size"),
         ("mine.yaml", "Did you mean --config mine.yaml?"),
     ],
 )

@@ -65,6 +65,14 @@ def test_every_bad_row_is_counted_and_the_first_few_are_shown(tmp_path, capsys):
     assert shown.endswith("6 usable rows, 7 problems\n")
 
 
+def test_a_column_that_exists_twice_is_named_with_its_file(tmp_path, capsys):
+    table = pa.Table.from_pylist([sum_row(1)])
+    twice = pa.Table.from_arrays([*table.columns, table["prompt"]], names=[*table.column_names, "prompt"])
+    pq.write_table(twice, file := tmp_path / "twice.parquet")
+    assert main([str(file)]) == 2
+    assert f"'{file}' has 2 columns named 'prompt'." in capsys.readouterr().out
+
+
 def test_duplicates_are_seen_across_files_by_text_and_picture(tmp_path):
     train = write(tmp_path, [sum_row(1), sum_row(2), sum_row(1)])
     test = write(tmp_path, [sum_row(2), sum_row(3)], "test")

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 import rltrain
+from rltrain.base.imports import IMPORTING
 from rltrain.run.fit import Trainer
 from rltrain.run.report.table import read_metrics
 from rltrain.tools.evaluate.__main__ import main
@@ -30,7 +31,12 @@ def test_checkpoints_get_the_numbers_that_their_run_has_found(tiny_model, arithm
     sampled = {
         f"actor_rollout_ref__rollout__val_kwargs__{name}": value for name, value in (("n", 4), ("temperature", 1))
     }
-    often = {"trainer__test_freq": 1, "trainer__save_freq": 1, "actor_rollout_ref__actor__optim__lr": 0.05}
+    often = {
+        "trainer__report": True,
+        "trainer__test_freq": 1,
+        "trainer__save_freq": 1,
+        "actor_rollout_ref__actor__optim__lr": 0.05,
+    }
     run = tmp_path / "run"
     rltrain.train(small_run(tiny_model, arithmetic_files, run, **sampled, **often))
     name = "val-core/rltrain/arithmetic/reward/mean@4"
@@ -48,6 +54,12 @@ def test_checkpoints_get_the_numbers_that_their_run_has_found(tiny_model, arithm
     both = found(run / "evaluation", "evaluations.json")["evaluations"]
     assert [one["model"]["step"] for one in both] == [1, 2]
     assert (run / "evaluation" / "evaluation.html").is_file()
+    # What takes seconds is logged before it, by the run and by its evaluations.
+    logs = [
+        file.read_text() for file in (run / "train.log", run / "evaluation" / "global_step_2" / "run" / "train.log")
+    ]
+    said = (IMPORTING, "writing report.html"), (f"loading {run / 'global_step_2'} on 1 worker",)
+    assert [line for log, lines in zip(logs, said, strict=True) for line in lines if line not in log] == []
     assert main(words) == 0
     assert "was evaluated before" in capfd.readouterr().out
     assert found(run / "evaluation", "evaluations.json")["evaluations"] == both

@@ -8,6 +8,7 @@ import pytest
 
 from rltrain.base.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config, to_yaml
+from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.model_folder import find_model
 from rltrain.run.checkpoints.resume import frozen_values
@@ -101,6 +102,30 @@ def test_a_run_says_how_it_validates_unless_the_command_does(tiny_model, arithme
     with pytest.raises(ConfigError, match=r"data.max_response_length is 9 in the run of .* and 8 in that of .*second"):
         _ = read(*words, *others).of_run
     assert "data.max_response_length" in read(*words, *others, "data.max_response_length=8").of_run
+
+
+def test_relative_paths_of_a_run_start_at_the_folder_where_it_was_started(
+    tiny_model, arithmetic_files, tmp_path, monkeypatch
+):
+    shutil.copytree(tiny_model, tmp_path / "start" / "models" / "small")
+    (tmp_path / "start" / "world.py").write_text("")
+    (tmp_path / "start" / "prompt").write_text("")  # also a word of a key that names no file
+    save_checkpoint(tmp_path / "run", tiny_model, 3, **{"actor_rollout_ref.model.path": "models/small"})
+    settings = ["actor_rollout_ref.rollout.multi_turn.environment=world.py:World", "data.image_key=prompt"]
+    loaded = load_config(settings)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(loaded.config))
+    with pytest.raises(CheckpointError, match=r"models/small.* evaluate the exported weights"):
+        models_of([str(tmp_path / "run")])
+    with monkeypatch.context() as patched:
+        patched.chdir(tmp_path / "start")
+        folder = RunFolder(str(tmp_path / "run"))
+        write_run_files(folder, loaded, plan=loaded.config, hosts=[])
+        folder.release()
+    request = read(f"model={tmp_path / 'run'}", f"data={arithmetic_files[1]}")
+    cfg = request.settings(request.models[0]).config
+    assert cfg.actor_rollout_ref.model.path == str(tmp_path / "start" / "models" / "small")
+    assert cfg.actor_rollout_ref.rollout.multi_turn.environment == f"{tmp_path / 'start' / 'world.py'}:World"
+    assert cfg.data.image_key == "prompt"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from rltrain.base.columns import names as c
 from rltrain.base.errors import NonFiniteError
+from rltrain.controller.samples import assemble
 from rltrain.trainer.progress import Progress
 from rltrain.workers.results import UpdateNumbers
 from tests.trainer.steps import (
@@ -43,6 +46,17 @@ def test_a_critic_may_start_from_a_reward_model(make, reward_model):
     trainer = make(**{ESTIMATOR: "gae"}, critic__model__path=reward_model)
     found = weights(trainer.worker.critic.model)
     assert torch.equal(found[-16:], load_file(reward_model / "model.safetensors")["score.weight"].flatten())
+
+
+def test_a_critic_reads_its_last_token_for_those_that_pad_a_larger_head(make, tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    rows = model.config.vocab_size - 8
+    model.resize_token_embeddings(rows)
+    model.save_pretrained(tmp_path)
+    done = make(**GAE, critic__model__path=tmp_path).step(1)
+    request = done.samples.request(np.arange(len(done.samples)), [c.RESPONSE])
+    assert (assemble(request, [part.ref for part in request.parts]).ragged(c.RESPONSE).values >= rows).any()
+    assert np.isfinite(done.metrics["critic/vf_loss"])
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -101,6 +101,9 @@ def test_a_distance_over_all_tokens_needs_as_many_of_them(dry, another, tmp_path
         code, text = dry(**whole)
         assert code == 2
         assert words in text
+    code, text = dry(actor_rollout_ref__model__path=padded, **{REFERENCE: another})
+    assert "and the policy 64. Use a reference of at least as many." in text
+    assert code == 2
 
 
 def test_a_reference_that_moves_has_the_sizes_of_the_policy(dry, another, tmp_path):

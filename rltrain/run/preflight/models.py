@@ -7,7 +7,7 @@ shows whether the numbers are right (`run.preflight.model_check`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,14 @@ def look_at_models(cfg: Config, found: Findings) -> None:
                 _look_at(role, kind, spec, cfg, found)
         except (ConfigError, DataError) as error:
             found.problems.append(str(error))
+    found.problems += problems_of_experts(cfg, [path for path in wrong if Path(path, "config.json").is_file()])
+
+
+def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> Iterator[str]:
+    """Experts that cannot be shared by as many ranks, in the models of ``paths`` (all). Needs no weights."""
+    for role, (kind, spec) in _models(cfg).items():
+        if spec.fsdp.expert_parallel_size > 1 and (paths is None or spec.path in paths):
+            yield from _experts(cfg, role, spec, empty_packed(kind, spec, config := spec.load_config()).model, config)
 
 
 def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
@@ -151,8 +159,7 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         findings.problems += _vocabulary(spec, config, chat_encoder(cfg))
         if kind is PolicyModel:
             findings.problems += _other_tokens(cfg, spec, config, findings)
-    problems = [heads_problem(config, size, key) for key, size in sizes.items()]
-    findings.problems += [problem for problem in problems if problem]
+    findings.problems += filter(None, (heads_problem(config, size, key) for key, size in sizes.items()))
     # On the hub, the head lies in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if row.reads_texts:
@@ -348,12 +355,12 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
             f"{cfg.distillation.distillation_loss.loss_mode} compares all of the policy's. Use "
             "distillation.distillation_loss.loss_mode=k3, or a teacher of at least as many."
         )
-    is_compared = spec.role == ROLES["ref"].section and (passes.exact_kl_in_loss or passes.exact_kl_in_reward)
-    if is_compared and policy_size and size != policy_size:
-        yield (
-            f"{named} knows {size:,} tokens and the policy {policy_size:,}, and a full KL compares all of them. Use "
-            "kl_loss_type (kl_penalty) k3, or a reference of the same size."
-        )
+    exact = passes.exact_kl_in_loss or passes.exact_kl_in_reward
+    if spec.role == ROLES["ref"].section and policy_size and (size < policy_size or (exact and size > policy_size)):
+        yield f"{named} knows {size:,} tokens and the policy {policy_size:,}" + (
+            ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."
+            if exact else ". Use a reference of at least as many."
+        )  # fmt: skip
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, int]:

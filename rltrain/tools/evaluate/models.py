@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from yaml import YAMLError, safe_load
 
 from rltrain.base.errors import CheckpointError, ConfigError, first_line
 from rltrain.base.secrets import MASK
-from rltrain.base.storage import patiently
+from rltrain.base.storage import patiently, read_json
 from rltrain.config.load import to_dict
 from rltrain.config.schema import Config
 from rltrain.models.files.digest import digest_of_model
@@ -137,6 +138,8 @@ def _checkpoint(folder: Path) -> Model:
     settings = (
         {key: value for key, value in frozen.items() if key.startswith(_MODEL)} if isinstance(frozen, dict) else {}
     )
+    start = str((read_json(folder.parent / "env.json") or {}).get("started_in", ""))
+    settings = {key: _from_start(start, key, value) for key, value in settings.items()}
     base = str(settings.get(f"{_MODEL}path"))
     if problem := model_problem(f"{_MODEL}path", base):
         raise CheckpointError(
@@ -146,10 +149,20 @@ def _checkpoint(folder: Path) -> Model:
     _refuse_other_tokens(folder, base)
     settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
     settings["trainer.resume_weights_only"] = False
-    return Model(folder.name, str(folder), folder, record["global_step"], settings, _validation_of(folder.parent))
+    return Model(
+        folder.name, str(folder), folder, record["global_step"], settings, _validation_of(folder.parent, start)
+    )
 
 
-def _validation_of(run: Path) -> dict[str, Any] | None:
+def _from_start(start: str, key: str, value: Any) -> Any:
+    """Make a relative path, or FILE.py:NAME, absolute if it exists in ``start``, where the run was started."""
+    paths = [value, value.rpartition(":")[0]] if start and isinstance(value, str) else []
+    if any(os.path.exists(os.path.join(start, path)) for path in paths if Path(path).suffix or key.endswith("path")):
+        return os.path.join(start, value)
+    return [_from_start(start, key, part) for part in value] if isinstance(value, list) else value
+
+
+def _validation_of(run: Path, start: str) -> dict[str, Any] | None:
     """Return the settings by which a run's validations get their responses and scores, where they are no defaults."""
     try:
         text = (run / "config.yaml").read_text("utf-8")
@@ -157,7 +170,7 @@ def _validation_of(run: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, YAMLError):
         return None
     return {
-        key: value
+        key: _from_start(start, key, value)
         for key, value in given.items()
         if key.startswith(_OF_VALIDATION) and key not in _OF_TRAINING and value != defaults.get(key) and value != MASK
     }

@@ -24,6 +24,7 @@ from rltrain.base import logs
 from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.main_ppo import main as guarded
+from rltrain.tools.resolution.request import read_search
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,14 +33,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _search(arguments: argparse.Namespace, stop: Stop) -> int:
-    # Imported here, so that --help need not wait for it.
+    stop.says("nothing is answered yet: the same command begins anew")
+    request = read_search(arguments.overrides, arguments.config, arguments.problems)
+    # Imported here, so that neither --help nor a missing argument waits for it.
     from rltrain.run.build import begin_ray
-    from rltrain.tools.resolution.request import read_search
     from rltrain.tools.resolution.search import RESULT, search, show_search, show_settings
     from rltrain.tools.resolution.settings import find_settings
 
-    stop.says("nothing is answered yet: the same command begins anew")
-    request = read_search(arguments.overrides, arguments.config, arguments.problems)
     with logs.session():
         settings = find_settings(request)
     show_settings(settings)

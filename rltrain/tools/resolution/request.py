@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rltrain.base.errors import ConfigError
 from rltrain.config.schema.arguments import read_arguments, required
 from rltrain.config.schema.fields import key
-from rltrain.data.files import files_of
 from rltrain.tools.evaluate.arguments import NAMES
-from rltrain.tools.evaluate.models import Model
-from rltrain.tools.evaluate.request import Request, read_request
+
+if TYPE_CHECKING:
+    from rltrain.tools.evaluate.models import Model
+    from rltrain.tools.evaluate.request import Request
 
 _SPLITS = "dev=FILES is searched on, test=FILES is scored at the end"
 Bound = int | None
@@ -83,6 +85,9 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
         wrong.append("model= is not given: the model to search for.")
     words = [word for word in words if not word.startswith("data=")]
     own = read_arguments(Arguments, words, others=rest, elsewhere=NAMES, problems=wrong)
+    from rltrain.data.files import files_of
+    from rltrain.tools.evaluate.request import read_request  # takes seconds, after the errors above
+
     base = read_request([*rest, f"data={own.dev}"], files, [])
     test = read_request([*rest, f"data={own.test}"], files, []).data
     if len(base.models) > 1:

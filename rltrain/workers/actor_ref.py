@@ -53,8 +53,7 @@ _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG
 
 
 class ActorRefWorker(Actor):
-    """Training side of the policy. Every method is called on all ranks; each rank gets and returns its local
-    samples."""
+    """Training side of the policy. Every method is called on all ranks, each with its local samples."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._cfg = cfg
@@ -113,8 +112,7 @@ class ActorRefWorker(Actor):
     # -- scoring -------------------------------------------------------------------------------------------------------
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """Compute log pi(response) with the actor's weights, the gap to the engine's log-probs, and the rollout
-        correction.
+        """Compute log pi(response) with the actor's weights, its gap to the engine, and the rollout correction.
 
         Columns: ``old_log_probs``; ``is_weights`` and ``loss_mask`` if the correction has them; ``sum_pi_squared`` and
         ``entropy`` if needed; ``routed_experts`` if the update replays them. Numbers: moments, and ``loss_tokens`` [n].
@@ -353,8 +351,7 @@ class ActorRefWorker(Actor):
             )
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
         # Full weights are gathered between devices, because hosts exchange bytes many times more slowly. After an
-        # update the shards are on the device; otherwise they are onloaded as for a pass, shortly before the next sync
-        # would do so.
+        # update the shards are on the device; otherwise onload them as for a pass, shortly before the next sync would.
         if (task.export or self._model_cfg.uses_lora) and not self.residency.is_here(self.policy):
             self.residency.enter("old_log_prob", whole=True)
         if self._export and task.export:
@@ -390,7 +387,7 @@ class ActorRefWorker(Actor):
 
 
 def _given(batch: Batch) -> Tensor | None:
-    """Return the tokens of each response [n] that an earlier policy sampled; None if there are none."""
+    """Return the number of tokens per response [n] from earlier policies; None if there are no such responses."""
     return batch.dense(c.CARRIED_LENGTH) if c.CARRIED_LENGTH in batch else None
 
 

@@ -99,8 +99,7 @@ class TurnAdvantages:
 class UpdateTask:
     """Update of the actor in one step.
 
-    Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale. noise_seed:
-    for the random part of a token selection. entropy_coeff: coefficient of the entropy bonus.
+    Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -109,4 +108,6 @@ class UpdateTask:
     scale: float = 1.0
     weight_scale: float = 1.0
     noise_seed: int = 0
+    """Seed of the random part of a token selection."""
     entropy_coeff: float = 0.0
+    """Coefficient of the entropy bonus."""

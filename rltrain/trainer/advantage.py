@@ -49,8 +49,7 @@ class Advantages:
         self._passes = passes
 
     def restore(self, progress: Progress) -> None:
-        """Restore the coefficient of an adaptive controller. A fixed coefficient follows the config, which may have
-        changed."""
+        """Restore the coefficient of an adaptive controller. A fixed one follows the config, which may have changed."""
         if progress.kl_coef is not None and self._cfg.algorithm.kl_ctrl.type == "adaptive":
             self.kl_coef = progress.kl_coef
 

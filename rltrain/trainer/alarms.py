@@ -25,8 +25,7 @@ _EQUAL_STEPS_TOLD = 10
 
 
 class Alarms:
-    """Checks that warn or raise. gap_limit: largest mean log-prob difference between engine and trainer per sampled
-    token."""
+    """Checks that warn or raise. gap_limit: largest mean log-prob gap between engine and trainer per sampled token."""
 
     def __init__(self, cfg: Config, gap_limit: float) -> None:
         # Also read by the step, which then checks before the update and not only in its report.

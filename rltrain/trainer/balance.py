@@ -111,8 +111,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: micro-batch sizes (0:
-    idle)."""
+    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: micro-batches (0: idle)."""
 
     # A sample is listed once per epoch over the batch, so ids may repeat.
     ids: list[Ids]
@@ -309,8 +308,7 @@ class _Bin:
 
 
 def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]] | None:
-    """Fill ``count`` bins per rank, each with its node: costliest chunk first, into the emptiest bin that fits (Graham
-    1969).
+    """Fill ``count`` bins per rank, each with its node: costliest first, into the emptiest bin that fits (Graham 1969).
 
     A chunk goes to a bin of its node if that stays within an even share. Returns None if a chunk fits nowhere.
     """

@@ -140,8 +140,7 @@ class Experience:
         return [Prompt(row, self.batches_drawn) for row in rows]
 
     def _useful_prompts(self, samples: Samples) -> Ids:
-        """Return the prompts whose responses differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section
-        3.2)."""
+        """Return prompts whose responses differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section 3.2)."""
         metric = self._cfg.algorithm.filter_groups.metric
         if metric == "acc":
             values = accuracy(samples)

@@ -17,8 +17,7 @@ OF_SYNC = ("perf/weight_sync_gb", "perf/weight_sync_gb_per_s", "rollout/canary_g
 
 
 def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
-    """Return seconds of the rollout workers per phase (mean over ranks; ``_max``: slowest rank), pixels and weight
-    sync."""
+    """Return seconds of the rollout workers by phase (mean over ranks, ``_max``: slowest), pixels and weight sync."""
     metrics: Metrics = {_DAMAGED: float(sum(result.num_damaged for result in results))}
     if anew := sum(result.num_begun_anew for result in results):
         metrics["agent/begun_anew"] = float(anew)
@@ -79,8 +78,7 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
 
 
 def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
-    """Join the metrics of several rounds: seconds, damaged responses and judge costs are summed; others keep the
-    newest value."""
+    """Join the metrics of rounds: seconds, damaged responses and judge costs are summed; others keep the newest."""
     joined: Metrics = {}
     for metrics in rounds:
         for name, value in metrics.items():

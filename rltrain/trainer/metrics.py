@@ -86,8 +86,7 @@ def outcome_advantage_metrics(samples: Samples) -> Metrics:
 
 
 def token_advantage_metrics(moments: dict[str, Moments], shift: float, scale: float) -> Metrics:
-    """Return whitened advantages and returns; with a critic also its values and the explained variance of the
-    returns."""
+    """Return whitened advantages and returns; with a critic also its values and the returns' explained variance."""
     metrics: Metrics = {}
     for name, (offset, factor) in {"advantages": (shift, scale), "returns": (0.0, 1.0), "values": (0.0, 1.0)}.items():
         moment = moments.get(name, Moments())
@@ -121,8 +120,7 @@ def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bo
 
 
 def source_metrics(samples: Samples, sources: NDArray[np.object_], right: NDArray[np.float64]) -> Metrics:
-    """Return means by data source. sources, right [n]: source and accuracy per response. share: of the step's
-    responses."""
+    """Return means by data source. sources, right [n]: source and accuracy per response. share: of all responses."""
     metrics: Metrics = {}
     values = {"score": samples[c.SCORE], "acc": right, "response_length": samples[c.RESPONSE_LENGTH]}
     values["clip_ratio"] = samples[c.TRUNCATED]
@@ -252,8 +250,7 @@ def mismatch_metrics(moments: dict[str, Moments]) -> Metrics:
 
 
 def _correlation(moments: dict[str, Moments]) -> float:
-    """Return Pearson's correlation of trainer and engine probabilities of the sampled tokens; 1 if either is
-    constant."""
+    """Return Pearson's correlation of trainer and engine probabilities of sampled tokens; 1 if either is constant."""
     train, engine = moments["train_prob"], moments["engine_prob"]
     stds = [math.sqrt(side.variance) for side in (train, engine)]
     covariance = moments["prob_product"].mean - train.total * engine.total / train.count**2

@@ -41,8 +41,7 @@ def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int,
 
 
 def denominators(loss_tokens: Ids, groups: Ids, horizon: int) -> Denominators:
-    """Return the denominators of a mini-batch from loss tokens and groups [n]. Samples without loss tokens do not
-    count."""
+    """Return the denominators of a mini-batch from loss tokens and groups [n]. Samples without are ignored."""
     counts = loss_tokens > 0
     return Denominators(int(loss_tokens.sum()), int(counts.sum()), horizon, len(np.unique(groups[counts])))
 

@@ -38,8 +38,7 @@ class ImageSizes:
 
     @classmethod
     def of(cls, stores: Mapping[str, PromptStore]) -> ImageSizes | None:
-        """Measure the prompt stores by split. None if no prompt of the run has images. Reads the images of one
-        prompt."""
+        """Measure the prompt stores by split. None if no prompt of the run has images. Loads one prompt's images."""
         if not any(store.has_images for store in stores.values()):
             return None
         if not (train := stores.get("train")) or not train.has_images:

@@ -54,8 +54,7 @@ class StepRecord:
     bytes_before: NDArray[np.int64]
     """`PPOTrainer._bytes` at the start of the step."""
     measured: dict[str, Moments] = field(default_factory=dict)
-    """Moments of entropy, mismatch and correction, over samples whose log-probs were computed before the first
-    update."""
+    """Moments of entropy, mismatch and correction, of samples with log-probs computed before the first update."""
     layouts: dict[str, Layout] = field(default_factory=dict)
     """Layout of each phase."""
 
@@ -106,7 +105,7 @@ class PPOTrainer:
         plan, passes, timer = self.plan, self.plan.passes, StepTimer(self._on_phase)
         bytes_before = self._bytes()
         with timer("step"):
-            samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
+            samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n responses each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
             # Before any update, so that a run that stops here keeps the weights of the previous step.
             self._alarms.damaged(metrics)
@@ -209,8 +208,7 @@ class PPOTrainer:
             record.metrics["actor/entropy_coeff"] = bonus
         if cfg.use_kl_loss:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
-        # Join the moments of the update's forward pass with those of the old_log_prob pass; they cover disjoint
-        # samples.
+        # Join the moments of the update's forward pass and of the old_log_prob pass, which cover disjoint samples.
         record.measured = join([record.measured, join(result.measured for result in results)])
         self._skipped("actor", results, record, held, counts)
 
@@ -312,8 +310,7 @@ class PPOTrainer:
         return cut_prompts(self.plan, self.plan.prompts_per_mini_batch, cfg.ppo_epochs, step, seed)
 
     def _workload(self, samples: Samples, *, updates: bool = False) -> Workload:
-        """Return the workload. A token costs 2 FLOPs per matmul weight, a (query, key) pair 4 x heads x head size per
-        layer.
+        """Return the workload. A token costs 2 FLOPs per matmul weight, a (query, key) pair 4 x heads x head size.
 
         updates: include the backward pass; a frozen vision tower has none (`tower_numbers`).
         """

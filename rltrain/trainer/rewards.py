@@ -88,8 +88,7 @@ class Rewards:
     def score(
         self, split: str, samples: Samples, begun: AnswersInScoring | None = None, at_once: int | None = None
     ) -> dict[str, Column]:
-        """Return ``score``, its parts (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME``
-        [n].
+        """Return ``score``, its parts (``rule_score``, ``model_score``, ``overlong``), failures, ``scorer/NAME`` [n].
 
         begun: rule rewards that were started during generation. at_once: responses per call of the reward model or
         judge.
@@ -122,8 +121,7 @@ class Rewards:
         return columns | {c.SCORE: total, c.REWARD: total}
 
     def _weigh(self, columns: dict[str, Column], left_out: NDArray[np.bool_]) -> Floats:
-        """Return the weighted sum of ``reward.weights``. Responses that could not be scored keep
-        ``reward.on_error``."""
+        """Return the weighted sum of ``reward.weights``. Responses without a score keep ``reward.on_error``."""
         failed = (columns[c.REWARD_FAILED] > 0) | left_out
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():

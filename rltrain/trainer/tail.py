@@ -188,8 +188,7 @@ class PromptLine:
 
 
 def _staleness(batch: Samples) -> Metrics:
-    """Return metrics of tokens from earlier policies. staleness: age of a token in steps, mean over tokens and
-    largest."""
+    """Return metrics of tokens from earlier policies. staleness: age of a token in steps, mean and maximum."""
     carried = batch[c.CARRIED_LENGTH]
     return {
         "rollout/tail/carried_tokens": float(carried.sum()),

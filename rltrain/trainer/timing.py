@@ -67,8 +67,7 @@ class StepTimer:
 def flops_metrics(
     costs: Mapping[str, LayoutCost], timing: Metrics, sizes: Mapping[str, float], num_devices: int
 ) -> Metrics:
-    """Return ``perf/tflops/*`` (10^12 model FLOP/s per device) and ``perf/mfu/*`` (share of the device's bf16 peak, if
-    known).
+    """Return ``perf/tflops/*`` (10^12 model FLOP/s per device) and ``perf/mfu/*`` (share of its bf16 peak, if known).
 
     ``_prompts_repeated``: the prompt counts for each of its responses. costs: by phase, in tokens of the actor,
     including attention and images. A token takes 2 FLOPs per weight in a forward pass and 6 in an update, without the

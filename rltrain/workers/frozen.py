@@ -39,8 +39,7 @@ def load_role(role: Role, cfg: Config, passes: StepPasses, residency: Residency)
 
 @torch.no_grad()
 def measure(model: PackedModel, micros: Sequence[Batch], device: Device, *arguments: Any) -> list[Tensor]:
-    """Return the outputs of ``model`` for all policy tokens, on the host: values, or log-probs and other requested
-    outputs."""
+    """Return the outputs of ``model`` for all policy tokens, on the host: values, or log-probs and other outputs."""
     model.eval()
     return _on_host(model, [model(pack(micro, device.torch_device), *arguments) for micro in micros])
 
@@ -79,7 +78,7 @@ class FrozenWorker(Frozen):
         }
 
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
-        """log pi(answer) under the policy of a pass. task: the pass, the column to make, and the micro-batches."""
+        """Compute log pi(response) with the policy of a pass. task: pass, output column, micro-batch sizes."""
         name, column, micro_sizes = task
         self._residency.enter(name)
         model, micros = self.models[PASSES[name].role], batch.split(micro_sizes)

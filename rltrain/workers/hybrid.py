@@ -82,8 +82,7 @@ class HybridWorker(Models, Advantages):
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def explain(self, error: Exception) -> Exception:
-        """Convert an error for the user: an out-of-memory error lists the memory by owner and the keys that reduce
-        it."""
+        """Convert an error for the user: an out-of-memory error lists memory by owner and the keys that reduce it."""
         return device_is_full(error, self._cfg, self.residency) if is_out_of_memory(error) else error
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
@@ -96,8 +95,7 @@ class HybridWorker(Models, Advantages):
 
 
 def check_room(rollout: RolloutConfig, residency: Residency) -> None:
-    """Raise ConfigError if the second generation would lack memory. Call after all models are loaded and the engine
-    sleeps.
+    """Raise ConfigError if the second generation would lack memory. Call with all models loaded and the engine asleep.
 
     An engine compares its share with the free memory at its start. Optimizers allocate their state only in the first
     update, and without offloading they keep it during generation.

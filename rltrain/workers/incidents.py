@@ -1,5 +1,4 @@
-"""Dump of a mini-batch whose loss or gradient is not finite, as plain tensors and numbers (docs/recovery.md shows how
-to load it).
+"""Dump of a mini-batch with a non-finite loss or gradient, as tensors and numbers (docs/recovery.md: how to load it).
 
 It includes the trained weights of the last optimizer step, because no checkpoint has them, and a batch is often
 useless without them. They take 4 bytes each (with LoRA adapters only) and are skipped if the disk is too full. Left

@@ -47,8 +47,7 @@ class LinksWorker(Links):
         return 2 * size**3 / seconds / 1e12 if bool((product == size).all()) else 0.0
 
     def collectives(self, num_bytes: int) -> dict[str, float]:
-        """Return GB/s of an all-reduce and an all-gather (the second of two). Raises WorkerError if a result is
-        wrong."""
+        """Return GB/s of an all-reduce and an all-gather (the second run). Raises WorkerError if a result is wrong."""
         self._device.activate()
         size = max(num_bytes // 4 // self._world, 1) * self._world
         for _ in range(2):
@@ -72,8 +71,7 @@ class LinksWorker(Links):
         return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
 
     def meets(self, num_bytes: int, turn: int) -> Array:
-        """Return GB/s to and from this rank's peer of the round [world]: 0 if the received data is wrong; nan for
-        other ranks."""
+        """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
         self._device.activate()
         speeds = np.full(self._world, np.nan)
         peer = _partner(self._rank, turn, self._world + self._world % 2)

@@ -1,5 +1,4 @@
-"""Profile of a phase by torch's profiler (torch_npu's on NPUs): a trace, a table of kernels and gaps, a memory
-snapshot.
+"""Profile of a phase by torch's profiler (torch_npu's on NPUs): trace, table of kernels and gaps, memory snapshot.
 
 Traces open in Perfetto (ui.perfetto.dev) and chrome://tracing. Other phases run without a profiler and so without its
 overhead.
@@ -95,8 +94,7 @@ def busy(kernels: Sequence[Kernel]) -> float:
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    """Return Markdown: busy share from the first kernel to the last, the kernels with the most time, and the longest
-    gaps."""
+    """Return Markdown: busy share from the first kernel to the last, top kernels by time, and the longest gaps."""
     if not kernels:
         return "No kernel ran.\n"
     whole = max(kernel.end for kernel in kernels) - kernels[0].begin

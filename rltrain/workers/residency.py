@@ -50,8 +50,7 @@ class Residency:
         """Maximum of `Device.take_peaks` since the start."""
 
     def add_engine(self, release: Callable[[], object], *phases: str) -> None:
-        """Register an engine. It allocates memory when weights are loaded; `release` frees it outside of these
-        phases."""
+        """Register an engine. It allocates memory when weights are loaded; `release` frees it in other phases."""
         self._engines.append((frozenset(phases), release))
 
     def add_model(self, role: Role, model: nn.Module, *phases: str, offload: bool) -> None:
@@ -108,8 +107,7 @@ class Residency:
                 self.device.current_stream().wait_stream(self._queue)
 
     def memory_gb(self) -> dict[str, float]:
-        """Return ``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, in total and by
-        phase."""
+        """Return ``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, total and by phase."""
         found = self.device.host_memory_gb()
         if self._queue is not None:
             self._measure()
@@ -240,8 +238,7 @@ class _Model(_Resident):
         super().copy_out()
 
     def may_have_changed(self, tensor: Tensor) -> bool:
-        """Return True for trained weights after an update. Tensor versions are not usable: fused kernels do not
-        increment them."""
+        """Return True for trained weights after an update. Tensor versions do not show it with fused kernels."""
         return tensor.requires_grad and not self.seen.isdisjoint(_WRITTEN_IN)
 
     def parts(self) -> list[dict[Any, Tensor]]:

@@ -43,13 +43,11 @@ class UpdateNumbers:
     memory_gb: dict[str, float] = field(default_factory=dict)
     """Memory peaks by metric."""
     overflowed: Array = field(default_factory=lambda: np.zeros(0))
-    """1: the step was skipped because gradients overflowed float16, and the loss scale was halved. Equal on all
-    ranks."""
+    """1: the step was skipped because gradients overflowed float16; the loss scale was halved. Equal on all ranks."""
     loss_scale: float | None = None
     """Loss scale after the last step; None in other dtypes."""
     expert_load: Array | None = None
-    """Tokens per expert [layers, experts] in all forward passes, over all ranks; None if not measured. Equal on all
-    ranks."""
+    """Tokens per expert [layers, experts] in all forward passes and ranks; None if not measured. Equal on all ranks."""
 
     @property
     def num_made(self) -> int:

@@ -81,8 +81,7 @@ class RewardModelWorker(RewardModel):
         return self._encoder.encode_batch(conversations, answered=True)
 
     def _cut(self, lengths: list[int]) -> list[list[int]]:
-        """Return micro-batches within the budget, in order; empty ones are added so that every rank has equally
-        many."""
+        """Return micro-batches within the budget, in order, padded with empty ones to the same number on every rank."""
         micros: list[list[int]] = []
         room = 0
         for place, length in enumerate(lengths):

@@ -32,12 +32,10 @@ class Links(Protocol):
         """Return TFLOP/s of a matrix product [size, size], a power of two, in the compute dtype; 0 if it is wrong."""
 
     def collectives(self, num_bytes: int) -> dict[str, float]:
-        """Return GB/s of an all-reduce and an all-gather (the second of two). Raises WorkerError if a result is
-        wrong."""
+        """Return GB/s of an all-reduce and an all-gather (the second run). Raises WorkerError if a result is wrong."""
 
     def meets(self, num_bytes: int, turn: int) -> Array:
-        """Return GB/s to and from this rank's peer of the round [world]: 0 if the received data is wrong; nan for
-        other ranks."""
+        """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
 
 
 class Profiled(Protocol):

@@ -121,8 +121,7 @@ class StateWriter:
         return {name: like(tensor, self._hosts[name]) for name, tensor in state.items()}
 
     def write(self) -> tuple[list[Any], Digests]:
-        """Write the snapshot. Returns index data for `seal`, and the digests of the files. Raises DiskError, like
-        `seal`."""
+        """Write the snapshot. Returns index data for `seal`, and the files' digests. Raises DiskError, like `seal`."""
         assert self._plan is not None, "stage comes first"
         writer = HashingWriter(self._folder)
         with told_as_disk_error(self._folder):

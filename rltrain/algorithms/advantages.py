@@ -132,9 +132,10 @@ def find_estimator(name: str) -> Callable[..., Any]:
 
 @built_in
 def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
-    """Compute A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t   (Schulman 2016, eq. 16).
+    """Compute generalised advantage estimates   (Schulman et al. 2016, eq. 16).
 
-    V is 0 after the last token. The returns are R_t = A_t + V_t, with A_t before whitening.
+    A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t. V is 0 after the last token. The
+    returns are R_t = A_t + V_t, with A_t before whitening.
     """
     assert inputs.values is not None
     values = inputs.values.values

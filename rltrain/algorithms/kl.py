@@ -80,7 +80,7 @@ def kl_rounding(num_tokens: NDArray[np.int_]) -> NDArray[np.float64]:
 
 
 def adapted_kl_coef(coef: float, kl: float, num_samples: int, cfg: KLControlConfig) -> float:
-    """Return the KL coefficient for the next reward: proportional control to ``target_kl`` (Ziegler et al. 2019)."""
+    """Return the next KL coefficient: proportional control to ``target_kl`` (Ziegler et al. 2019, section 2.2)."""
     if cfg.type == "fixed":
         return coef
     # The coefficient is kept across steps and in checkpoints, so a KL of NaN must not reach it.

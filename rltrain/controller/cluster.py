@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _RESERVE_S = 120
 _POLL_S = 0.5
 _CONNECT_S = 5
-# Minimum size of the object store; Ray does not report what happens below it.
+# Minimum size of the object store; Ray does not report a smaller one.
 _LEAST_FILE_BYTES = 80 << 20
 _TRIES = 3
 # The last two: the server of a client died while Ray inspected it.

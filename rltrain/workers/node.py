@@ -120,7 +120,7 @@ def unseen(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
 
 
 def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
-    """Read files and return a message for each whose digest differs from the expected one.
+    """Read files and return a message for each that is unreadable or has an unexpected digest.
 
     Raises StorageError if storage fails, which says nothing about the contents.
     """

@@ -1,16 +1,19 @@
 """Training state of a role, written while the role keeps training.
 
-Problem: writing takes minutes, and optimizer steps change the tensors meanwhile. Choice: `stage` copies them into host
-memory, which is kept for the next save; `write` runs in a thread concurrent with the steps; `seal` combines the shards
-of all ranks into a checkpoint. They are separate calls because each waits for an event that only the driver observes:
-`stage` for the end of a step, `write` for the folder, which a hanging disk may delay, `seal` for all ranks, since the
-offset of a tensor is known only after it was written. Only the first `stage` of a run is a collective, which assigns
-the tensors to ranks. If the host lacks memory for the copy, the tensors themselves are written, and must not change
-meanwhile. Tensors are read where they are: offloaded tensors do not pass through the device, which may lack room.
+Problem: writing takes minutes, and optimizer steps change the tensors meanwhile. Choice: three calls, because each
+waits for an event that only the driver observes.
 
-Left out: a collective at the end of `write` instead of `seal`, which would run concurrently with the collectives of the
-steps and need separate connections; copying while the next step generates, which would have to end before anything
-moves or changes weights.
+- `stage` copies the tensors into host memory, which is kept for the next save. It waits for the end of a step, and the
+  next step waits for it.
+- `write` runs in a thread concurrent with the steps. It waits for the folder, which a hanging disk may delay.
+- `seal` combines the shards into a checkpoint. It waits for all ranks, since the offset of a tensor is known only after
+  it was written.
+
+Only the first `stage` of a run is a collective, which assigns the tensors to ranks. If the host lacks memory for the
+copy, the tensors themselves are written, and must not change meanwhile. Tensors are read where they are: offloaded
+tensors do not pass through the device, which may lack room. Left out: a collective at the end of `write` instead of
+`seal`, which would run concurrently with the collectives of the steps and need separate connections; copying while the
+next step generates, which would have to end before anything moves or changes weights.
 """
 
 from __future__ import annotations

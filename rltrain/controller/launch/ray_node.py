@@ -51,7 +51,7 @@ def dashboard() -> list[str]:
 
 
 def own_address(launch: Launch, head: str = "") -> str:
-    """Return the address of the network card that leads to the head."""
+    """Return the address of the network card that leads to the head. Raises ConfigError."""
     host = (head or launch.address).rpartition(":")[0]
     if host and not head and not first_set("NODE_IP") and not is_here(host):
         raise ConfigError(

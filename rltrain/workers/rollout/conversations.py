@@ -96,7 +96,7 @@ class Conversation:
         self.tokens, self.images = whole.tokens, whole.images
 
     def is_in_first_turn(self, waiting: Container[Key]) -> bool:
-        """Return True if no tool was called yet. waiting: conversations with pending calls."""
+        """Return True if no reply was requested yet. waiting: conversations that wait for one."""
         return bool(self.mask.all()) and (self.place, self.sample) not in waiting
 
     def forget(self) -> None:

@@ -2,7 +2,7 @@
 
 A vLLM server would need separate devices, and weights would be sent between processes. Inside the worker both share the
 device: vLLM sleeps during training, and loads weights from memory. The price is that some vLLM internals are used here:
-its step loop, its sampler (`vllm_sampler`) and its weight loaders.
+its step loop, its sampler (`sampler`) and its weight loaders.
 
 Written against vllm 0.32 and run with it on the CPU; the parts used are also in vllm 0.23, on which vllm-ascend 0.23
 builds. Not run on CUDA or Ascend hardware.

@@ -207,8 +207,7 @@ def suffix_sums(rewards: Ragged, decay: float) -> Ragged:
     """Compute S_t = x_t + decay S_{t+1} in every row."""
     sums, from_end = rewards.values, rewards.from_end
     longest, reach = int(rewards.lengths.max()) if len(rewards) else 0, 1
-    # Every round doubles the number of terms. The closed form, a cumulative sum of x_t decay^-t, would overflow on long
-    # responses.
+    # Every round doubles the number of terms. A cumulative sum of x_t decay^-t would overflow on long responses.
     while reach < longest:
         further = torch.where(from_end >= reach, sums.roll(-reach), torch.zeros_like(sums))
         sums, reach = sums + decay**reach * further, 2 * reach
@@ -285,8 +284,7 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
     best = groups.largest(inputs.scores)
     is_best = best - inputs.scores <= groups.rounding(inputs.scores)
     second = groups.largest(inputs.scores.masked_fill(is_best, -torch.inf))
-    # If all responses tie, r_second is -inf and the lead infinite. It is replaced by `where`, because a product with 0
-    # is NaN.
+    # If all responses tie, r_second is -inf and the lead infinite. `where` replaces it, as a product with 0 is NaN.
     lead = torch.where(is_best & (groups.sum(is_best.to(best.dtype)) == 1), best - second, torch.zeros_like(best))
     return lead / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else lead
 

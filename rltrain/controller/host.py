@@ -108,8 +108,7 @@ class _Host:
     def run(self, call: Call[Any]) -> Any:
         """Run the call on its role. A Request argument becomes a Batch, a list of references its objects."""
         protocol = getattr(sys.modules[call.method.__module__], call.role)
-        # By base class and not isinstance: for a Protocol isinstance compares method names, and actor and critic share
-        # several.
+        # By base class and not isinstance, which compares method names of a Protocol: actor and critic share several.
         role = next(candidate for candidate in self._worker.roles if protocol in type(candidate).__mro__)
         try:
             return getattr(role, call.method.__name__)(*map(_assembled, call.args), **call.kwargs)

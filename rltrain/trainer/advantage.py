@@ -83,8 +83,7 @@ class Advantages:
             # Whitening is affine, so the mean over the tokens of a response can be whitened like the tokens.
             whitened = (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale
             samples.update({c.ADVANTAGE: np.where(samples[c.LEFT_OUT], 0.0, whitened)})
-            # The stored tokens are not whitened: two numbers are sent with the update instead of a second copy of the
-            # column.
+            # The stored tokens are not whitened: sending two numbers replaces a second copy of the column.
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
         there = np.flatnonzero(~samples[c.UNCOMPARED])
         terms = {

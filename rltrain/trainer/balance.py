@@ -194,8 +194,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
     size = min(size, budget.max_samples or size)
     none = np.zeros(len(work.prompts), dtype=np.int64)
     nodes = none if work.nodes is None else work.nodes
-    # Neighbours with the same key, sorted by node, become a chunk. The sort is stable, so the layout depends on its
-    # inputs only.
+    # Neighbours with the same key, sorted by node, become a chunk. The stable sort makes the layout deterministic.
     ids = ids[np.lexsort((nodes[ids], work.keys[ids]))]
     columns: list[NDArray[Any]] = [
         work.keys, work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost,

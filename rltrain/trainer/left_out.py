@@ -29,7 +29,7 @@ _OF_SERVICES = re.compile(
 
 
 def refuse_failures(samples: Samples, failure: str, run: str | Path) -> None:
-    """Raise AgentError if more than half of the responses have failed. failure: the first error. run: its folder."""
+    """Raise AgentError if more than half of the responses have failed. failure: the first error. run: run folder."""
     failed, printed = failed_of(samples), Path(run, "agents.log")
     if failed.any():
         told = f"{int(failed.sum())} of {len(failed)} trajectories could not go on. The first: {failure or 'unknown'}"

@@ -163,8 +163,7 @@ def update_metrics(
     with counted = 0 makes no optimizer step. prefix: added to names without one.
     """
     metrics: Metrics = {}
-    # The gradient norm already covers the shards of all ranks, so every rank has the same value. The same holds for
-    # skipped.
+    # The gradient norm covers the shards of all ranks, so every rank has the same value; likewise skipped.
     one, having = results[0], tokens > 0
     made = (counted > 0) & (one.skipped == 0)
     if one.loss_scale is not None:
@@ -283,8 +282,7 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     total = response + int(samples[c.PROMPT_LENGTH].sum())
     step = timing["timing_s/step"]
     thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
-    # With a tail the batch has tokens of earlier steps and lacks some of this one, so its length does not measure the
-    # engines.
+    # With a tail the batch has tokens of earlier steps and lacks some of this one, so it does not measure the engines.
     sampled = int(samples[c.POLICY_TOKENS].sum())
     generated = timing.get("rollout/tail/tokens_generated", sampled + thrown_away)
     metrics = {

@@ -46,7 +46,6 @@ def columns_of_update(passes: StepPasses, *, waits: bool) -> tuple[list[str], tu
     columns = [name for name in columns if name not in optional]
     if waits or (passes.reads_engine and not passes.bypass):
         columns += [c.ROLLOUT_LOG_PROBS]
-    # Optional: a first mini-batch without old log-probs runs on unchanged weights, so its router makes the same
-    # choices.
+    # Optional: a first mini-batch without old log-probs runs on unchanged weights, with the same routing.
     optional += [c.ROUTED_EXPERTS] if passes.router_replay != "disabled" else []
     return columns, tuple(optional)

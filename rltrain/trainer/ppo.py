@@ -133,8 +133,7 @@ class PPOTrainer:
                     self.critic.values(samples, layout)
             with timer("adv"):  # A(x, y)
                 samples.update({c.LOSS_TOKENS: np.where(samples[c.LEFT_OUT], 0, samples[c.LOSS_TOKENS])})
-                # Estimators have no micro-batches. The layout assigns each response to a rank, and the report measures
-                # its balance.
+                # No micro-batches: this layout assigns each response to a rank, and the report measures its balance.
                 there = np.flatnonzero(~samples[c.LEFT_OUT])
                 record.layouts["adv"] = self._lay_out(samples, "old_log_prob", there)
                 if passes.estimator.sum_pi_squared:

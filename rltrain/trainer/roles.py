@@ -234,8 +234,7 @@ class Policy(_Remote, SavedRole):
         passes = self._passes
         waits = not all(mini.has_old_log_probs for task in tasks for mini in task.mini_batches)
         columns, optional = columns_of_update(passes, waits=waits)
-        # Advantages per response are sent from the driver with the call; advantages per token are a column in the
-        # store.
+        # Advantages per response are sent with the call; advantages per token are a column in the store.
         numbers = [c.SAMPLE_ID] + [c.ADVANTAGE] * (not passes.token_advantages) + [c.GROUP] * passes.weighs_groups
         compares = passes.bypass or waits
         numbers += [c.CARRIED_LENGTH] if compares and c.CARRIED_LENGTH in samples.numbers else []

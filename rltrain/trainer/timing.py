@@ -90,8 +90,7 @@ def flops_metrics(
         ):
             flops = 2 * weights * tokens + unit * (total - tokens)
             if PASSES[phase].updates:
-                # Gradients of activations and of weights cost as much again each; frozen weights have no weight
-                # gradients.
+                # Gradients of activations and weights cost as much again each; frozen weights have only the former.
                 flops = 3 * flops - 2 * (weights - min(sizes[f"{owner}trained_parameters"], weights)) * tokens
             rate = float(flops / (timing[f"timing_s/{phase}"] * num_devices))
             metrics |= {} if suffix else {f"perf/tflops/{name}": rate / 1e12}

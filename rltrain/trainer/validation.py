@@ -264,8 +264,7 @@ def _vote_shares(votes: Column) -> dict[int, Floats]:
             # Each draw has a separate range of codes, so that a single bincount counts the votes of all draws.
             counts = np.bincount((rows + drawn).ravel(), minlength=_DRAWS * len(sizes)).reshape(_DRAWS, -1)
             winners = counts == counts.max(1, keepdims=True)
-            # Responses with the winning text are equally likely to be the one evaluated, hence the division by their
-            # number.
+            # Responses with the winning text are equally likely to be evaluated, hence the division by their number.
             share[prompt] = ((winners / winners.sum(1, keepdims=True)).mean(0) / sizes)[codes]
     return shares
 

@@ -269,8 +269,7 @@ class HFRollout:
             places = torch.arange(start, stop)
             images = text.images
             if images is not None:
-                # For a partly cached text the positions of other images would be wrong, and encoding them would be
-                # wasted.
+                # Skip images outside of the part: their positions would be wrong, and encoding them wasted.
                 if ((images.places >= start) & (images.places < stop)).any():
                     laid.append((images, end - start))
                     spans.append(range(end, end + stop - start))

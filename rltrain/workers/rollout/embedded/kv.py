@@ -272,8 +272,7 @@ class KeyValues:
         number, column = divmod(self._column - self._first_column, self._block)
         if number == len(cache.blocks):
             cache.blocks.append(
-                # Zeros, because a masked column enters the product with weight 0, and 0 times a NaN in unwritten memory
-                # is NaN.
+                # Zeros: a masked column has weight 0 in the product, and 0 times a NaN in unwritten memory is NaN.
                 Pair(*(new.new_zeros(rows, kv_heads, self._block, new.shape[3]) for new in (key, value)))
             )
         for whole, new in zip(cache.blocks[-1], (key, value), strict=True):

@@ -83,8 +83,7 @@ class VLLMRollout:
             "enable_expert_parallel": rollout.expert_parallel_size > 1,
             # It looks for the devices of other ranks, but every worker sees only one device.
             "disable_custom_all_reduce": True,
-            # NCCL's default of ten minutes would kill a process that waits for a late one, which could then not be
-            # named.
+            # NCCL's default of ten minutes would kill a process that waits for a late one, before that can be named.
             "distributed_timeout_seconds": int(COLLECTIVE_TIMEOUT.total_seconds()),
             "max_model_len": settings.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,

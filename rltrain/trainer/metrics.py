@@ -163,7 +163,7 @@ def update_metrics(
     with counted = 0 makes no optimizer step. prefix: added to names without one.
     """
     metrics: Metrics = {}
-    # The gradient norm covers the shards of all ranks, so every rank has the same value; likewise skipped.
+    # The gradient norm covers the shards of all ranks, so every rank has the same value; likewise for `skipped`.
     one, having = results[0], tokens > 0
     made = (counted > 0) & (one.skipped == 0)
     if one.loss_scale is not None:

@@ -332,7 +332,7 @@ def payload_of(conversations: Sequence[Conversation]) -> Batch:
 def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
     """Return `columns.ROUTED_EXPERTS` of conversations. Missing tokens of aborted or damaged ones are zeros.
 
-    Raises RuntimeError if the engine did not return the routing of any other.
+    Raises RuntimeError if the routing of any other token is missing.
     """
     told = next((answer.experts[0] for answer in conversations if answer.experts), np.zeros((0, 0, 0), dtype=np.uint8))
     shape, dtype = told.shape[1:], told.dtype

@@ -1,7 +1,8 @@
-"""The engine samples from a policy that is not quite the trainer's: how far, and what to do about it.
+"""Rollout correction: mismatch between the policies of engine and trainer, importance weights and rejection.
 
 w = pi_train / pi_engine of a sampled token, before the update. Importance weights correct the expectation, truncated to
-bound the variance (Espeholt et al. 2018, V-trace; Yao et al. 2025, TIS); rejection leaves out what is too far away.
+bound the variance (Espeholt et al. 2018, V-trace; Yao et al. 2025, TIS); rejection masks tokens or responses that are
+too far off.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from rltrain.base.columns import names as c
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import RejectionRule, RolloutCorrectionConfig
 
-# verl's bound on log w. exp(20) is far beyond any useful threshold, and its square is still finite in float32.
+# verl's bound on log w. exp(20) exceeds any useful threshold, and its square is finite in float32.
 _LOG_BOUND = 20.0
 
 
 def importance_weights(log_ratio: Ragged, cfg: RolloutCorrectionConfig) -> Ragged:
-    """Weight of every token, from log w.
+    """Return the weight of every token, from log w.
 
-    ``rollout_is=token``: w; ``sequence``: the product of w over the answer, on each of its tokens. A single threshold
-    truncates from above; with two, weights outside become 0 (IcePop).
+    ``rollout_is=token``: w. ``sequence``: the product of w over the response, for each of its tokens. A single
+    threshold truncates from above; with two, weights outside become 0 (IcePop).
     """
     logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
     weights = logs.values.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
@@ -36,7 +37,7 @@ def importance_weights(log_ratio: Ragged, cfg: RolloutCorrectionConfig) -> Ragge
 
 
 def accepted(train: Ragged, engine: Ragged, rules: list[RejectionRule]) -> Ragged:
-    """Whether each token passes every rule; a rule on sequences decides over all tokens of the answer."""
+    """Return a mask of tokens that pass every rule. A sequence rule applies to all tokens of a response."""
     keep = torch.ones_like(train.values, dtype=torch.bool)
     for rule in rules:
         measured = train.like(_measure(train.values, engine.values, rule.measure))
@@ -47,9 +48,9 @@ def accepted(train: Ragged, engine: Ragged, rules: list[RejectionRule]) -> Ragge
 
 
 def _measure(train: Tensor, engine: Tensor, name: str) -> Tensor:
-    """k1, k2, k3 of KL(engine || trainer) per token (Schulman 2020).
+    """Return k1, k2 or k3 of KL(engine || trainer) per token (Schulman 2020).
 
-    ``binary_kl``: the larger of KL(engine || trainer) and KL(trainer || engine) of the two-way choice "this token or
+    ``binary_kl``: maximum of KL(engine || trainer) and KL(trainer || engine) of the binary choice "this token or
     another" (Ling 2026, KPop).
     """
     if name == "binary_kl":
@@ -62,10 +63,10 @@ def _measure(train: Tensor, engine: Tensor, name: str) -> Tensor:
 
 
 def keeps(mask: Ragged, log_probs: Tensor, engine: Tensor, advantages: Tensor, threshold: float) -> Tensor:
-    """False on bad tokens of an answer that the policy has moved away from   (DeepSeek-AI 2025, V3.2, eq. 9).
+    """Return False for bad tokens of responses that the policy has moved away from   (DeepSeek-AI 2025, V3.2, eq. 9).
 
-    These have A < 0 and mean_t(log pi_engine - log pi) > threshold, over the tokens of the answer that count. All
-    [tokens]; the engine's log-probs are those of the policy that sampled.
+    These have A < 0 and mean_t(log pi_engine - log pi) > threshold, over the loss tokens of the response. All [tokens];
+    the engine's log-probs are from the policy that sampled.
     """
     gap = mask.like((engine - log_probs) * mask.values).sum() / mask.sum().clamp(min=1)
     return (mask.broadcast(gap).values <= threshold) | (advantages >= 0)
@@ -79,7 +80,7 @@ def _reduce(values: Ragged, over: str) -> Tensor:
 
 
 def correct(train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, *, weighs: bool) -> dict[str, Ragged]:
-    """Columns ``is_weights`` and ``loss_mask`` where the loss uses them. weighs: importance weights enter the loss."""
+    """Return columns ``is_weights`` and ``loss_mask`` if the loss uses them. weighs: it has importance weights."""
     log_ratio = train.like(train.values - engine.values)
     columns: dict[str, Ragged] = {}
     if weighs:
@@ -96,26 +97,24 @@ def compare(
     cfg: RolloutCorrectionConfig,
     carried: Tensor | None = None,
 ) -> dict[str, Moments]:
-    """The moments of mismatch, and of the correction in ``columns``. carried [n]: tokens from earlier policies, see
-    `fresh_gap`.
-    """
+    """Return moments of the mismatch, and of the correction in ``columns``. carried [n]: see `fresh_gap`."""
     log_ratio = train.like(train.values - engine.values)
     moments = mismatch(train, engine)
     moments |= correction(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
-    # Carried tokens differ by what the policy has learnt since, which must not set off the alarm on the engine's gap.
+    # Carried tokens also differ by the updates since; that must not trigger the alarm on the engine's gap.
     return moments if carried is None else moments | {"gap": fresh_gap(train, engine, carried)}
 
 
 def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
-    """The difference between two log-probs of the same tokens, per quantity.
+    """Return moments of the difference between two log-probs of the same tokens, by quantity.
 
-    ``*ppl*`` and ``w_product*`` are of answers, all others of tokens.
+    ``*ppl*`` and ``w_product*`` are over responses, all others over tokens.
     """
-    # In float64, because k3 of a small gap is the difference of nearly equal numbers.
+    # In float64, because k3 of a small gap is a difference of nearly equal numbers.
     log_ratio = train.like((train.values - engine.values).double())
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
     train_prob, engine_prob = (log_probs.values.double().exp() for log_probs in (train, engine))
-    # An answer without tokens has no perplexity; its mean of 0 would count as one of 1.
+    # A response without tokens has no perplexity; its mean of 0 would count as 1.
     having = train.lengths > 0
     train_log_ppl, engine_log_ppl = (-log_probs.mean()[having].double() for log_probs in (train, engine))
     products = log_ratio.sum()[having].clamp(-_LOG_BOUND, _LOG_BOUND)
@@ -139,7 +138,7 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
 
 
 def fresh_gap(train: Ragged, engine: Ragged, carried: Tensor) -> Moments:
-    """The gap of tokens that the current policy sampled: those after the first ``carried`` [n] of each row."""
+    """Return the gap of tokens from the current policy: after the first ``carried`` [n] of each row."""
     fresh = train.positions >= carried[train.row_ids]
     return Moments.of((train.values - engine.values)[fresh].abs())
 
@@ -147,17 +146,17 @@ def fresh_gap(train: Ragged, engine: Ragged, carried: Tensor) -> Moments:
 def correction(
     weights: Ragged | None, mask: Ragged | None, log_ratio: Ragged, cfg: RolloutCorrectionConfig
 ) -> dict[str, Moments]:
-    """Moments of the importance weights, and of what was rejected: shares of tokens and of answers."""
+    """Return moments of the importance weights, and shares of rejected tokens and responses."""
     quantities: dict[str, Tensor] = {}
     if weights is not None:
         low, high = cfg.importance_bounds()
         logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
         quantities["is"] = weights.values
         quantities["is_high"] = logs.values > math.log(high)
-        # A plain truncation leaves low weights alone; they are counted beyond its mirror image.
+        # Truncation does not change low weights; they are counted below the reciprocal threshold.
         quantities["is_low"] = logs.values < math.log(low or 1 / high)
         if cfg.rollout_is == "sequence":
-            # All tokens of an answer have its weight, so a mean over tokens would count long answers more.
+            # All tokens of a response have its weight, so a mean over tokens would weight long responses more.
             quantities["is_answers"] = weights.mean()[weights.lengths > 0]
     if mask is not None:
         having = mask.lengths > 0

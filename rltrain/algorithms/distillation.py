@@ -1,8 +1,8 @@
-"""Distillation: how far the policy is from a teacher at every token, and the loss of that (Agarwal et al. 2024, GKD).
+"""Distillation: divergence of the policy from a teacher at every token, and its loss (Agarwal et al. 2024, GKD).
 
-Notation: p the policy's distribution over the vocabulary, q the teacher's, y the token that was drawn from p. A
-divergence gets a chunk of tokens with all their log-probs, and says its gradient by hand: the logits of all tokens do
-not exist (`models.head`). Left out: the part of the gradient that goes through which answers are drawn, as in GKD.
+Notation: p the policy's distribution over the vocabulary, q the teacher's, y the token sampled from p. A divergence
+gets a chunk of tokens with their full log-probs and returns a hand-written gradient, because the logits of all tokens
+are never stored (`models.head`). Left out: the gradient through the sampling of responses, as in GKD.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rltrain.config.schema.distillation import DistillationLossConfig
 
 
 class Divergence(Protocol):
-    """A distance D of p from q, token by token; log_p and log_q are [tokens, vocabulary]."""
+    """Divergence D of p from q per token; log_p and log_q are [tokens, vocabulary]."""
 
     def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """(D, what `gradient` needs to know of each token), both [tokens]."""
+        """Return (D, data that `gradient` needs per token), both [tokens]."""
 
     def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
-        """dD / dz [tokens, vocabulary], where p = softmax(z). May write into ``log_q``."""
+        """Return dD / dz [tokens, vocabulary], where p = softmax(z). May overwrite ``log_q``."""
 
 
 class ReverseKL:
-    """KL(p || q) = sum_v p (log p - log q);  dD / dz = p (log p - log q - KL)."""
+    """Reverse KL: KL(p || q) = sum_v p (log p - log q);  dD / dz = p (log p - log q - KL)."""
 
     def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """See `Divergence`."""
@@ -45,7 +45,7 @@ class ReverseKL:
 
 
 class ForwardKL:
-    """KL(q || p) = sum_v q (log q - log p);  dD / dz = p - q."""
+    """Forward KL: KL(q || p) = sum_v q (log q - log p);  dD / dz = p - q."""
 
     def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """See `Divergence`."""
@@ -59,7 +59,7 @@ class ForwardKL:
 
 @dataclass(frozen=True)
 class JSD:
-    """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p   (Agarwal et al. 2024, eq. 1).
+    """JSD: beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p   (Agarwal et al. 2024, eq. 1).
 
     dD / dz = (1 - beta) p (log p - log m - KL(p || m)).
     """
@@ -83,7 +83,7 @@ class JSD:
 
 
 def divergence_of(cfg: DistillationLossConfig) -> Divergence:
-    """That of an exact ``loss_mode``."""
+    """Return the divergence of an exact ``loss_mode``."""
     if cfg.loss_mode == "jsd":
         return JSD(cfg.jsd_beta)
     return ReverseKL() if cfg.loss_mode == "reverse_kl" else ForwardKL()
@@ -91,27 +91,27 @@ def divergence_of(cfg: DistillationLossConfig) -> Divergence:
 
 @dataclass(frozen=True)
 class TeacherLoss:
-    """What a teacher says of the tokens of a micro-batch."""
+    """Teacher signal for the tokens of a micro-batch."""
 
     cfg: DistillationLossConfig
     log_probs: Tensor | None = None
-    """log q(y) [tokens], where the distance is an estimate; NaN for a token that the teacher's vocabulary lacks."""
+    """log q(y) [tokens], for an estimated divergence; NaN for a token that the teacher's vocabulary lacks."""
     divergence: Tensor | None = None
-    """D [tokens], differentiable in the policy, where it is exact."""
+    """D [tokens], differentiable in the policy, for an exact divergence."""
 
     def token_losses(
         self, inputs: PolicyLossInputs, actor: ActorConfig, weights: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [tokens], and per-token statistics [tokens].
+        """Return losses [tokens], and per-token statistics [tokens].
 
-        weights: importance weights of a policy loss, which the distance as a cost goes through.
+        weights: importance weights, applied if the divergence is used as a cost in a policy loss.
         """
         distances, statistics = self._distances(inputs)
         if (limit := self.cfg.loss_max_clamp) is not None:
             distances = distances.clamp(-limit, limit)
         if not self.cfg.use_policy_gradient:
             return distances, statistics
-        # Lu et al. 2025: the advantage of a token is minus what the teacher says it costs.
+        # Lu et al. 2025: the advantage of a token is minus its cost by the teacher.
         costs = PolicyLossInputs(inputs.log_probs, inputs.old_log_probs, -distances.detach(), inputs.mask)
         losses = find_policy_loss(TEACHER_LOSS).function(costs, actor).token_losses
         return losses if weights is None else losses * weights, statistics

@@ -1,6 +1,6 @@
-"""Statistics over answers that are compared with each other.
+"""Statistics over groups of responses.
 
-Scores that differ by no more than their rounding are equal here, so that no estimator learns a direction from it.
+Scores that differ by at most their rounding error count as equal, so that no estimator trains on rounding errors.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# verl's value, so that the same command learns from the same numbers. A group that scores alike has exactly 0 above it
+# verl's value, for equal results with the same command. A group of equal scores has a numerator of exactly 0
 # (`Groups.centred`), and so an advantage of 0.
 STD_EPSILON = 1e-6
-# Scores are sums in float64, and the same terms in another order differ in the last bits: twelve digits are sure.
+# Scores are float64 sums, and the order of the terms changes the last bits: twelve digits are reliable.
 SCORE_ROUNDING = 2.0**-40
 
 
 class Groups:
-    """Statistics over the answers to one prompt. Results are [n]: each answer has the value of its group.
+    """Statistics over the responses to one prompt. Results are [n]: each response has the value of its group.
 
-    An answer alone is compared with a mean of 0 and a deviation of 1, as in verl: its score is its advantage.
+    A response that is alone in its group is compared with mean 0 and deviation 1, as in verl: its score is its
+    advantage.
     """
 
     def __init__(self, groups: Tensor, rounding: Tensor | None = None) -> None:
-        # Group numbers need not be consecutive, so they are not used as an index themselves.
+        # Group numbers need not be consecutive, so they cannot be used as an index.
         self._index = groups.unique(return_inverse=True)[1]
         self._count = int(self._index.max()) + 1
         self.size = self.sum(torch.ones(len(groups), dtype=torch.float64))
@@ -30,7 +31,7 @@ class Groups:
         self.alone = self.size < 2
 
     def several(self) -> Groups:
-        """These groups, each of which has several answers. Raises ValueError where one has not."""
+        """Return self. Raises ValueError if a group has only one response."""
         if bool(self.alone.any()):
             raise ValueError("a prompt has one answer, and this advantage estimator compares answers to one prompt")
         return self
@@ -43,26 +44,26 @@ class Groups:
         return start.scatter_reduce(0, self._index, values, "amax")[self._index]
 
     def rounding(self, values: Tensor) -> Tensor:
-        """Differences up to this are none."""
+        """Return the difference up to which values count as equal."""
         return self._rounding + SCORE_ROUNDING * self.largest(values.abs())
 
     def flat(self, values: Tensor) -> Tensor:
-        """Whether the values of the group differ by no more than their rounding: then there is nothing to learn."""
+        """Return True where the values of a group are equal up to rounding: then there is no signal."""
         spread = torch.where(self.alone, values.abs(), self.largest(values) + self.largest(-values))
         return spread <= self.rounding(values)
 
     def centred(self, values: Tensor) -> Tensor:
         difference = values - self.sum(values) / self.size * ~self.alone
-        # A division by std + 1e-6 would make a gradient of rounding, which Adam, dividing by the gradient's size,
-        # makes a whole step; and the update leaves out only samples whose advantage is exactly 0.
+        # A division by std + 1e-6 would turn rounding errors into a gradient, which Adam's normalisation would scale to
+        # a full step. Also, the update skips only samples with an advantage of exactly 0.
         return torch.where(self.flat(values), torch.zeros_like(difference), difference)
 
     def against_others(self, values: Tensor) -> Tensor:
-        """Each value less the mean of the others."""
+        """Return each value minus the mean of the others."""
         return self.centred(values) * self.size / (self.size - 1).clamp(min=1)
 
     def over_std(self, values: Tensor) -> Tensor:
-        """Each value less the mean, over the standard deviation + 1e-6."""
+        """Return each value minus the mean, divided by the standard deviation + 1e-6."""
         return self.centred(values) / (self.std(values) + STD_EPSILON)
 
     def std(self, values: Tensor) -> Tensor:

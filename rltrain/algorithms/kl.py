@@ -1,4 +1,4 @@
-"""KL(policy || reference): estimates from the log-probs of sampled tokens, the exact one, and its weight in the reward.
+"""KL(policy || reference): estimates from the log-probs of sampled tokens, the exact KL, and its reward coefficient.
 
 Schulman 2020, "Approximating KL divergence".
 """
@@ -14,27 +14,27 @@ from torch import Tensor
 
 from rltrain.config.schema.algorithm import KLControlConfig
 
-# The last place of a number between 1 and 2.
+# Machine epsilon of float32.
 FP32_ROUNDING = 2.0**-23
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """log(pi / pi_ref): unbiased, high variance, may be negative."""
+    """Return log(pi / pi_ref): unbiased, high variance, may be negative."""
     return log_ratio
 
 
 def absolute(log_ratio: Tensor) -> Tensor:
-    """|log(pi / pi_ref)|."""
+    """Return |log(pi / pi_ref)|."""
     return log_ratio.abs()
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """log(pi / pi_ref)^2 / 2: biased, low variance; its expected gradient is the gradient of the KL."""
+    """Return log(pi / pi_ref)^2 / 2: biased, low variance; its expected gradient is the gradient of the KL."""
     return log_ratio.square() / 2
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """r - 1 - log r with r = pi_ref / pi: unbiased, not negative. Clamped like verl: |log r| <= 20, value <= 10."""
+    """Return r - 1 - log r, r = pi_ref / pi: unbiased, nonnegative. Clamped as in verl: |log r| <= 20, value <= 10."""
     log_r = (-log_ratio).clamp(-20, 20)
     return (log_r.exp() - 1 - log_r).clamp(-10, 10)
 
@@ -51,38 +51,38 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL estimate per sampled token: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``.
+    """Return the KL estimate per sampled token: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``.
 
-    A name with ``+`` takes the estimator's value and k2's gradient: only k2's gradient estimates that of the KL.
+    A name with ``+`` has the estimator's value and k2's gradient: only k2's gradient estimates the gradient of the KL.
     """
     log_ratio = log_probs - ref_log_probs
     if not kind.endswith("+"):
         return KL_ESTIMATORS[kind](log_ratio)
-    # The carrier cancels out of the value and keeps its gradient: a straight-through estimator.
+    # The carrier cancels in the value but keeps its gradient: a straight-through estimator.
     carrier = k2(log_ratio)
     return carrier + (KL_ESTIMATORS[kind[:-1]](log_ratio) - carrier).detach()
 
 
 def binary_kl(probs: Tensor, others: Tensor) -> Tensor:
-    """KL of the two-way choice "this token or another" of ``probs`` from that of ``others``; all [tokens]."""
-    # verl's. A token of probability 1 leaves 0 for all others.
+    """Return the KL of the binary choice "this token or another" of ``probs`` from ``others``; all [tokens]."""
+    # verl's value. A token of probability 1 leaves 0 for all others.
     tiny = 1e-8
     of_token = probs * ((probs + tiny) / (others + tiny)).log()
     return of_token + (1 - probs) * ((1 - probs + tiny) / (1 - others + tiny)).log()
 
 
 def kl_rounding(num_tokens: NDArray[np.int_]) -> NDArray[np.float64]:
-    """How far the KL of an answer [n] may be off: log-probs are fp32, and every token adds a unit in their last place.
+    """Return a bound on the rounding error of the KL of a response [n]: one fp32 epsilon per token.
 
-    Two passes of equal models differ by that where they lay the same answers in other micro-batches.
+    Two passes of equal models differ by this much if their micro-batches differ.
     """
     return num_tokens.astype(np.float64) * FP32_ROUNDING
 
 
 def adapted_kl_coef(coef: float, kl: float, num_samples: int, cfg: KLControlConfig) -> float:
-    """Weight of the KL in the next reward: proportional control to ``target_kl`` (Ziegler et al. 2019, section 2.2)."""
+    """Return the next KL coefficient: proportional control to ``target_kl`` (Ziegler et al. 2019, section 2.2)."""
     if cfg.type == "fixed":
         return coef
-    # The weight goes on from step to step and into checkpoints, so one KL that is NaN must not reach it.
+    # The coefficient is kept across steps and in checkpoints, so a KL of NaN must not reach it.
     error = min(max(kl / cfg.target_kl - 1, -0.2), 0.2)
     return coef * (1 + error * num_samples / cfg.horizon) if math.isfinite(error) else coef

@@ -1,5 +1,7 @@
-"""Losses on one micro-batch: the actor's (policy loss, entropy bonus, KL to the reference, distance from a teacher),
-and the critic's."""
+"""Losses of a micro-batch.
+
+Actor: policy loss, entropy bonus, KL to the reference, divergence from a teacher. Critic: value loss.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,26 @@ from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import TOKEN_MEAN
 
-# Samples with the log-probs of their policy tokens, and the entropy where it was computed.
+# Samples, with the log-probs of their policy tokens, and the entropy if it was computed.
 Measured: TypeAlias = tuple[Batch, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
 class LossShare:
-    """The share of one micro-batch in the loss of its mini-batch."""
+    """Share of a micro-batch in the loss of its mini-batch."""
 
     loss: Tensor
-    """This micro-batch's share of the mini-batch loss (scalar, differentiable)."""
+    """Share of the mini-batch loss (scalar, differentiable)."""
     shares: dict[str, Tensor] = field(default_factory=dict)
-    """Parts of the loss that add up over micro-batches and ranks."""
+    """Parts of the loss, to be summed over micro-batches and ranks."""
     token_sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums over tokens, to be divided by the token count of the mini-batch."""
     measured: tuple[Measured, ...] = ()
-    """Samples whose difference between engine and trainer is still to be measured, because no pass has done it; on the
-    device, as whoever looks at them makes the host wait."""
+    """Samples whose mismatch between engine and trainer was not measured by any pass. On the device, because reading
+    them makes the host wait."""
 
     def __add__(self, other: LossShare) -> LossShare:
-        """Both micro-batches together."""
+        """Return the sum of two micro-batches."""
         return LossShare(
             self.loss + other.loss,
             _add(self.shares, other.shares),
@@ -47,7 +49,7 @@ class LossShare:
 
 
 def _add(shares: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
-    # An idle micro-batch, which keeps ranks in step, has a loss and no parts.
+    # A micro-batch without samples, which keeps ranks in sync, has a loss and no parts.
     return shares | {name: shares[name] + value if name in shares else value for name, value in others.items()}
 
 
@@ -66,20 +68,20 @@ def actor_loss(
     teacher: TeacherLoss | None = None,
     expert_balance: Tensor | None = None,
 ) -> LossShare:
-    """agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher's)
-    + router_aux_loss_coef * ``expert_balance``, the micro-batch's share of the loss on the balance of experts (scalar).
+    """Return the micro-batch's share of the actor loss:
 
-    ``aggregation``: the policy loss's agg. ``weights``: importance weights w of the rollout correction. ``kept``: M,
-    False on tokens that the policy loss passes over, which the denominators count all the same, by the name of the
-    statistic that counts these. All token tensors have shape [tokens].
+    agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher loss) +
+    router_aux_loss_coef * ``expert_balance`` (scalar, the micro-batch's share of the auxiliary loss).
 
-    ``teacher``: what one says of the tokens; it may be all that is learnt from, without the policy loss.
+    ``aggregation``: agg, for the policy loss. ``weights``: importance weights w of the rollout correction. ``kept``: M
+    by name of a statistic, which counts the False tokens; the policy loss masks them, but the denominators include
+    them. All token tensors have shape [tokens]. ``teacher``: the teacher signal; it may replace the policy loss.
 
-    With use_bias_correction_kl the KL is r KL, r = pi / pi_old with its gradient: the tokens are the old policy's, and
-    r makes them a sample of the policy's (DeepSeek-AI 2025, V3.2, eq. 7).
+    With use_bias_correction_kl the KL is r KL, with r = pi / pi_old and its gradient: the tokens are samples of the old
+    policy, and r reweights them to the policy (DeepSeek-AI 2025, V3.2, eq. 7).
     """
     of_policy = token_weights(aggregation, inputs.mask, denominators)
-    # As in verl, a loss that is defined with a mean of its own changes nothing for entropy and KL.
+    # As in verl, a policy loss with a fixed aggregation does not change that of entropy and KL.
     per_token = token_weights(cfg.loss_agg_mode or TOKEN_MEAN, inputs.mask, denominators)
     shares, statistics, loss = dict[str, Tensor](), dict[str, Tensor](), inputs.log_probs.new_zeros(())
     if teacher is not None:
@@ -88,14 +90,14 @@ def actor_loss(
         loss = shares["distillation/loss"]
     if teacher is None or teacher.cfg.use_task_rewards:
         policy = policy_loss(inputs, cfg)
-        # As in verl the weights are those of the policy loss alone, not of entropy and KL.
+        # As in verl the weights apply to the policy loss only, not to entropy and KL.
         if weights is not None and policy.per_answer:
-            # verl's: their geometric mean, with its guard for a weight of 0.
+            # As in verl: their geometric mean, with its guard for a weight of 0.
             weights = inputs.sequence_mean((weights + 1e-10).log()).exp()
         losses = policy.token_losses if weights is None else policy.token_losses * weights
         statistics = statistics | policy.statistics
         for name, tokens in (kept or {}).items():
-            # A token that is passed over counts for nothing, even if its loss is infinite.
+            # A masked token counts for nothing, even if its loss is infinite.
             losses = losses.masked_fill(~tokens, 0.0)
             statistics = statistics | {name: (~tokens).float()}
         shares["pg_loss"] = aggregate(losses, of_policy)
@@ -114,12 +116,12 @@ def actor_loss(
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2   (Schulman et al. 2017, the clipped form of their code).
+    """Compute max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2   (Schulman et al. 2017, clipped as in their code).
 
     All [tokens]; only ``values`` carries gradient. Returns token losses and per-token statistics.
     """
-    # The larger of both losses: a value gains nothing by moving further than `clip` in one update, and one that moved
-    # too far the wrong way still has its gradient.
+    # The maximum of both: moving a value further than `clip` in one update does not reduce the loss, but a value that
+    # moved too far in the wrong direction keeps its gradient.
     clipped = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     plain_loss, clipped_loss = (values - returns).square(), (clipped - returns).square()
     statistics = {"vf_clipfrac": (clipped_loss > plain_loss).float(), "vpred_mean": values.detach()}
@@ -127,12 +129,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def aggregate(values: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over tokens; a token of weight 0 counts for nothing, even if its value is infinite."""
+    """Return the weighted sum over tokens. A token of weight 0 counts for nothing, even if its value is infinite."""
     return (weights * values.masked_fill(weights == 0, 0.0)).sum()
 
 
 def make_loss_share(loss: Tensor, shares: dict[str, Tensor], statistics: dict[str, Tensor], mask: Ragged) -> LossShare:
-    """The loss with its parts, detached, and the sums of the statistics over the tokens that count."""
+    """Return the loss with its detached parts, and the sums of the statistics over loss tokens."""
     return LossShare(
         loss=loss,
         shares={name: share.detach() for name, share in shares.items()},

@@ -1,8 +1,8 @@
-"""Moments of numbers of which every micro-batch and rank has a part: they are joined without the numbers themselves.
+"""Mergeable moments of numbers that are spread over micro-batches and ranks.
 
-Metrics need means, spreads and extremes over all tokens of a step, while tokens stay where they were computed. So
-workers return a `Moments` per quantity, and the driver joins those of all ranks. Every quantity has all five fields,
-whether a metric reads them or not, so that no name must say how a number is reduced.
+Metrics need means, spreads and extremes over all tokens of a step, while tokens stay on the workers. So workers return
+`Moments` per quantity, and the driver joins them over ranks. Every quantity has all five fields, so that no metric name
+has to define a reduction.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# verl's, for whitening. It keeps the scale finite where all advantages are equal.
+# verl's value for whitening. It keeps the scale finite if all advantages are equal.
 _VARIANCE_EPSILON = 1e-8
 
 
@@ -29,7 +29,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor) -> Moments:
-        """values: [k], summed in float64."""
+        """Compute the moments of values [k], in float64."""
         if not len(values):
             return cls()
         values = values.double()
@@ -51,15 +51,15 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        # Rounding may bring the difference below 0 where all numbers are equal.
+        # Rounding may make the difference negative if all numbers are equal.
         return max(self.squares / max(self.count, 1) - self.mean * self.mean, 0.0)
 
     def whitening(self, rounding: float = 0.0) -> tuple[float, float]:
-        """(shift, scale) so that (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root).
+        """Return (shift, scale): (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root).
 
-        Numbers that differ by no more than their rounding all become 0.
+        Numbers that differ by at most ``rounding`` all become 0.
         """
-        # One number has no unbiased variance, so it stays as it is.
+        # A single number has no unbiased variance, so it is unchanged.
         if self.count < 2:
             return 0.0, 1.0
         if self.largest - self.smallest <= rounding:
@@ -69,7 +69,7 @@ class Moments:
 
 
 def join(parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
-    """The moments of all parts together, by quantity. A part may lack quantities."""
+    """Join moments by quantity. A part may lack quantities."""
     joined: dict[str, Moments] = {}
     for part in parts:
         for name, moments in part.items():

@@ -1,7 +1,7 @@
-"""Normalisation of rewards and advantages over a batch, on the driver, which has one number per answer.
+"""Normalisation of rewards and advantages over a batch, on the driver, which has one number per response.
 
-Every token of an answer has its advantage, so means and deviations of advantages are over tokens: weighted by lengths,
-the moments over answers are those over tokens, which the driver never holds.
+All tokens of a response share its advantage. So means and deviations over tokens, which the driver never holds, equal
+the moments over responses weighted by length.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from rltrain.algorithms.moments import Moments
 from rltrain.config.schema.algorithm import AdvNormConfig, AlgorithmConfig
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[np.float64])
-# AReaL's, beside the standard deviation.
+# AReaL's epsilon of the standard deviation.
 _STD_EPSILON = 1e-5
 
 
 def shaped_reward(scores: Numbers, cfg: AlgorithmConfig) -> Numbers:
-    """(score + reward_bias) * reward_scaling, as AReaL's keys of these names; [n] -> [n]."""
+    """Return (score + reward_bias) * reward_scaling, as AReaL's keys with these names; [n] -> [n]."""
     return (scores + cfg.reward_bias) * cfg.reward_scaling
 
 
 def normalise(advantages: Tensor, groups: Tensor, lengths: Tensor, cfg: AdvNormConfig) -> Tensor:
-    """(A - mean) / (std + 1e-5), each over tokens of the batch or of a prompt group, as AReaL's adv_norm.
+    """Return (A - mean) / (std + 1e-5), each over the tokens of the batch or of a group, as AReaL's adv_norm.
 
-    advantages, groups, lengths: [n]. ``mean_level`` and ``std_level`` say over what; None leaves the step out. The
-    standard deviation is the unbiased one, of what the first step leaves; of fewer than two tokens it is 1.
+    advantages, groups, lengths: [n]. ``mean_level`` and ``std_level``: batch or group; None skips the step. The
+    standard deviation is unbiased and computed after the first step; with fewer than two tokens it is 1.
     """
     lengths = lengths.to(advantages.dtype)
     if cfg.mean_level:
         of = Groups(_members(groups, cfg.mean_level))
         mean = of.sum(lengths * advantages) / of.sum(lengths).clamp(min=1)
-        # As in `Groups.centred`: a mean of equal numbers may be off by a rounding error.
+        # As in `Groups.centred`: a mean of equal numbers may have a rounding error.
         advantages = torch.where(of.flat(advantages) & ~of.alone, torch.zeros_like(mean), advantages - mean)
     if cfg.std_level:
         of = Groups(_members(groups, cfg.std_level))
@@ -53,7 +53,7 @@ def _members(groups: Tensor, level: str) -> Tensor:
 
 
 def whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
-    """Mean 0 and unbiased variance 1 over tokens, of which every token of answer i has ``advantages[i]``."""
+    """Whiten to mean 0 and unbiased variance 1 over tokens; every token of response i has ``advantages[i]``."""
     weights = lengths.to(advantages.dtype)
     total, squares = (weights * advantages).sum(), (weights * advantages.square()).sum()
     numbers = weights.sum(), total, squares, advantages.max(), advantages.min()

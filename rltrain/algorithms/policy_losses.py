@@ -1,7 +1,7 @@
-"""Policy losses: one number per token, before aggregation. Those of whole answers are in `sequence_losses`.
+"""Policy losses per token, before aggregation. Losses of complete responses are in `sequence_losses`.
 
-Notation as in `surrogate`: r = pi / pi_old of a token, A its advantage, [1 - low, 1 + high] the clip range, sg[] no
-gradient.
+Notation as in `surrogate`: r = pi / pi_old of a token, A its advantage, [1 - low, 1 + high] the clip range, sg[]
+stop-gradient.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# For what it registers.
+# Imported to register its losses.
 import rltrain.algorithms.sequence_losses  # noqa: F401
 from rltrain.algorithms.advantages import suffix_sums
 from rltrain.algorithms.kl import binary_kl
@@ -33,9 +33,9 @@ from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import LOSS_KEY
 
-# The authors' own bounds of f_t for a bad token that got much likelier.
+# The authors' bounds of f_t for a bad token that became much likelier.
 _SAFE_INFLUENCE = (0.8, 1.0)
-# What a file of the user's own imports from here.
+# Names that a custom loss file imports from here.
 __all__ = [
     "POLICY_LOSSES",
     "BatchMeans",
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def find_policy_loss(name: str) -> PolicyLossEntry:
-    """The loss of ``actor.policy_loss.loss_mode``, which may be FILE.py:NAME."""
+    """Return the loss of ``actor.policy_loss.loss_mode``, which may be FILE.py:NAME."""
     if not is_plugin(name):
         return POLICY_LOSSES[name]
     function = load_plugin(LOSS_KEY, name)
@@ -60,7 +60,7 @@ def find_policy_loss(name: str) -> PolicyLossEntry:
 
 @built_in()
 def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """max(-A r, -A clip(r, 1 - low, 1 + high))   (Schulman et al. 2017, eq. 7).
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high))   (Schulman et al. 2017, eq. 7).
 
     With A < 0 the loss is bounded by -A * clip_ratio_c (Ye et al. 2020, dual-clip PPO, eq. 5).
     """
@@ -70,13 +70,13 @@ def vanilla(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def gpg(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-A log pi: the plain policy gradient   (Chu et al. 2025, GPG)."""
+    """Compute -A log pi: the plain policy gradient   (Chu et al. 2025, GPG)."""
     return PolicyLoss(-inputs.advantages * inputs.log_probs, statistics_of(inputs))
 
 
 @built_in()
 def cispo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-sg[clip(r, 1 - low, 1 + high)] A log pi: the weight is clipped, no token is dropped   (MiniMax 2025, M1)."""
+    """Compute -sg[clip(r, 1 - low, 1 + high)] A log pi: clips the weight, keeps all tokens   (MiniMax 2025, M1)."""
     low, high = clip_range(cfg)
     ratio = inputs.log_ratio.exp().detach()
     weight = ratio.clamp(1 - low, 1 + high)
@@ -87,7 +87,7 @@ def cispo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of a clip   (Gao et al. 2025, SAPO).
+    """Compute -A (4 / tau) sigmoid(tau (r - 1)), a soft gate instead of a clip   (Gao et al. 2025, SAPO).
 
     tau is tau_pos for A > 0 and tau_neg otherwise.
     """
@@ -104,16 +104,15 @@ def _clip_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, c
     unclipped, clipped = ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
     covariance = _covariance(inputs, means)
     within = (covariance > cfg.policy_loss.clip_cov_lb) & (covariance < cfg.policy_loss.clip_cov_ub)
-    # The smallest keys are selected, so noise draws uniformly among the candidates, the same ones for any cut of the
-    # mini-batch.
+    # The smallest keys are selected, so the noise samples uniformly among the candidates, independent of the layout.
     return noise.masked_fill(~(within & (clipped <= unclipped) & (inputs.mask.values > 0)), torch.inf)
 
 
 @built_in(Selection(_clip_cov_keys, lambda cfg: cfg.policy_loss.clip_cov_ratio))
 def clip_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """PPO without gradient on a few random tokens whose log-prob and advantage covary   (Cui et al. 2025, Clip-Cov).
+    """Compute PPO without gradient on random tokens whose log-prob and A covary   (Cui et al. 2025, Clip-Cov).
 
-    clip_cov_ratio of the mini-batch's tokens are selected, among those with a covariance within (clip_cov_lb,
+    clip_cov_ratio of the mini-batch's tokens are selected, among tokens with a covariance within (clip_cov_lb,
     clip_cov_ub) that PPO would not clip.
     """
     assert inputs.selected is not None
@@ -128,7 +127,7 @@ def _kl_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg
 
 @built_in(Selection(_kl_cov_keys, lambda cfg: cfg.policy_loss.kl_cov_ratio))
 def kl_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-A r, and + ppo_kl_coef |log r| on the kl_cov_ratio of tokens that covary most   (Cui et al. 2025, KL-Cov)."""
+    """Compute -A r, with + ppo_kl_coef |log r| on the kl_cov_ratio of top covariances   (Cui et al. 2025, KL-Cov)."""
     assert inputs.selected is not None
     log_ratio = inputs.log_ratio
     penalty = cfg.policy_loss.ppo_kl_coef * log_ratio.abs()
@@ -137,10 +136,10 @@ def kl_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 
 def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> PolicyLoss:
-    """-sg[min(r, clip_ratio_c)] A log pi, without tokens that moved beyond the clip range in the direction of A."""
+    """Compute -sg[min(r, clip_ratio_c)] A log pi, masking tokens beyond the clip range in the direction of A."""
     low, high = clip_range(cfg)
     ratio = inputs.log_ratio.exp().detach()
-    # A token that moved against its advantage keeps its gradient, which brings it back.
+    # A token that moved against its advantage keeps its gradient, which moves it back.
     up = (inputs.advantages > 0) & (ratio > 1) & (divergence > high)
     down = (inputs.advantages < 0) & (ratio < 1) & (divergence > low)
     weight = ratio.clamp(max=cfg.clip_ratio_c).masked_fill(up | down, 0.0)
@@ -149,14 +148,14 @@ def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> Pol
 
 @built_in()
 def dppo_tv(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """A trust region in total variation: no token with |pi - pi_old| over the clip range   (Qi et al. 2026, DPPO)."""
+    """Mask tokens with |pi - pi_old| over the clip range: a total variation trust region   (Qi et al. 2026, DPPO)."""
     moved = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
     return _dppo(inputs, moved, cfg)
 
 
 @built_in()
 def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """As dppo_tv, with the KL of the two-way choice "this token or another"   (Qi et al. 2026, DPPO)."""
+    """Compute dppo_tv with the KL of the binary choice "this token or another"   (Qi et al. 2026, DPPO)."""
     return _dppo(inputs, binary_kl(inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()), cfg)
 
 
@@ -166,9 +165,9 @@ def _moments(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: Ac
 
 @built_in(Selection(_moments, largest_mean=lambda cfg: cfg.policy_loss.m2_threshold))
 def m2po(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-A r M, without a clip: M leaves out the tokens that moved furthest   (Zheng et al. 2025, M2PO, 2510.01161).
+    """Compute -A r M, without a clip: M masks the tokens that moved furthest   (Zheng et al. 2025, M2PO, 2510.01161).
 
-    M = 1 on the tokens of the mini-batch with the smallest (log r)^2, as many as have a mean of at most m2_threshold.
+    M = 1 on the tokens of the mini-batch with the smallest (log r)^2, up to a mean of m2_threshold.
     """
     assert inputs.selected is not None
     losses = -inputs.advantages * inputs.log_ratio.exp() * inputs.selected
@@ -177,9 +176,9 @@ def m2po(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def dro(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-(A log pi - beta / 2 (log r)^2): a pull towards pi_old in place of a clip   (DRO, as verl and Tinker have it).
+    """Compute -(A log pi - beta / 2 (log r)^2): a pull towards pi_old instead of a clip   (DRO, as in verl and Tinker).
 
-    beta is dro_beta. A token without advantage is pulled too.
+    beta is dro_beta. Tokens without advantage are pulled too.
     """
     pull = (inputs.log_probs - inputs.old_log_probs).square() * cfg.policy_loss.dro_beta / 2
     return PolicyLoss(pull - inputs.advantages * inputs.log_probs, statistics_of(inputs))
@@ -187,17 +186,17 @@ def dro(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def future_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """PPO with the advantage f_t A: what follows a token says how much it counts   (Ma et al. 2026, FIPO, 2603.19835).
+    """Compute PPO with the advantage f_t A, where f_t rates the tokens after t   (Ma et al. 2026, FIPO, 2603.19835).
 
-    f_t = sg[clip(exp(F_t), 1 - c, 1 + c)], F_t = sum_{k >= t} gamma^(k - t) log r_k over the tokens that count with
-    r_k <= clip_ratio_c; c = future_kl_clip_ratio, gamma = 2^(-1 / decay_rate). With future_kl_clip_high_only f_t is at
-    least 1. Where A < 0 and r > safety_thresh, f_t is between 0.8 and 1. The rest is the dual clip of `vanilla`.
+    f_t = sg[clip(exp(F_t), 1 - c, 1 + c)], F_t = sum_{k >= t} gamma^(k - t) log r_k over the loss tokens with r_k <=
+    clip_ratio_c; c = future_kl_clip_ratio, gamma = 2^(-1 / decay_rate). With future_kl_clip_high_only f_t is at least
+    1. Where A < 0 and r > safety_thresh, f_t is between 0.8 and 1. The rest is the dual clip of `vanilla`.
     """
     keys, log_ratio = cfg.policy_loss, inputs.log_ratio.detach()
     counts = (inputs.mask.values > 0) & (log_ratio.exp() <= cfg.clip_ratio_c)
     future = suffix_sums(inputs.mask.like(log_ratio * counts), 2 ** (-1 / keys.decay_rate)).values
     low = 1.0 if keys.future_kl_clip_high_only else 1 - keys.future_kl_clip_ratio
-    # The exponent is bounded first: a sum over a long answer may be beyond what exp can take.
+    # Bound the exponent first: exp of a sum over a long response may overflow.
     influence = future.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(low, 1 + keys.future_kl_clip_ratio)
     is_risky = (inputs.advantages < 0) & (log_ratio.exp() > keys.safety_thresh)
     influence = torch.where(is_risky, influence.clamp(*_SAFE_INFLUENCE), influence)

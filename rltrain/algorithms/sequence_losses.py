@@ -1,7 +1,7 @@
-"""Policy losses whose weight is that of a whole answer.
+"""Policy losses with one weight per response.
 
-Notation as in `surrogate`. W = exp(sum_t log r_t) is the ratio of an answer, s = exp(mean_t log r_t) the same per
-token. Answers of a micro-batch are whole, so each of these needs no more than its own tokens.
+Notation as in `surrogate`. W = exp(sum_t log r_t) is the ratio of a response, s = exp(mean_t log r_t) its
+length-normalised form. Micro-batches hold complete responses, so the tokens of a micro-batch suffice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rltrain.config.schema import ActorConfig
 
 @built_in()
 def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """PPO's clip on the ratio of the whole answer, s = exp(mean_t log r_t)   (Zheng et al. 2025, GSPO-token).
+    """Compute PPO's clip on the ratio of the response, s = exp(mean_t log r_t)   (Zheng et al. 2025, GSPO-token).
 
     The token form of the ratio is s pi / sg[pi].
     """
     sequence = inputs.sequence_mean(inputs.log_ratio).detach()
-    # The first two terms are 0 and carry the gradient of the token. 10 is verl's bound on log s; with A < 0 the clip
-    # alone would set none.
+    # The first two terms cancel and carry the gradient of the token. 10 is verl's bound on log s; with A < 0 the clip
+    # alone would not bound it.
     ratio = (inputs.log_probs - inputs.log_probs.detach() + sequence).clamp(max=10.0).exp()
     unclipped, clipped = ppo(ratio, inputs.advantages, cfg)
     return PolicyLoss(torch.maximum(unclipped, clipped), statistics_of(inputs, pg_clipfrac=clipped > unclipped))
@@ -37,25 +37,25 @@ def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def luspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """GSPO times the length of the answer, so that no length is favoured   (Liu et al. 2026, LUSPO, 2602.05261).
+    """Compute GSPO times the response length, so that no length is favoured   (Liu et al. 2026, LUSPO, 2602.05261).
 
-    That is GSPO with the sum over the tokens of an answer in place of their mean: seq-mean-token-sum.
+    That is GSPO with a sum over the tokens of a response instead of their mean: seq-mean-token-sum.
     """
     return gspo(inputs, cfg)
 
 
 @built_in()
 def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-A exp(mean_t clip(log r_t, -low, high)), the clip pessimistic by the sign of A   (Zhao et al. 2025, GMPO).
+    """Compute -A exp(mean_t clip(log r_t, -low, high)), pessimistic by the sign of A   (Zhao et al. 2025, GMPO).
 
-    A is the mean advantage of the answer. Every token of an answer carries the answer's loss, so seq-mean-token-mean is
-    the paper's objective.
+    A is the mean advantage of the response. All tokens of a response have its loss, so seq-mean-token-mean is the
+    paper's objective.
     """
     low, high = clip_range(cfg)
     log_ratio, sign = inputs.log_ratio, inputs.advantages.sign()
     bounded = log_ratio.clamp(-low, high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
-    # With A = 0 the sign would make the ratio 1 without a gradient; such a token counts with its own.
+    # With A = 0 the sign would make the ratio 1 without a gradient; such tokens use their unclipped ratio.
     ratio = inputs.sequence_mean(torch.where(sign == 0, log_ratio, pessimistic)).exp()
     losses = -inputs.sequence_mean(inputs.advantages) * ratio
     statistics = statistics_of(inputs, pg_clipfrac=(pessimistic != log_ratio) & (sign != 0))
@@ -64,9 +64,9 @@ def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def vespo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-sg[phi(W)] A log pi, phi(W) = W^k exp(lambda (1 - W)): a soft weight that is 1 at W = 1   (VESPO, 2602.10693).
+    """Compute -sg[phi(W)] A log pi, phi(W) = W^k exp(lambda (1 - W)): a soft weight, 1 at W = 1   (VESPO, 2602.10693).
 
-    k, lambda are vespo.k_pos, vespo.lambda_pos for A >= 0, and k_neg, lambda_neg otherwise. W is not normalised by the
+    k, lambda are vespo.k_pos, vespo.lambda_pos for A >= 0, and k_neg, lambda_neg otherwise. W is not normalised by
     length, and log W is clamped to +-20.
     """
     shape = cfg.policy_loss.vespo
@@ -76,17 +76,17 @@ def vespo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
         for good, bad in ((shape.k_pos, shape.k_neg), (shape.lambda_pos, shape.lambda_neg))
     )
     log_weight = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # As an exponent: W^k alone would overflow where phi is all but 0.
+    # As one exponent: W^k by itself would overflow where phi is nearly 0.
     weight = (power * log_weight + rate * (1 - log_weight.exp())).exp()
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, vespo_weight=weight))
 
 
 @built_in()
 def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """-A log pi for good answers, -sg[clip(W, 0, 1)] A log pi for bad ones   (Le Roux et al. 2025, TOPR, 2503.14286).
+    """Compute -log pi A for A >= 0, -sg[clip(W, 0, 1)] A log pi for A < 0   (Le Roux et al. 2025, TOPR, 2503.14286).
 
-    A bad answer is less and less pushed down as it gets less likely. The bounds are topr_negative_ratio_lower and
-    topr_negative_ratio_upper. A sum over the tokens, log pi of the whole answer: seq-mean-token-sum.
+    Bad responses are pushed down less as they become less likely. The bounds are topr_negative_ratio_lower and
+    topr_negative_ratio_upper. A sum over the tokens, log pi of the response: seq-mean-token-sum.
     """
     low, high = cfg.policy_loss.topr_negative_ratio_lower, cfg.policy_loss.topr_negative_ratio_upper
     ratio = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -97,10 +97,10 @@ def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 
 def misclassified(scores: Tensor, labels: Tensor, groups: Tensor, cfg: ActorConfig) -> Tensor:
-    """|dL / ds_i| of every answer [n], L the loss of its group as `real` has it (Zhai et al. 2026, 2602.05630).
+    """Return |dL / ds_i| of every response [n], with L the loss of its group in `real` (Zhai et al. 2026, 2602.05630).
 
-    = e^(-y_i s_i / tau) / (tau (1 + C)), C the sum of e^(-y_j s_j / tau) over the answers j of the group with the label
-    of i, itself among them. 0 without a label.
+    It is e^(-y_i s_i / tau) / (tau (1 + C)), with C the sum of e^(-y_j s_j / tau) over all responses j of the group
+    with the label of i, including i. 0 without a label.
     """
     exponents = -(labels * scores).double() / cfg.policy_loss.real_tau
     _, sides = torch.stack([groups.double(), labels.double()]).unique(dim=1, return_inverse=True)
@@ -113,12 +113,12 @@ def misclassified(scores: Tensor, labels: Tensor, groups: Tensor, cfg: ActorConf
 
 @built_in(group_weights=misclassified)
 def real(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """Answers are classified within their group, s_i = mean_t log r_t the logit (Zhai et al. 2026, REAL, 2602.05630).
+    """Classify responses within their group, with logit s_i = mean_t log r_t (Zhai et al. 2026, REAL, 2602.05630).
 
     L = log(1 + sum_{y_i = 1} e^(-s_i / tau)) + log(1 + sum_{y_j = -1} e^(s_j / tau)) of a group, tau = real_tau. The
-    label y is the sign of the advantage: with rewards of 0 and 1 and grpo the paper's, and none where a group scores
-    alike. The loss here is -sg[w] y s, which has the gradient of L; w is `misclassified`, over the whole mini-batch.
-    Every token of an answer carries the answer's loss: seq-mean-token-mean.
+    label y is the sign of the advantage: with rewards of 0 and 1 and grpo as in the paper, and no label in a group of
+    equal scores. The loss here is -sg[w] y s, which has the gradient of L; w is `misclassified`, over the whole
+    mini-batch. All tokens of a response have its loss: seq-mean-token-mean.
     """
     assert inputs.group_weights is not None
     labels = inputs.sequence_sum(inputs.advantages).sign()

@@ -1,7 +1,7 @@
-"""What a policy loss gets and returns, and the table of losses.
+"""Inputs and outputs of policy losses, and the table of losses.
 
-Notation of all losses: r = pi / pi_old of a token, A its advantage, [1 - low, 1 + high] the clip range, sg[] no
-gradient.
+Notation of all losses: r = pi / pi_old of a token, A its advantage, [1 - low, 1 + high] the clip range, sg[]
+stop-gradient.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import LossTraits, declared
 
-# verl's bound: exp(20) is finite in float32, and so are its products with advantages. Beyond it a token has no
-# gradient.
+# verl's bound: exp(20) and its products with advantages are finite in float32. Beyond it a token has no gradient.
 LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """One micro-batch of whole answers, laid end to end; all [tokens], only ``log_probs`` carries gradient."""
+    """Micro-batch of complete responses, concatenated; all [tokens], only ``log_probs`` carries gradient."""
 
     log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
     mask: Ragged
-    """1 where a token counts, with the length of every answer."""
+    """1 for loss tokens, with the length of every response."""
     selected: Tensor | None = None
-    """Tokens chosen over the whole mini-batch, for losses that ask for a selection."""
+    """Tokens selected over the whole mini-batch, for losses with a selection."""
     group_weights: Tensor | None = None
-    """The weight of the answer of each token, from all answers to its prompt, for losses that ask for it."""
+    """Weight of the token's response, from all responses to its prompt, for losses with group weights."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -41,22 +40,22 @@ class PolicyLossInputs:
         return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Sum over the tokens that count, of the answer that each token belongs to."""
+        """Return, for each token, the sum over the loss tokens of its response."""
         return self.mask.broadcast(self.mask.like(values * self.mask.values).sum()).values
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Mean over the tokens that count, of the answer that each token belongs to."""
+        """Return, for each token, the mean over the loss tokens of its response."""
         return self.sequence_sum(values) / self.mask.broadcast(self.mask.sum().clamp(min=1)).values
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """token_losses [tokens], and per-token statistics [tokens] that are averaged over all tokens of the mini-batch."""
+    """Token losses [tokens], and per-token statistics [tokens], to be averaged over all tokens of the mini-batch."""
 
     token_losses: Tensor
     statistics: dict[str, Tensor]
     per_answer: bool = False
-    """Every token of an answer carries the answer's loss, which gets one importance weight too."""
+    """True if every token has the loss of its response, which then also gets a single importance weight."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,11 @@ PolicyLossFunction = Callable[[PolicyLossInputs, ActorConfig], PolicyLoss]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tokens of the global mini-batch a loss treats differently: those with the smallest keys.
+    """Selection of the tokens of the global mini-batch with the smallest keys, which a loss treats differently.
 
-    keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are no candidates; noise [tokens] is uniform
-    in [0, 1) and depends on the token alone. How many: share(cfg) of all tokens (at least one token), or without a
-    share as many as have keys with a mean of at most largest_mean(cfg).
+    keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are not candidates; noise [tokens] is uniform
+    in [0, 1) and a function of the token only. Size: share(cfg) of all tokens (at least one token), or without a share
+    as many as keep the mean of their keys at most largest_mean(cfg).
     """
 
     keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
@@ -84,28 +83,28 @@ class Selection:
     largest_mean: Callable[[ActorConfig], float] | None = None
 
 
-# (scores, labels, groups, cfg) -> weights in the loss of a group, all [answers of the global mini-batch]. Scores are
+# (scores, labels, groups, cfg) -> weights in the loss of a group, all [responses of the global mini-batch]. Scores are
 # mean_t log r, labels the signs of the advantages.
 GroupWeights = Callable[[Tensor, Tensor, Tensor, ActorConfig], Tensor]
 
 
 @dataclass(frozen=True)
 class PolicyLossEntry:
-    """A loss and, where it asks for them, its selection over the mini-batch and the weights of its answers."""
+    """Policy loss with its optional token selection and response weights."""
 
     function: PolicyLossFunction
     selection: Selection | None = None
     group_weights: GroupWeights | None = None
 
 
-# The built-in functions; their declarations are those of their names in `config.schema.declarations`.
+# Built-in functions by name; `config.schema.declarations` declares their traits.
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
 
 
 def built_in(
     selection: Selection | None = None, group_weights: GroupWeights | None = None
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Make a function ``actor.policy_loss.loss_mode=<its name>``."""
+    """Register a function as ``actor.policy_loss.loss_mode=<its name>``."""
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
         POLICY_LOSSES[function.__name__] = PolicyLossEntry(function, selection, group_weights)
@@ -117,42 +116,42 @@ def built_in(
 def policy_loss(
     *, selection: Selection | None = None, silent_at_zero: bool = False
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Declare a function of your own.
+    """Declare a custom policy loss.
 
-    selection: tokens of the mini-batch that it gets as ``selected``. silent_at_zero: an answer without advantage has
+    selection: tokens of the mini-batch that it gets as ``selected``. silent_at_zero: a response without advantage has
     no gradient.
     """
 
     def declare(function: PolicyLossFunction) -> PolicyLossFunction:
         function.selection = selection  # type: ignore[attr-defined]
-        # Not silent unless it says so: what is left out of the update must be a sample that could not have moved it.
+        # False by default: the update may skip only samples that cannot have a gradient.
         return declared(function, LossTraits(selects=selection is not None, silent_at_zero=silent_at_zero))
 
     return declare
 
 
 def clip_range(cfg: ActorConfig) -> tuple[float, float]:
-    """(low, high): ``clip_ratio`` alone, or the asymmetric pair where it is set."""
+    """Return (low, high): ``clip_ratio`` twice, or the asymmetric pair if it is set."""
     low = cfg.clip_ratio if cfg.clip_ratio_low is None else cfg.clip_ratio_low
     high = cfg.clip_ratio if cfg.clip_ratio_high is None else cfg.clip_ratio_high
     return low, high
 
 
 def ppo(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tensor, Tensor]:
-    """-A r and -A clip(r, 1 - low, 1 + high); the loss is the larger of the two (Schulman et al. 2017, eq. 7)."""
+    """Return -A r and -A clip(r, 1 - low, 1 + high); the loss is their maximum (Schulman et al. 2017, eq. 7)."""
     low, high = clip_range(cfg)
     return -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
 
 
 def dual_clip(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), with A < 0 at most -A clip_ratio_c; and where either clip holds.
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), with A < 0 at most -A clip_ratio_c; and masks of both clips.
 
     Schulman et al. 2017, eq. 7; Ye et al. 2020, dual-clip PPO, eq. 5.
     """
     unclipped, clipped = ppo(ratio, advantages, cfg)
-    # Within the clip range both are equal, and torch gives half of the gradient to each; the halves add up to it.
+    # Within the clip range both are equal, and torch gives half of the gradient to each; the halves sum to it.
     pessimistic = torch.maximum(unclipped, clipped)
-    # With A < 0 the clip does not hold a ratio that grows, and a single token could dominate the gradient.
+    # With A < 0 the clip does not bound a growing ratio, and a single token could dominate the gradient.
     bound = -advantages * cfg.clip_ratio_c
     losses = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
     is_held = (pessimistic > bound) & (advantages < 0)
@@ -160,5 +159,5 @@ def dual_clip(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tens
 
 
 def statistics_of(inputs: PolicyLossInputs, **terms: Tensor) -> dict[str, Tensor]:
-    """Statistics per token [tokens]: ``ppo_kl`` = -log r, and ``terms``."""
+    """Return statistics per token [tokens]: ``ppo_kl`` = -log r, and ``terms``."""
     return {"ppo_kl": -inputs.log_ratio.detach(), **{name: value.detach().float() for name, value in terms.items()}}

@@ -1,8 +1,7 @@
-"""Tries estimators and losses of the user's own on a few numbers, before anything is started.
+"""Dry run of custom estimators and losses on a few numbers, before anything is started.
 
 Problem: a function that raises or returns a wrong shape would fail after models are loaded and the first batch is
-generated. Choice: a batch of four answers on the CPU. Left out: whether the formula is right, which only its author
-knows.
+generated. Choice: a batch of four responses on the CPU. Left out: a check of the formula, which only its author knows.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from rltrain.base.plugin import is_plugin
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.algorithm import AlgorithmConfig
 
-# An empty answer and one of a single token are what a function of the user's own most easily forgets.
+# Include an empty response and one of a single token, which custom functions most easily miss.
 _LENGTHS = torch.tensor([3, 1, 0, 2])
 
 
 def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
-    """What is wrong with an ``algorithm.adv_estimator=FILE.py:NAME``."""
+    """Yield errors of ``algorithm.adv_estimator=FILE.py:NAME``."""
     if not is_plugin(cfg.adv_estimator):
         return
     key = f"algorithm.adv_estimator={cfg.adv_estimator}"
     function, traits = find_estimator(cfg.adv_estimator), cfg.estimator
-    # float64, as the driver and the workers hand them over. The second group scores alike: its standard deviation is 0.
+    # float64, as passed by driver and workers. The second group has equal scores: its standard deviation is 0.
     scores = torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
     tokens = Ragged(torch.ones(6, dtype=torch.float64), _LENGTHS)
     try:
@@ -56,12 +55,12 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
 
 
 def try_policy_loss(cfg: ActorConfig) -> Iterator[str]:
-    """What is wrong with an ``actor.policy_loss.loss_mode=FILE.py:NAME``."""
+    """Yield errors of ``actor.policy_loss.loss_mode=FILE.py:NAME``."""
     name = cfg.policy_loss.loss_mode
     if not is_plugin(name):
         return
     key = f"actor_rollout_ref.actor.policy_loss.loss_mode={name}"
-    # Apart from the old log-probs, so that the ratio is not 1 and a formula that needs it is really tried.
+    # Different from the old log-probs, so that the ratio is not 1 and a formula with a ratio is really tested.
     log_probs = torch.full((6,), -0.5, requires_grad=True)
     mask = Ragged(torch.ones(6), _LENGTHS)
     selected = torch.zeros(6, dtype=torch.bool)

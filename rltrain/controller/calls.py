@@ -1,8 +1,8 @@
-"""Calls of a role's methods as values that mypy checks and Ray carries.
+"""Calls of a role's methods, checked by mypy and sent by Ray.
 
-A call names the function of a Protocol (``Actor.update``), never a string: a typing error, a wrong argument or a wrong
-use of the result is found by mypy, and a reader gets to the signature with one click. The function travels by its
-import path, and the worker process takes the method of that name from the role whose class has the Protocol as a base.
+A call names the function of a Protocol (``Actor.update``), never a string: mypy finds typos, wrong arguments and wrong
+uses of the result, and a reader reaches the signature with one click. The function is sent by its import path. The
+worker process calls the method of that name on the role whose class has the Protocol as a base.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Arguments = ParamSpec("_Arguments")
 
 @dataclass(frozen=True)
 class Call(Generic[_Result]):
-    """A method of a role, with the arguments for one rank."""
+    """Method of a role, with the arguments for one rank."""
 
     method: Callable[..., _Result]
     args: tuple[Any, ...]
@@ -26,18 +26,18 @@ class Call(Generic[_Result]):
 
     @property
     def role(self) -> str:
-        """The Protocol that has the method."""
+        """Protocol that defines the method."""
         return self.method.__qualname__.partition(".")[0]
 
     @property
     def name(self) -> str:
-        """How messages, deadlines and files speak of it: ``Actor.update``."""
+        """Name in messages, deadlines and files: ``Actor.update``."""
         return self.method.__qualname__
 
     @property
     def num_objects(self) -> int:
-        """Entries of the result that stay in the object store: of a tuple all but the last."""
-        # Modules of roles postpone annotations, so `__annotations__` holds strings and not types.
+        """Number of result entries that stay in the object store: all but the last of a tuple."""
+        # Modules of roles postpone annotations, so `__annotations__` holds strings, not types.
         returned = get_type_hints(self.method)["return"]
         return len(get_args(returned)) - 1 if get_origin(returned) is tuple else 0
 
@@ -45,16 +45,16 @@ class Call(Generic[_Result]):
 def bind(
     method: Callable[Concatenate[_Role, _Arguments], _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> Call[_Result]:
-    """``method`` of a role with the arguments for one rank."""
+    """Bind ``method`` of a role to the arguments for one rank."""
     return Call(method, args, kwargs)
 
 
 class Chunk(Protocol):
-    """What `Stream.poll` tells the driver."""
+    """Result of `Stream.poll` for the driver."""
 
     @property
     def done(self) -> bool:
-        """No more will come."""
+        """True if no more will follow."""
 
 
 _Chunk = TypeVar("_Chunk", bound=Chunk)
@@ -62,9 +62,9 @@ _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 @dataclass(frozen=True)
 class Stream(Generic[_Chunk]):
-    """What workers hand out while a call runs: ``poll`` is called on every rank again and again until it is done.
+    """Objects that workers return while a call runs. ``poll`` is called repeatedly on every rank until it is done.
 
-    arrived(rank, reference of the object, chunk): something came. tick(): called every now and then.
+    arrived(rank, reference of the object, chunk): receives an object. tick(): called periodically.
     """
 
     poll: Call[tuple[Any, _Chunk]]
@@ -73,7 +73,7 @@ class Stream(Generic[_Chunk]):
 
 
 class Polls:
-    """Calls of `Stream.poll` under way. open: result for the driver -> (rank, object)."""
+    """Pending calls of `Stream.poll`. open: result for the driver -> (rank, object)."""
 
     def __init__(self, workers: Sequence[Any], stream: Stream[Any] | None) -> None:
         self._workers, self._stream = workers, stream

@@ -1,9 +1,8 @@
-"""The Ray cluster: start or join it, and reserve the devices of a run.
+"""Ray cluster: start or join it, and reserve the devices of a run.
 
-Ray waits long and silently for what does not come: an address where nobody listens, a node that is down, devices in
-use. So everything that can be known beforehand is checked first, and while devices are awaited the log says which are
-missing. Left out: starting Ray on other nodes (scripts/ray_start.sh does it), and growing or shrinking the reservation
-of a run.
+Ray waits long and silently for unreachable addresses, dead nodes and busy devices. So everything that can be checked in
+advance is checked first, and while the run waits for devices the log names the missing ones. Left out: starting Ray on
+other nodes (scripts/ray_start.sh does it), and resizing the reservation of a run.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ log = logging.getLogger(__name__)
 _RESERVE_S = 120
 _POLL_S = 0.5
 _CONNECT_S = 5
-# Of the object store; what Ray makes of less is told nowhere.
+# Minimum size of the object store; Ray does not report a smaller one.
 _LEAST_FILE_BYTES = 80 << 20
 _TRIES = 3
-# The last two: the server of a client has died while Ray looked at it.
+# The last two: the server of a client died while Ray inspected it.
 _TOO_SLOW = (
     "timed out during startup", "Starting Ray client server failed", "Proxy failed to Connect", "psutil.ZombieProcess",
     "psutil.NoSuchProcess",
@@ -52,13 +51,13 @@ _KEY = "ray_kwargs.ray_init"
 
 
 def cluster_address(cfg: Config) -> str | None:
-    """The cluster to join: ``ray_kwargs.ray_init.address`` or RAY_ADDRESS. None: a local Ray is started."""
+    """Return the cluster to join: ``ray_kwargs.ray_init.address`` or RAY_ADDRESS. None: start a local Ray."""
     return cfg.ray_kwargs.ray_init.get("address") or ray_address()
 
 
 def ray_problems(cfg: Config) -> Iterator[str]:
-    """Problems of ``ray_kwargs``: arguments that ray.init does not have, a cluster that is needed and not named."""
-    # ray.init takes names with an underscore out of **kwargs, so its signature lacks them.
+    """Yield problems of ``ray_kwargs``: unknown arguments of ray.init, or a missing or unreachable cluster address."""
+    # ray.init takes names with an underscore from **kwargs, so its signature lacks them.
     argument_names = {
         *inspect.signature(ray.init).parameters,
         *re.findall(r'kwargs\.pop\(\s*"(_\w+)"', inspect.getsource(ray.init)),
@@ -70,10 +69,10 @@ def ray_problems(cfg: Config) -> Iterator[str]:
                 f" Did you mean {_KEY}.{near[0]}?" if near else ""
             )
     address = cluster_address(cfg)
-    # Only host:port can be tried by a connection; auto is left to Ray.
+    # Only host:port can be checked by connecting; auto is left to Ray.
     if address and (match := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)):
         try:
-            # Ray itself would try for many minutes, without a word.
+            # Ray would retry silently for many minutes.
             socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_S).close()
         except OSError as error:
             yield (
@@ -88,11 +87,10 @@ def ray_problems(cfg: Config) -> Iterator[str]:
 
 
 def start_ray(cfg: Config) -> bool:
-    """Join the cluster at `cluster_address`, else start a local one.
+    """Join the cluster at `cluster_address`, or start a local one.
 
-    Returns False, and changes nothing, where Ray runs in this process already.
-
-    A worker takes one CPU slot. A local Ray gets as many slots as there are workers, however few cores the machine has.
+    Returns False without changes if Ray already runs in this process. A worker takes one CPU slot; a local Ray gets at
+    least as many slots as workers, even with fewer cores.
     """
     if ray.is_initialized():
         return False
@@ -103,17 +101,17 @@ def start_ray(cfg: Config) -> bool:
     runtime = dict(settings.pop("runtime_env", {}))
     variables = {name: _as_text(value) for name, value in runtime.pop("env_vars", {}).items()}
     variables = prepare_driver(**variables)
-    # Each worker has a log file of its own; Ray would print the output of all of them on the driver's terminal.
+    # Each worker has a separate log file; Ray would print the output of all workers on the driver's terminal.
     arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
-        # ray.init refuses a number of slots where it joins a cluster.
+        # ray.init rejects a number of slots when joining a cluster.
         settings.pop("num_cpus", None)
         _use_token()
     else:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
         if "_temp_dir" not in settings and not first_set("RAY_TMPDIR") and (folder := closed_folder()):
             settings["_temp_dir"] = f"{folder}/ray"
-        # "local" means a Ray of our own, not one that happens to run on this machine.
+        # "local" starts a new Ray instead of joining one that happens to run on this machine.
         _check_limits()
         _have_token()
     arguments |= settings | {"address": address or "local"}
@@ -130,28 +128,28 @@ def start_ray(cfg: Config) -> bool:
         named = ", ".join(f"{name}={value}" for name, value in arguments_shown.items())
         raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{way_in(address, error)}") from error
     except Exception as error:
-        # Ray has no type of its own for a start that takes too long, or whose processes die.
+        # Ray has no exception type for a start that times out or whose processes die.
         raise WorkerLost(
             f"Ray did not start on this machine: {error} Run the same command again; if it fails again, look for the "
             f"reason in gcs_server.out and raylet.out of {ray_logs()}."
         ) from error
-    # Of a node that ends, Ray prints the last lines of its log, over the run's own words.
+    # When a node dies, Ray prints the last lines of its log over the run's output.
     ray._private.worker.print_to_stdstream = first_sentence
     return True
 
 
 def closed_folder(parent: str = "/tmp") -> str | None:
-    """Return a folder below ``parent`` that this user alone may enter; None where none can be made.
+    """Return a folder below ``parent`` that only this user can enter; None if none can be created.
 
-    Ray lets every user write into its temporary folder and its sessions. The path is short, because Ray's sockets lie
-    below it and the path of a socket has at most 107 bytes.
+    Ray makes its temporary folder and its sessions writable for every user. The path is short, because Ray's sockets
+    are below it and a socket path has at most 107 bytes.
     """
     folder, user = f"{parent}/rltrain_{os.getuid()}", os.getuid()
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         found = os.lstat(folder)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:  # another user was first
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:  # another user created it first
             return tempfile.mkdtemp(prefix="rltrain_", dir=parent)
         os.chmod(folder, 0o700)
         return folder
@@ -160,16 +158,16 @@ def closed_folder(parent: str = "/tmp") -> str | None:
 
 
 def _have_token() -> None:
-    """A token for a local Ray. Ray would make one itself, and leave it to the umask who may read it."""
+    """Create a token for a local Ray. Ray's token file would be readable according to the umask."""
     if first_set("RAY_AUTH_MODE") in ("", "token"):
         try:
             own_token(None)
-        except OSError:  # no home that can be written
+        except OSError:  # no writable home directory
             use_token(secrets.token_hex(32))
 
 
 def _check_limits() -> None:
-    """Raise ConfigError where a local Ray could not start: its object store is a file in shared memory."""
+    """Raise ConfigError if a local Ray cannot start: its object store is a file in shared memory."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= most < _LEAST_FILE_BYTES:
         raise ConfigError(
@@ -180,8 +178,8 @@ def _check_limits() -> None:
 
 @contextlib.contextmanager
 def _on_this_machine() -> Iterator[None]:
-    """Inside, a Ray that starts listens on the loopback alone, which no other host reaches."""
-    # Ray has this for desktops, by a variable that it reads when it is imported. It takes no 127.0.0.1 as an address.
+    """Make a local Ray that starts inside the context listen on the loopback only, unreachable from other hosts."""
+    # Ray has this mode for desktops, by a variable that it reads on import. It does not accept 127.0.0.1 as an address.
     constants, name = ray._private.ray_constants, "ENABLE_RAY_CLUSTER"
     before = getattr(constants, name, True)
     setattr(constants, name, False)
@@ -192,8 +190,7 @@ def _on_this_machine() -> Iterator[None]:
 
 
 def _unasked(arguments: dict[str, Any]) -> list[str]:
-    """What a Ray for one run starts and nobody asks: what makes a cluster larger, what sends output of workers to the
-    driver, and what shows the cluster. Each is a process that takes a second of processor and 100 MB."""
+    """Return processes that Ray starts but a single run does not need; each takes a second of CPU and 100 MB."""
     return [
         "start_monitor",
         *(["start_log_monitor"] if not arguments["log_to_driver"] else []),
@@ -203,7 +200,7 @@ def _unasked(arguments: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def _without(parts: list[str]) -> Iterator[None]:
-    """Inside, a Ray that starts leaves these out. No argument of ray.init does."""
+    """Disable these parts of a Ray that starts inside the context. ray.init has no argument for it."""
     node = ray._private.node.Node
     before = {name: getattr(node, name) for name in parts if hasattr(node, name)}
     for name in before:
@@ -216,9 +213,9 @@ def _without(parts: list[str]) -> Iterator[None]:
 
 
 def _init(arguments: dict[str, Any]) -> None:
-    """Call ``ray.init``, and again if a busy machine was too slow for Ray's limits.
+    """Call ``ray.init``, and retry if a busy machine exceeds Ray's timeouts.
 
-    A head may fail to start the process that serves a client, and a local Ray gives its own start 30 s.
+    A head may fail to start the server process of a client, and a local Ray has 30 s to start.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -232,16 +229,16 @@ def _init(arguments: dict[str, Any]) -> None:
 
 
 def _use_token() -> None:
-    """Join with the token that is at hand, as Ray itself does with ``address=auto`` alone."""
+    """Join with the available token, as Ray does only with ``address=auto``."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with contextlib.suppress(ImportError):  # an older Ray, for which RAY_AUTH_MODE=token has to be set
+    with contextlib.suppress(ImportError):  # an older Ray, which needs RAY_AUTH_MODE=token
         from ray._private.authentication import authentication_token_setup as setup
 
         setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def way_in(address: str | None, error: BaseException) -> str:
-    """What to do where a cluster could not be joined. Ray tells some reasons by the cause of its error alone."""
+    """Return advice on a failed attempt to join. Ray gives some reasons only in the cause of its error."""
     message = f"{error} {error.__cause__ or ''}".lower()
     if not address:
         return ""
@@ -262,25 +259,25 @@ def way_in(address: str | None, error: BaseException) -> str:
 
 
 def num_nodes(cfg: Config, device: Device) -> int:
-    """Nodes of the cluster with as many devices as ``trainer.n_gpus_per_node`` asks for; 1 at least."""
+    """Return the number of cluster nodes with at least ``trainer.n_gpus_per_node`` devices; 1 at least."""
     slots = [node["Resources"].get(device.ray_resource, 0) for node in ray.nodes() if node["Alive"]]
     return max(1, sum(num_slots >= cfg.trainer.n_gpus_per_node for num_slots in slots))
 
 
 def first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
-    """Log what Ray said, without the rest of its advice."""
-    # Of a traceback, what stands behind it.
+    """Log the first sentence of Ray's message, without its advice."""
+    # For a traceback, use the line after it.
     log.warning("Ray: %s", re.split(r"\. |\n", re.sub(r"(?s)^Traceback.*\n(?=\S+:)", "", " ".join(data["lines"])))[0])
 
 
 def free(groups: list[PlacementGroup]) -> None:
-    """Give devices back to a Ray that goes on."""
+    """Release the devices of a Ray that keeps running."""
     for group in groups:
         ray.util.remove_placement_group(group)
 
 
 def reserve(cfg: Config, device: Device, within_s: float = _RESERVE_S) -> list[PlacementGroup]:
-    """Reserve one placement group per node, with one bundle per device. Raises NodesMissing when they do not come up.
+    """Reserve one placement group per node, with one bundle per device. Raises NodesMissing after a timeout.
 
     A local Ray that lacks devices is a ConfigError at once. In a cluster, nodes may still join.
     """
@@ -290,12 +287,12 @@ def reserve(cfg: Config, device: Device, within_s: float = _RESERVE_S) -> list[P
     if not cluster_address(cfg) and (have := int(ray.cluster_resources().get(name, 0))) < per_node:
         raise ConfigError(f"trainer.n_gpus_per_node={per_node}, but the local Ray has {have} {name} slots.")
     bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, name: 1.0}
-    # A group per node keeps ranks that are numbered one after the other on one node. The ranks of an engine replica and
-    # of a sequence-parallel group are such neighbours, and they exchange the most.
+    # One group per node keeps consecutive ranks on one node. The ranks of an engine replica and of a sequence-parallel
+    # group are consecutive, and they communicate most.
     groups = [placement_group([dict(bundle)] * per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)]
     try:
         _wait_for(groups, cfg, name, within_s)
-    except BaseException:  # a Ray of the caller's goes on, and would hold or still look for these devices
+    except BaseException:  # a Ray of the caller keeps running, and would keep or still request these devices
         free(groups)
         raise
     return groups
@@ -309,7 +306,7 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str, within_s: fl
             left = within_s - waited
             log.info("waiting for devices: %s (%d s left)", _lacking(len(waiting), cfg, name), left)
             say_at += _SAY_EVERY_S
-        # The wait is cut into short ones, because signals are handled between them.
+        # Short waits, because signals are handled between them.
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
         lifeline.raise_if_lost()
     if waiting:
@@ -321,9 +318,9 @@ def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str, within_s: fl
 
 
 def lost_node(nodes: Collection[str], wait_s: float) -> tuple[str, str]:
-    """Which of ``nodes`` (Ray's ids) is no longer in the cluster: its id, and name with address. Empty where all are.
+    """Return (id, name with address) of one of ``nodes`` (Ray's ids) that has left the cluster; empty if all are alive.
 
-    Ray may learn of it only now, so this waits.
+    Waits, because Ray may notice it late.
     """
 
     def lost() -> tuple[str, str] | None:
@@ -336,14 +333,14 @@ def lost_node(nodes: Collection[str], wait_s: float) -> tuple[str, str]:
 
 
 def ray_logs() -> str:
-    """The folder of Ray's logs on this node. It has the same name on all nodes."""
+    """Return the folder of Ray's logs on this node. Its path is the same on all nodes."""
     node: Any = ray._private.worker._global_node
-    # Behind ray:// this process is none of the cluster's.
+    # With ray:// this process is not on a node of the cluster.
     return node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs"
 
 
 def _lacking(num_missing: int, cfg: Config, resource: str) -> str:
-    """Compare the devices of the cluster with those that the run asks for."""
+    """Describe the devices of the cluster compared with the requested ones."""
     slots = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
     needed, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
     fitting = sum(num_slots // per_node for num_slots in slots)
@@ -354,10 +351,10 @@ def _lacking(num_missing: int, cfg: Config, resource: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """An environment variable as the user typed it: YAML has made numbers and booleans of some."""
+    """Return an environment variable as the user typed it: YAML has converted numbers and booleans."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def share(value: Any) -> ray.ObjectRef:
-    """Put ``value`` into the object store once; workers that get the reference read it from there."""
+    """Put ``value`` into the object store once; workers read it there by the reference."""
     return ray.put(value)

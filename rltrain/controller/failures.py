@@ -1,7 +1,7 @@
-"""From the errors of several ranks to the one that the user should read.
+"""Root cause of the errors of several ranks.
 
-When a rank fails, all others fail soon after, because the collectives they wait in lose their partner. Ray reports
-errors in any order. So an error is ranked by its kind, and the worst one of the lowest rank is told, with the way out.
+When a rank fails, all others fail soon after, because the collectives they wait in lose their peer. Ray reports errors
+in any order. So errors are ranked by kind, and the worst one of the lowest rank is raised, with advice.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
 _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "broken pipe")
 _COLOUR = re.compile(r"\x1b\[\d*m")
-# After the first error, how long to listen for the error that caused it.
+# Time after the first error to wait for the error that caused it.
 _ROOT_CAUSE_S = 3.0
-# How long Ray may take to see that a node is gone when its processes are.
+# Time that Ray may need to detect a lost node after its processes are gone.
 _NODE_S = 5.0
-# Of what a process said before its death.
+# Bytes to read of the last output of a dead process.
 _WORDS_BYTES = 64 << 10
-# How long the watch of this node's Ray may take to notice that the death of workers is its own.
+# Time that the watch of this node's Ray may need to notice that Ray caused the death of workers.
 _NOTICE_S = 0.5
 
 
 def get(reference: Any) -> tuple[Any, Exception | None]:
-    """The result of a call that has ended, or its error."""
+    """Return the result of a call that has ended, or its error."""
     try:
         return ray.get(reference), None
     except Exception as error:  # noqa: BLE001 - every error of a worker is reported by `explain`
@@ -42,7 +42,7 @@ def get(reference: Any) -> tuple[Any, Exception | None]:
 
 
 def errors_of(waiting: dict[Any, int]) -> dict[int, Exception]:
-    """Errors of other ranks within seconds of the first, which may be only a consequence of theirs."""
+    """Return errors of other ranks within seconds of the first, which may be a consequence of theirs."""
     ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_ROOT_CAUSE_S) if waiting else ([], [])
     errors = {waiting[reference]: get(reference)[1] for reference in ready}
     return {rank: error for rank, error in errors.items() if error}
@@ -53,11 +53,10 @@ def explain(
     place: Callable[[Sequence[int]], str],
     lost: Callable[[float], tuple[Sequence[int], str]],
 ) -> RltrainError:
-    """The error that most likely caused the others: a death, else an exception, else a broken connection; of several,
-    that of the lowest rank.
+    """Return the error that most likely caused the others: a death, else an exception, else a broken connection.
 
-    errors: by rank. place(ranks): who they are and what they were doing. lost(seconds): the ranks of a node that is
-    gone, or goes within that time, and its name.
+    Among several, the lowest rank's. errors: by rank. place(ranks): describes them and their call. lost(seconds): ranks
+    and name of a node that is lost, or will be within that time.
     """
     rank = min(errors, key=lambda failed_rank: (_severity(errors[failed_rank]), failed_rank))
     error, where = errors[rank], place([rank])
@@ -67,15 +66,15 @@ def explain(
         if message := ray_lost(_NOTICE_S):
             return WorkerLost(message)
         logs = f"Ray's logs: {ray_logs()} on every node."
-        # A call also counts as lost where a worker that is gone was to make an argument of it.
+        # A call also counts as lost if a dead worker was to produce one of its arguments.
         ranks, node = lost(_NODE_S)
         if ranks:
             return WorkerLost(f"{place(ranks)}: {_node_has_left(node)} {AGAIN} {logs}")
         return WorkerLost(f"{where}: the process died ({first_line(error)}). {AGAIN} {logs}")
-    # Ray wraps what a worker raises in a RayTaskError, which keeps the original as its cause.
+    # Ray wraps a worker's exception in a RayTaskError with the original as its cause.
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, RltrainError):
-        # The program's exit code follows from the type, and the message already says what to do.
+        # The exit code follows from the type, and the message already contains advice.
         return cause
     if "out of memory" in str(cause).lower():
         return WorkerLost(
@@ -85,14 +84,14 @@ def explain(
         )
     if _severity(error) == _SYMPTOM and re.search("timeout|timed out", str(cause).lower()):
         return WorkerLost(f"{where}: waited in vain for another worker: {first_line(cause)}. {AGAIN}")
-    # Ray's text of the error has the worker's own traceback, in colours.
+    # Ray's error text contains the worker's traceback, in colours.
     return WorkerError(f"{where}: {type(cause).__name__}: {cause}\n{_COLOUR.sub('', str(error))}")
 
 
 def _host_memory(error: Exception) -> str:
-    """What to say where a host, and not a device, has no memory left; else "".
+    """Return a message if a host (not a device) is out of memory; else "".
 
-    By the words, as Ray, which ends workers before the kernel would, may tell it by the death of an actor too.
+    By the text, because Ray, which kills workers before the kernel would, may also report it as the death of an actor.
     """
     cause = getattr(error, "cause", None) or error
     text = str(cause)
@@ -108,7 +107,7 @@ def _host_memory(error: Exception) -> str:
 
 
 def _last_words(death: str) -> str:
-    """What a process of this node, whose death Ray tells, has written to stderr: C++ ends it where it has no memory."""
+    """Return the stderr of a dead process of this node: C++ terminates it when out of memory."""
     pid, address = (re.search(rf"^\s*{name}: (\S+)$", death, re.MULTILINE) for name in ("pid", "ip"))
     if pid and address and address[1] == ray.util.get_node_ip_address():
         for path in Path(ray_logs()).glob(f"worker-*-{pid[1]}.err"):
@@ -119,9 +118,9 @@ def _last_words(death: str) -> str:
 
 
 def death_watch() -> Callable[[Exception], str]:
-    """What to say of a process that is no rank, by Ray's error: that the host has no memory, that one of the nodes that
-    are there now is gone, of which such a process is often missed first, or else that it is gone."""
-    # Not those that have left a cluster which is older than the run.
+    """Return a function that describes the death of a process that is not a rank, from Ray's error: out of memory, a
+    lost node (often noticed first by such a process), or just dead."""
+    # Only nodes that are alive now: a cluster older than the run may have lost others.
     nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def gone(error: Exception) -> str:

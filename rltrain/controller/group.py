@@ -1,8 +1,8 @@
-"""WorkerGroup: one worker process per device. `submit` sends calls to them, `Handle.collect` waits for the results.
+"""WorkerGroup: one worker process per device. `submit` sends calls, `Handle.collect` waits for the results.
 
-The two are separate so that the driver may do other work in between, have the next call wait at the workers already, or
-set a deadline of its own per call. Workers run calls in the order in which they were submitted. Retries are left out:
-a repeated optimizer step would be applied twice, so any error ends all workers and the run continues from a checkpoint.
+They are separate so that the driver can work in between, queue the next call at the workers, or set a deadline per
+call. Workers run calls in the order of submission. Left out: retries. A repeated optimizer step would be applied twice,
+so any error ends all workers and the run resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _Question = TypeVar("_Question")
 _Result = TypeVar("_Result")
 _Ranks = range | None
 
-# How long one look at what workers hand out or return may wait.
+# Timeout of one poll of results and streams.
 _POLL_S = 0.5
-# How long workers may take to show their stacks; one that does not is stopped, or its node is gone.
+# Time for workers to return their stacks; one that does not is stopped, or its node is lost.
 _STACKS_S = 5.0
-# How long workers may take to leave the process group in order; one that is still busy is killed.
+# Time for workers to leave the process group; one that is still busy is killed.
 _LEAVE_S = 10.0
-# A message names this many ranks at most: in a hang, all ranks of a cluster may be late.
+# Maximum number of ranks named in a message: in a hang, all ranks of a cluster may be late.
 _NAMED_RANKS = 4
 
 
 class Handle(Generic[_Result]):
-    """A call that runs on every rank, or waits there until earlier calls have ended.
+    """Call that runs on every rank, or waits there for earlier calls.
 
-    references[i]: what rank first_rank + i makes: objects that stay in the store, and last the result for the driver.
-    since: send time of a call that does not queue; its deadline counts from then.
+    references[i]: outputs of rank first_rank + i: objects that stay in the store, and last the result for the driver.
+    since: send time of a call that is not queued; its deadline counts from then.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Handle(Generic[_Result]):
         self._references = references
         self._first_rank = first_rank
         self._since = since
-        # The results so far, by rank; the references of the others, each with its rank.
+        # Results by rank so far; pending references, each with its rank.
         self._results: dict[int, Any] = {}
         self._waiting: dict[Any, int] = {
             rank_references[-1]: first_rank + place for place, rank_references in enumerate(references)
@@ -83,8 +83,8 @@ class Handle(Generic[_Result]):
     def collect(self, deadline_s: float | None = None, stream: Stream[Any] | None = None) -> list[_Result]:
         """Wait for the results of all ranks. Objects stay in the store, as references.
 
-        An error of any rank ends all workers and is raised as one RltrainError. So does a call that has not ended
-        within ``deadline_s`` (None: within what `Deadlines` allows a call of this kind), from now, or else ``since``.
+        An error of any rank ends all workers and is raised as one RltrainError. So is a timeout after ``deadline_s``
+        (None: the limit of `Deadlines` for this kind of call), counted from now or from ``since``.
         """
         group, deadlines, waiting = self._group, self._group.deadlines, self._waiting
         limit_s = (
@@ -96,17 +96,17 @@ class Handle(Generic[_Result]):
             group.check()
             lifeline.raise_if_lost()
             seconds = group.clock.monotonic() - started
-            # Once all results are there, the ranks whose stream is still open are the late ones.
+            # Once all results have arrived, the ranks whose stream is still open are the late ones.
             late = sorted(waiting.values() or polls.ranks)
-            # A result that is there is not late, however late it is asked for.
+            # An available result is not late, even if it is collected late.
             if seconds > limit_s and not _look(waiting)[0]:
                 raise group.hung(self._phase, late, seconds)
             if seconds > limit_s / 2 and not warned:
                 place = group.place(late, self._phase)
                 log.warning("%s: not done after %.0f s; the run ends after %.0f s", place, seconds, limit_s)
                 warned = True
-            # One reference is enough to go on, so a chunk or an error is seen at once. The timeout lets `check` and the
-            # deadline have their turn while nothing comes.
+            # Wait for one reference, to process a chunk or an error at once. The timeout allows for `check` and the
+            # deadline when nothing arrives.
             ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
             for reference in ready:
                 result, error = get(reference)
@@ -119,7 +119,7 @@ class Handle(Generic[_Result]):
                 else:
                     polls.receive(reference, result)
             polls.tick()
-        if waits:  # and not where the results were collected before
+        if waits:  # not if the results were collected before
             deadlines.took(self._phase, group.clock.monotonic() - started)
         returned = [
             (*objects, self._results[rank]) if objects else self._results[rank]
@@ -128,7 +128,7 @@ class Handle(Generic[_Result]):
         return cast(list[_Result], returned)
 
     def ready(self) -> bool:
-        """Return whether `collect` would end without waiting. Raises WorkerLost if the deadline has passed."""
+        """Return True if `collect` would not block. Raises WorkerLost if the deadline has passed."""
         finished, late = _look(self._waiting)
         if any(get(reference)[1] for reference in finished):
             return True
@@ -139,16 +139,16 @@ class Handle(Generic[_Result]):
 
 
 def _look(waiting: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-    """What is there, and what is not."""
+    """Return the available and the pending references."""
     return ray.wait([*waiting], num_returns=len(waiting), timeout=0) if waiting else ([], [])
 
 
 class WorkerGroup:
-    """The workers of a run.
+    """Workers of a run.
 
-    check(): called every now and then while the driver waits for workers. What it raises ends the wait. before_end():
-    called after an error in a process that lives on, before all are ended. environment: of the workers' processes
-    (None: `worker_environment` for the device and threads).
+    check(): called periodically while the driver waits for workers; its exceptions end the wait. before_end(): called
+    after an error if all processes live, before they are ended. environment: of the workers' processes (None:
+    `worker_environment` for the device and threads).
     """
 
     def __init__(
@@ -182,17 +182,17 @@ class WorkerGroup:
         self.deadlines.show(
             "workers", lambda: {f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()}
         )
-        # The node of each rank, numbered by their first ranks. Known once all have started.
+        # Node of each rank, numbered by first ranks. Known once all have started.
         self.nodes = [0] * self.world
 
     def ask(self, function: Callable[[_Question], _Result], questions: Sequence[_Question]) -> Handle[_Result]:
-        """Call ``function`` in every worker's process, with one question per rank, before there is a worker."""
+        """Call ``function`` in every worker process, with one argument per rank, before workers are built."""
         self._meet()
         calls = [[host.ask.remote(function, question)] for host, question in zip(self.workers, questions, strict=True)]
         return Handle(self, function.__name__, calls)
 
     def _meet(self) -> None:
-        """Learn process and node of every rank, so that a failure of any later phase can be told with them."""
+        """Get process and node of every rank, so that errors of later phases can name them."""
         if not self._who:
             self._who = self._wait("start", [host.who.remote() for host in self.workers])
             numbers = {node: number for number, node in enumerate(dict.fromkeys(who["node_id"] for who in self._who))}
@@ -201,13 +201,13 @@ class WorkerGroup:
     def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
         resource = self._device.ray_resource
         demand: dict[str, Any] = {"num_cpus": 1}
-        # Ray has an argument of its own for GPUs alone; an NPU is one of its named resources.
+        # Ray has a dedicated argument only for GPUs; an NPU is a named resource.
         if resource == "GPU":
             demand["num_gpus"] = 1
         elif resource != "CPU":
             demand["resources"] = {resource: 1}
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        # Ray sets OMP_NUM_THREADS to the CPU slots of an actor, here 1, unless its environment has it already.
+        # Ray sets OMP_NUM_THREADS to the CPU slots of an actor, here 1, unless its environment already has it.
         environment = {"env_vars": self._environment}
         return HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
             rank, self.world, threads, str(self._logs) if self._logs else None, driver_environment()
@@ -227,18 +227,18 @@ class WorkerGroup:
 
     @property
     def hosts(self) -> list[str]:
-        """The machines of the workers, by name."""
+        """Host names of the workers."""
         return list(dict.fromkeys(identity["node"] for identity in self._who))
 
     @property
     def names(self) -> list[str]:
-        """The node of every rank, and its address."""
+        """Host name and address of every rank's node."""
         self._meet()
         return [f"{identity['node']} ({identity['address']})" for identity in self._who]
 
     @property
     def firsts(self) -> dict[int, str]:
-        """The first rank of every node -> the node's address."""
+        """Mapping from the first rank of every node to the node's address."""
         self._meet()
         return {
             rank: self._who[rank]["address"] for rank in (self.nodes.index(node) for node in dict.fromkeys(self.nodes))
@@ -255,11 +255,10 @@ class WorkerGroup:
     @overload
     def submit(self, calls: Sequence[Call[_Result]], ranks: _Ranks = None, beside: bool = False) -> Handle[_Result]: ...
     def submit(self, calls: Sequence[Call[Any]], ranks: _Ranks = None, beside: bool = False) -> Handle[Any]:
-        """Send calls of one method to the workers, or to neighbouring ones (``ranks``). beside: they do not wait for
-        other calls, nor others for them.
+        """Send calls of one method to all workers, or to consecutive ranks (``ranks``).
 
-        There is one call per worker, or one per group of neighbouring workers (all groups have the same size), so a
-        single call goes to all.
+        One call per worker, or per group of consecutive workers of equal size, so a single call goes to all. beside:
+        run concurrently with other calls, without queueing.
         """
         ranks = range(self.world) if ranks is None else ranks
         copies, num_returns = len(ranks) // len(calls), calls[0].num_objects + 1
@@ -268,12 +267,12 @@ class WorkerGroup:
         self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
         ways = [self.workers[rank].beside if beside else self.workers[rank].run for rank in ranks]
         replies = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
-        # Ray returns a list only where there are several return values.
+        # Ray returns a list only if there are several return values.
         references = [reply if isinstance(reply, list) else [reply] for reply in replies]
         return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if beside else None)
 
     def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
-        """Have the first worker of ``node`` make the parcels."""
+        """Pack the parcels on the first worker of ``node``."""
         self.bytes_through_driver += driver_bytes(cuts)
         worker = self.workers[self.nodes.index(node)]
         *parcels, size = worker.cut.options(num_returns=len(cuts) + 1).remote(list(cuts.values()))
@@ -281,7 +280,7 @@ class WorkerGroup:
         return dict(zip(cuts, parcels, strict=True))
 
     def bytes_between_nodes(self) -> int:
-        """Of samples, in all calls of the run so far. Waits for parcels that are being made."""
+        """Return the bytes of samples sent between nodes in all calls so far. Waits for parcels in progress."""
         self._bytes_between_nodes += sum(ray.get(self._bytes_of_parcels))
         self._bytes_of_parcels.clear()
         return self._bytes_between_nodes
@@ -296,11 +295,11 @@ class WorkerGroup:
         return self.submit([bind(method, *args, **kwargs)]).collect()
 
     def interject(self, method: Callable[[_Role], None]) -> None:
-        """Run ``method`` on the first worker, beside whatever call it is busy with. Nobody waits for it."""
+        """Run ``method`` on the first worker, concurrently with its current call. The result is not awaited."""
         self.workers[0].poll.remote(bind(method))
 
     def stop(self) -> None:
-        """End all workers, the orderly way if they still answer."""
+        """End all workers, gracefully if they respond."""
         if lifeline.lost():
             return
         leaving = [host.leave.remote() for host in self.workers]
@@ -308,7 +307,7 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
-        """End all workers at once."""
+        """Kill all workers."""
         self.ended = True
         if lifeline.lost():
             return
@@ -316,20 +315,20 @@ class WorkerGroup:
             ray.kill(host, no_restart=True)
 
     def failed(self, phase: str, errors: dict[int, Exception]) -> RltrainError:
-        """End all workers; returns the error that caused the others."""
+        """End all workers and return the error that caused the others."""
         if not self.ended and not any(isinstance(error, LOST) for error in errors.values()):
             self._before_end()
         self.kill()
         return explain(errors, lambda ranks: self.place(ranks, phase), self._lost)
 
     def _lost(self, wait_s: float) -> tuple[list[int], str]:
-        """The ranks of a node that is gone, and its name. The driver's own cannot be."""
+        """Return the ranks and the name of a lost node, which is never the driver's."""
         ids = [identity["node_id"] for identity in self._who]
         node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
         return [rank for rank, node_id in enumerate(ids) if node_id == node], name
 
     def place(self, ranks: Sequence[int], phase: str) -> str:
-        """Role, ranks, processes and nodes, and what they do."""
+        """Describe role, ranks, processes, nodes and the call."""
         identities = dict(enumerate(self._who))
         who = [(rank, identities.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
         names = [f"rank {rank} of {self.world} (pid {identity['pid']} on {identity['node']})" for rank, identity in who]
@@ -337,20 +336,20 @@ class WorkerGroup:
         return f"{self._role} worker, {', '.join(names)}{remainder}, in {phase}"
 
     def _stacks(self) -> dict[int, str]:
-        """By rank, of the workers that answer."""
+        """Return the stacks of the responding workers, by rank."""
         rank_of = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=_STACKS_S)
         stacks = {rank_of[reference]: get(reference)[0] for reference in answered}
-        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a process that is gone has none
+        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a dead process has none
 
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
-        """Write all stacks, end all workers, and name the silent ranks, or else the late ones."""
+        """Write all stacks, end all workers, and return an error with the silent ranks, or else the late ones."""
         stacks = self._stacks()
         self.kill()
-        # A process that does not even show its stack is stopped or lost, so it is the one to name.
+        # A process that does not return its stack is stopped or lost, so it is the one to name.
         silent = [rank for rank in late if rank not in stacks]
         for identity in (self._who[rank] for rank in silent if rank < len(self._who)):
-            # Ray asks a process to end itself, and one that is stopped does not hear.
+            # Ray asks a process to exit; a stopped process does not react.
             if identity["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(identity["pid"], signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The process of one rank, as Ray sees it.
+"""Process of one rank, as a Ray actor.
 
-Workers know nothing of Ray: here a call finds its role, a `Request` becomes the batch that it stands for, and the
-process joins the others. A control thread answers while a call runs, for texts that are ready early and for stacks of a
+Workers do not use Ray: here a call is dispatched to its role, a `Request` is assembled into a batch, and the process
+joins the process group. A control thread responds during a call, for texts that are ready early and for the stacks of a
 hang.
 """
 
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 class _Host:
     def __init__(self, rank: int, world: int, threads: int, logs: str | None, environment: dict[str, str]) -> None:
-        # An engine ends this process by SIGQUIT when one of its own has died. A run that a script has put into the
-        # background (`&`) inherits that this signal is ignored, and would wait for ever.
+        # An engine ends this process by SIGQUIT when one of its processes has died. A run that a script started in the
+        # background (`&`) inherits that the signal is ignored, and would wait forever.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        # Ray's own handler needs memory: where none is left it calls itself again and again, and hides the reason.
+        # Ray's handler allocates memory: without free memory it recurses forever and hides the cause.
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
         node: Any = ray._private.worker._global_node
         adopt(environment | {SESSION: node.session_name})
@@ -54,9 +54,11 @@ class _Host:
         self._worker: Any = None
 
     def open_store(self, num_nodes: int) -> tuple[str, int]:
-        """Rank 0: open the store in which ranks meet; return where. On one node it is a file in a folder of this user's
-        alone, because a port is open to every user. Between nodes it listens on a port that the system picks, so that
-        no other process can take it in between."""
+        """Open the store for the rendezvous of the ranks (rank 0). Returns host and port, or file and 0.
+
+        On one node it is a file in a folder of this user, because a port is open to every user. With several nodes it
+        listens on a port that the system picks, so that no other process can take it first.
+        """
         if num_nodes == 1:
             node: Any = ray._private.worker._global_node
             session = node.get_session_dir_path()
@@ -67,22 +69,22 @@ class _Host:
         host = ray.util.get_node_ip_address()
         listener = _listen(host)
         port, file = listener.getsockname()[1], listener.detach()
-        # The others learn the port only from this call's result, so waiting for them here would never end.
+        # The other ranks get the port only from this call's result, so waiting for them here would deadlock.
         terms = (self._world, True, COLLECTIVE_TIMEOUT, False)
         store = self._store = dist.TCPStore(host, port, *terms, master_listen_fd=file)
         return host, store.port
 
     def who(self) -> dict[str, Any]:
-        """Process id, node and its address, and the node as Ray knows it."""
+        """Return process id, host name and address, and Ray's node id."""
         address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "node": socket.gethostname(), "address": address, "node_id": node_id}
 
     def ask(self, function: Callable[[Any], Any], question: Any) -> Any:
-        """Call a function here, before there is a worker."""
+        """Call a function in this process, before the worker is built."""
         return function(question)
 
     def join(self, host: str, port: int, backend: str, num_nodes: int, key: bytes) -> None:
-        """Enter the process group. host: with port 0 the file of the store. key: of the run, for `sign_objects`."""
+        """Join the process group. host: with port 0 the file of the store. key: of the run, for `sign_objects`."""
         sign_objects(key)
         use_interface(ray.util.get_node_ip_address(), num_nodes)
         torch.set_num_threads(self._threads)
@@ -94,26 +96,24 @@ class _Host:
         dist.init_process_group(backend, None, COLLECTIVE_TIMEOUT, self._world, self._rank, store)
 
     def build(self, worker: str, kwargs: dict[str, Any]) -> None:
-        """Make the worker: ``module:Class``, with references in ``kwargs`` fetched."""
+        """Build the worker ``module:Class``, with references in ``kwargs`` fetched."""
         module, _, name = worker.partition(":")
-        # Ray resolves references that are arguments themselves, but not those inside a dictionary.
+        # Ray resolves references that are arguments, but not inside a dictionary.
         fetched = {key: _fetch(value) for key, value in kwargs.items()}
         with importing():
             kind = getattr(importlib.import_module(module), name)
-        gc.freeze()  # keeps about 500k objects out of every later collection
+        gc.freeze()  # excludes about 500k objects from later garbage collections
         self._worker = kind(**fetched)
 
     def run(self, call: Call[Any]) -> Any:
-        """Run the call on the role that it is for; a Request among its positional arguments arrives as a Batch, a
-        list of references as what they stand for."""
+        """Run the call on its role. A Request argument becomes a Batch, a list of references its objects."""
         protocol = getattr(sys.modules[call.method.__module__], call.role)
-        # The base class decides, not isinstance: for a Protocol that compares names of methods, and actor and critic
-        # share several.
+        # By base class and not isinstance, which compares method names of a Protocol: actor and critic share several.
         role = next(candidate for candidate in self._worker.roles if protocol in type(candidate).__mro__)
         try:
             return getattr(role, call.method.__name__)(*map(_assembled, call.args), **call.kwargs)
         except Exception as error:
-            # The driver tells only the error that caused the others; this one stays in the rank's own log.
+            # The driver reports only the root cause; this error stays in the rank's log.
             log.exception("%s failed", call.name)
             explained_error = self._worker.explain(error) if hasattr(self._worker, "explain") else error
             if explained_error is not error:
@@ -122,21 +122,21 @@ class _Host:
 
     @ray.method(concurrency_group="control")
     def poll(self, call: Call[Any]) -> Any:
-        """As ``run``, while ``run`` is busy."""
+        """Run a call while ``run`` is busy."""
         return self.run(call)
 
     @ray.method(concurrency_group="saving")
     def beside(self, call: Call[Any]) -> Any:
-        """As ``run``, while ``run`` makes the next steps."""
+        """Run a call while ``run`` computes the next steps."""
         return self.run(call)
 
     @ray.method(concurrency_group="parcels")
     def cut(self, parcels: Sequence[Sequence[StoredRows]]) -> tuple[Any, ...]:
-        """`cut_parcels` from objects of this node, while ``run`` may wait for those of other nodes."""
+        """Run `cut_parcels` on objects of this node, while ``run`` may wait for parcels of other nodes."""
         return cut_parcels(parcels, _objects([part for parcel in parcels for part in parcel]))
 
     def leave(self) -> None:
-        """Leave the process group together."""
+        """Leave the process group together with the other ranks."""
         dist.barrier()
         dist.destroy_process_group()
 
@@ -147,12 +147,12 @@ class _Host:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """`stacks_here`, also while ``run`` is busy."""
+        """Return `stacks_here`, also while ``run`` is busy."""
         return stacks_here()
 
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.
-# The control group has one thread for polls and stacks, so a poll must be short: the stacks of a hang wait behind it.
+# The control group has one thread for polls and stacks, so a poll must be short: stacks of a hang wait for it.
 _GROUPS = {"control": 1, "parcels": 1, "saving": 1}
 _OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": _GROUPS}
 HOST: Any = ray.remote(**_OPTIONS)(_Host)
@@ -160,11 +160,11 @@ _GONE = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError)
 
 
 def _listen(host: str) -> socket.socket:
-    """A socket on this address of the node. By itself a store listens on all of them, to whoever comes."""
+    """Return a socket on this address of the node. By default a store listens on all addresses, for any client."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, 0), family=family)
-    except OSError:  # an address that a router stands for
+    except OSError:  # the address belongs to a router
         return socket.create_server(("", 0), family=family)
 
 
@@ -186,17 +186,17 @@ def _assembled(arg: Any) -> Any:
 
 
 def _objects(parts: Sequence[StoredRows]) -> dict[Any, Any]:
-    """The objects of ``parts``, by reference."""
+    """Return the objects of ``parts``, by reference."""
     refs = list({part.ref: None for part in parts})
     return dict(zip(refs, _get(refs), strict=True))
 
 
 def _get(refs: Any) -> Any:
-    """What a reference, or a list of them, stands for. Raises WorkerLost where one does not come: its node is gone."""
+    """Get the objects of one or several references. Raises WorkerLost if one is lost with its node."""
     try:
         return ray.get(refs)
     except ray.exceptions.RayTaskError as error:
-        raise (error.cause or error) from error  # of `cut`, which is no sign of a lost worker
+        raise (error.cause or error) from error  # an error of `cut`, not a lost worker
     except _GONE as error:
-        # Of its own type, so that the death of the worker that held the object counts as the cause.
+        # A separate type, so that the death of the worker that held the object counts as the cause.
         raise WorkerLost(f"what another worker holds did not come ({type(error).__name__}). {AGAIN}") from error

@@ -1,13 +1,12 @@
-"""Whether Ray lives on this node and the driver still works, and how a run ends where they do not.
+"""Watchdog of this node's Ray and of the driver, and the end of a run that lost either.
 
-Problem: a driver whose raylet or GCS is gone learns nothing of it. Calls wait for ever, until Ray ends the process
-below Python, with exit code 1 and past every handler. Choice: a thread holds a connection to each of the two, which
-the kernel closes when the other end dies. Waits of the driver ask it (`check`), no call of Ray's is made any more
-(`unless_lost`), and where the main thread does not come back from below Python, the thread ends the process. The same
-thread ends a driver that hangs itself, in storage or in code of the user's. Ray's library may end the process even so:
-an error is told before anything of Ray is ended, and another process says it after us (`ended_after_us`). Left out: Ray
-of other nodes, whose loss Ray itself tells; Ray of a driver that is a client (ray://); and a driver that hangs while it
-holds the interpreter's lock.
+Problem: a driver is not notified when its raylet or GCS dies. Calls block until Ray ends the process below Python, with
+exit code 1 and without any handler. Choice: a thread holds a connection to each of the two, which the kernel closes
+when the peer dies. Waits of the driver check it (`raise_if_lost`), Ray is not called any more (`unless_lost`), and if
+the main thread is stuck below Python, the thread ends the process. The same thread ends a driver that hangs in storage
+or in user code. Ray's library may still end the process, so an error is reported before any part of Ray is shut down,
+and another process repeats it after our end (`ended_after_us`). Left out: Ray on other nodes, whose loss Ray reports;
+the Ray of a client driver (ray://); and a driver that hangs while it holds the GIL.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from rltrain.controller.sweep import ORDERLY, SILENT, forget, message, sweep
 
 _POLL_S = 1.0
 _CONNECT_S = 5.0
-# How long the main thread may take to notice, and to end trackers. Ray itself gives up a GCS after a minute.
+# Time for the main thread to notice, and to close trackers. Ray has a timeout of a minute for the GCS.
 _UNWIND_S = 15.0
-# How long the stacks of a driver that hangs may take to be written.
+# Time to write the stacks of a driver that hangs.
 _WRITE_S = 15.0
-# What a driver that waits for storage does not do from one look to the next: compute so long, and read so much.
+# CPU seconds and bytes read per poll above which a driver is busy and not waiting for storage.
 BUSY_S, _BUSY_BYTES = 0.1 * _POLL_S, 1 << 16
-# How long Ray may take to let this process go.
+# Timeout of ray.shutdown.
 _GOODBYE_S = 30.0
 log = logging.getLogger(__name__)
 
 
 class _Line:
-    """A connection to a process of Ray's, over which nothing is said."""
+    """Idle connection to a process of Ray."""
 
     def __init__(self, name: str, family: int, address: Any) -> None:
         self.name, self._family, self._address = name, family, address
@@ -68,14 +67,14 @@ class _Line:
             connection.close()
             raise
         connection.setblocking(False)
-        if self._family != socket.AF_UNIX:  # a host that lost its power closes nothing
+        if self._family != socket.AF_UNIX:  # a host that lost power closes nothing
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         return connection
 
     def broken(self) -> bool:
-        """Whether the other end is gone. It may also have closed a connection that says nothing."""
+        """Return True if the peer is dead. It may also have closed an idle connection."""
         try:
             while self.socket.recv(4096):
                 pass
@@ -92,8 +91,11 @@ class _Line:
 
 
 class Watch(threading.Thread):
-    """lines: what to watch. session: the folder of a Ray that ends with this process, else "". deadlines: for the
-    driver's own work; see `working`. reads, kept: see `watching`."""
+    """Watchdog thread.
+
+    lines: connections to watch. session: folder of a Ray that ends with this process, else "". deadlines: for the
+    driver's work; see `working`. reads, kept: see `watching`.
+    """
 
     def __init__(
         self,
@@ -131,14 +133,14 @@ class Watch(threading.Thread):
                 return
             if self._reads and self.is_busy() and self.beat < math.inf:
                 self.beat = time.monotonic()
-            # What is done aside comes first: the driver may wait for it.
+            # Background jobs first: the driver may wait for one.
             beats: list[tuple[float, threading.Thread | BackgroundJob[Any]]] = [(job.beat, job) for job in running()]
             for beat, thread in [*beats, (self.beat, self._driver)] if self.beat < math.inf else ():
                 if (silent_s := time.monotonic() - beat) > self._deadlines.limit_s("driver"):
                     self._driver_hangs(silent_s, thread)
 
     def is_busy(self) -> bool:
-        """Whether this process has computed or read since the last look."""
+        """Return True if this process has computed or read since the last poll."""
         read = 0
         with contextlib.suppress(OSError, ValueError):  # not on macOS
             read = int(Path("/proc/self/io").read_text("utf-8").split()[1])  # "rchar: 123 …"
@@ -185,20 +187,21 @@ class Watch(threading.Thread):
 
 
 _watch: Watch | None = None
-# The process that ends after this one.
+# Process that ends after this one.
 _last: subprocess.Popen[bytes] | None = None
 _hanging = False
 
 
 @contextlib.contextmanager
 def watching(deadlines: Deadlines, local: bool, reads: bool = False, kept: Callable[[], str] = str) -> Iterator[None]:
-    """Inside, the end of this node's raylet or of the GCS is noticed, and raised as WorkerLost at the latest when the
-    block ends. deadlines: of the driver, see `working`. local: this process has started Ray, and nobody else uses it.
-    reads: the driver reads and prepares data, which may take long: it does not hang as long as it is busy. kept: the
-    last line of what is said (`Stop.kept`).
+    """Watch this node's raylet and the GCS inside the context; raise WorkerLost at its end at the latest if one died.
+
+    deadlines: of the driver, see `working`. local: this process has started Ray for itself only. reads: the driver
+    loads and prepares data, which may take long: it does not count as hung while it is busy. kept: last line of the
+    error message (`Stop.kept`).
     """
     global _watch
-    if _watch:  # a caller further out watches already
+    if _watch:  # an outer caller already watches
         yield
         return
     node: Any = ray._private.worker._global_node
@@ -208,7 +211,7 @@ def watching(deadlines: Deadlines, local: bool, reads: bool = False, kept: Calla
     try:
         yield
     except Exception as error:
-        # What Ray raises of it names no cause.
+        # Ray's exceptions for it do not name the cause.
         if (isinstance(error, RltrainError) and not isinstance(error, WorkerError)) or not lost(_POLL_S):
             raise
         raise WorkerLost(f"{watch.message}\n{kept()}".strip()) from error
@@ -221,7 +224,7 @@ def watching(deadlines: Deadlines, local: bool, reads: bool = False, kept: Calla
 
 
 def _lines(node: Any) -> Iterator[_Line]:
-    """To the raylet of this node, and to the GCS, as far as they take connections."""
+    """Yield connections to this node's raylet and to the GCS, if they accept connections."""
     host, _, port = node.gcs_address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError):
@@ -232,13 +235,15 @@ def _lines(node: Any) -> Iterator[_Line]:
 
 @contextlib.contextmanager
 def working() -> Iterator[None]:
-    """Inside, the driver must call `check` every now and then; where it does not, it hangs, and the process ends. An
-    error is told here already: Ray may end the process while it cleans up."""
+    """Require regular calls of `raise_if_lost` inside the context; without them the driver hangs, and the process ends.
+
+    Errors are reported here already, because Ray may end the process during cleanup.
+    """
     if not (watch := _watch):
         yield
         return
     watch.beat = time.monotonic()
-    _tell_after_us(SILENT)  # the caller may go on after an error
+    _tell_after_us(SILENT)  # the caller may continue after an error
     try:
         yield
     except Exception as error:
@@ -254,8 +259,8 @@ def working() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_after_us(local: bool) -> Iterator[None]:
-    """Should this process end inside, another one says by which error, and ends what is left of its Ray. local: this
-    process has started it."""
+    """Start a process that reports the error if this process ends inside the context, and cleans up its Ray. local:
+    this process has started Ray."""
     global _last
     node: Any = ray._private.worker._global_node
     session = node.get_session_dir_path() if local else ""
@@ -275,13 +280,16 @@ def ended_after_us(local: bool) -> Iterator[None]:
 
 def _tell_after_us(words: bytes) -> None:
     if _last and _last.stdin:
-        with contextlib.suppress(OSError):  # somebody has killed it
+        with contextlib.suppress(OSError):  # it was killed
             os.write(_last.stdin.fileno(), words)
 
 
 def stop_ray() -> None:
-    """Leave the cluster; a local one ends. Where Ray does not answer, as a raylet that is stopped, it is left: a local
-    one ends with this process. To end it before would end this process too, in Ray's library, with exit code 1."""
+    """Leave the cluster; a local one ends.
+
+    If Ray does not respond, for example a stopped raylet, it is left alone: a local one ends with this process. Ending
+    it earlier would end this process too, in Ray's library, with exit code 1.
+    """
     global _hanging
     leaving = threading.Thread(target=unless_lost(ray.shutdown), daemon=True)
     leaving.start()
@@ -293,19 +301,19 @@ def stop_ray() -> None:
 
 
 def hanging() -> bool:
-    """Whether Ray has not let this process go."""
+    """Return True if ray.shutdown timed out."""
     return _hanging
 
 
 def lost(wait_s: float = 0.0) -> str:
-    """What to say where Ray of this node is gone, or goes within that time; else ""."""
+    """Return an error message if Ray on this node is lost, or will be within ``wait_s``; else ""."""
     if _watch and wait_s:
         _watch.noticed.wait(wait_s)
     return _watch.message if _watch else ""
 
 
 def raise_if_lost() -> None:
-    """Raise WorkerLost where Ray of this node is gone. The driver calls this while it waits, and so does not hang."""
+    """Raise WorkerLost if Ray on this node is lost. The driver calls it during waits, which also shows it is alive."""
     if _watch and _watch.beat < math.inf:
         _watch.beat = time.monotonic()
     if message := lost():
@@ -313,8 +321,10 @@ def raise_if_lost() -> None:
 
 
 def unless_lost(function: Callable[..., Any]) -> Callable[..., None]:
-    """``function``, which calls Ray to end something, as one that does nothing once there is nobody to answer, and
-    that leaves it at a warning where the answer is an error: why the run ends is said already."""
+    """Wrap ``function``, which calls Ray to end something: do nothing once Ray is lost.
+
+    Errors of Ray are logged as warnings only, because the reason for the end has been reported already.
+    """
 
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:

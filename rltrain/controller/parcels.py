@@ -1,9 +1,9 @@
-"""Parcels: rows that are read on another node than the one where they lie.
+"""Cross-node bundles of rows ("parcels"), for rows that are read on another node than they are stored on.
 
-Problem: Ray moves an object whole, so every node would get all answers of a step for the few that its ranks compute,
-and the traffic would grow with the number of nodes. Choice: before a call, every node cuts what another will read into
-one parcel for that node. Ray brings it there once, and the ranks of the node read it from shared memory. Left out:
-keeping parcels for later calls, which may lay the samples out otherwise.
+Problem: Ray transfers whole objects, so every node would get all responses of a step for the few that its ranks
+compute, and the traffic would grow with the number of nodes. Choice: before a call, every node packs the rows for
+another node into one parcel. Ray transfers it once, and the ranks of the receiving node read it from shared memory.
+Left out: keeping parcels for later calls, which may have other layouts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rltrain.base.columns.ragged import Ragged
 from rltrain.controller.calls import Call
 from rltrain.controller.samples import Request, StoredRows, driver_bytes, pick
 
-# By reading node: the rows of objects that go there. `ids` of these parts stand for nothing.
+# Rows of objects to send, by reading node. `ids` of these parts are unused.
 Cuts = dict[int, list[StoredRows]]
 
 
 def route_calls(
     calls: Sequence[Call[Any]], nodes: Sequence[int], cut: Callable[[int, Cuts], Mapping[int, Any]]
 ) -> list[Call[Any]]:
-    """The calls [rank] with their requests as `route` makes them for ``nodes`` [rank].
+    """Return the calls [rank] with their requests routed for ``nodes`` [rank].
 
-    Raises TypeError for a request that has a keyword.
+    Raises TypeError for a request passed by keyword.
     """
     if any(isinstance(value, Request) for call in calls for value in call.kwargs.values()):
         raise TypeError(f"{calls[0].name}: give samples as a positional argument; a keyword's would not be routed")
@@ -41,7 +41,7 @@ def route_calls(
     ]
     if all(part.node == nodes[rank] for rank, place in places for part in calls[rank].args[place].parts):
         return list(calls)
-    # Neighbours on one node that share sequences have one request, which is routed once.
+    # Ranks of one node that share sequences have the same request, which is routed once.
     sites = {(id(calls[rank].args[place]), nodes[rank]): calls[rank].args[place] for rank, place in places}
     routed = dict(zip(sites, route(list(sites.values()), [node for _, node in sites], cut), strict=True))
     routed_calls = list(calls)
@@ -55,9 +55,9 @@ def route_calls(
 def route(
     requests: Sequence[Request], readers: Sequence[int], cut: Callable[[int, Cuts], Mapping[int, Any]]
 ) -> list[Request]:
-    """The requests as they can be read on the nodes ``readers``: what lies on another node is read from a parcel.
+    """Return the requests for reading on the nodes ``readers``: rows on other nodes are read from parcels.
 
-    cut(node, cuts): has ``node`` make the parcels; returns their references by reading node.
+    cut(node, cuts): packs the parcels on ``node``; returns their references by reading node.
     """
     objects_of: dict[tuple[int, int], dict[Any, list[StoredRows]]] = {}
     for request, reader in zip(requests, readers, strict=True):
@@ -70,7 +70,7 @@ def route(
     for (node, reader), objects in objects_of.items():
         parcel = cuts.setdefault(node, {}).setdefault(reader, [])
         for key, parts in objects.items():
-            # A row that several ranks of the node read is brought there once.
+            # A row that several ranks of the node read is sent once.
             rows = np.unique(np.concatenate([part.rows for part in parts]))
             piece_of[reader, key] = len(parcel), rows
             parcel.append(replace(parts[0], ids=rows[:0], rows=rows))
@@ -92,13 +92,13 @@ def route(
 def cut_parcels(
     parcels: Sequence[Sequence[StoredRows]], objects: Mapping[Any, Batch | list[Any]]
 ) -> tuple[list[Batch | list[Any]] | int, ...]:
-    """Each parcel as a list of pieces, and last the bytes of all of them. objects: by reference."""
+    """Return each parcel as a list of pieces, and last their total bytes. objects: by reference."""
     parcel_pieces = [[pick(part, objects[part.ref]) for part in parcel] for parcel in parcels]
     return (*parcel_pieces, sum(payload_bytes(piece) for pieces in parcel_pieces for piece in pieces))
 
 
 def payload_bytes(value: Any) -> int:
-    """Bytes of columns as they go from node to node."""
+    """Return the bytes of columns sent between nodes."""
     if isinstance(value, Batch):
         return sum(payload_bytes(column) for _, column in value.items())
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Memory of the processes of a node, by kind of process, read from /proc.
+"""Memory of a node's processes by kind, from /proc.
 
-Only a process's own (anonymous) pages count: pages of the object store are shared by every process that has read them,
-and would count many times.
+Only anonymous pages count: pages of the object store are shared by every process that has read them, and would count
+several times.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import ray
 
 from rltrain.slots.limits import descendants
 
-# Start of a command line -> the kind of the process, and the kind of the processes below it.
+# Start of a command line -> kind of the process, and kind of its descendants.
 _ACTORS = {"ray::_Host": ("worker", "engine"), "ray::RewardWorker": ("scorer", "scorer")}
 
 
 def node_memory() -> dict[str, float]:
-    """Return ``drift/*`` (GiB) of this node: the largest process of each kind, and the object store. Runs in a
-    worker."""
+    """Return ``drift/*`` (GiB) of a worker's node: the largest process of each kind, and the object store."""
     raylet = os.getppid()
     kinds = dict.fromkeys([raylet, *_heads(raylet)], "ray")
     for pid in descendants(raylet):
@@ -39,7 +38,7 @@ def node_memory() -> dict[str, float]:
 
 
 def ask_nodes(group: Any) -> Callable[[], list[dict[str, float]]]:
-    """Ask every node for `node_memory`. Return a function that returns the replies so far, without waiting.
+    """Request `node_memory` from every node. Returns a function that returns the replies so far, without blocking.
 
     group: a `WorkerGroup`, which imports this module.
     """
@@ -50,7 +49,7 @@ def ask_nodes(group: Any) -> Callable[[], list[dict[str, float]]]:
         ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
         nodes = []
         for reference in ready:
-            with suppress(ray.exceptions.RayError):  # the next call raises the error of a worker that is gone
+            with suppress(ray.exceptions.RayError):  # the next call raises the error of a lost worker
                 nodes.append(ray.get(reference))
         return nodes
 
@@ -58,12 +57,12 @@ def ask_nodes(group: Any) -> Callable[[], list[dict[str, float]]]:
 
 
 def own_memory_gb(pid: int) -> float:
-    """Return the anonymous pages of a process in GiB; 0 once it has ended, and where there is no /proc."""
+    """Return the anonymous pages of a process in GiB; 0 if it has ended, or without /proc."""
     return _status(pid).get("RssAnon", 0) / 2**20
 
 
 def _status(pid: int) -> dict[str, int]:
-    """The numbers in /proc/PID/status; sizes are in KiB."""
+    """Return the numbers in /proc/PID/status; sizes are in KiB."""
     words = [line.replace(":", " ").split() for line in _read(f"/proc/{pid}/status").splitlines()]
     return {name: int(numbers[0]) for name, *numbers in words if numbers and numbers[0].isdecimal()}
 
@@ -75,7 +74,7 @@ def _read(file: str) -> str:
 
 
 def _heads(raylet: int) -> Iterator[int]:
-    """Ray's head process if it runs on this node: it has the same parent as the raylet."""
+    """Yield Ray's head process if it runs on this node: it has the same parent as the raylet."""
     for listing in Path(f"/proc/{_status(raylet).get('PPid')}/task").glob("*/children"):
         yield from (pid for pid in map(int, _read(str(listing)).split()) if "gcs_server" in _command(pid))
 

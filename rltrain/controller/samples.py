@@ -1,9 +1,8 @@
-"""Samples: what the driver knows of a batch. Numbers it owns; payload it only points at.
+"""Driver's view of a batch: numbers per sample, and references to the payload.
 
-Problem: tokens and log-probs of a step are gigabytes, and every pass spreads the samples over the ranks anew. Choice:
-payload stays in Ray's object store where a worker produced it. The driver hands out a `Request` per rank: which
-objects to fetch and which rows of them, resolved inside the worker that needs them. What crosses from node to node on
-the way is `parcels`' affair.
+Problem: tokens and log-probs of a step are gigabytes, and every pass distributes the samples differently. Choice: the
+payload stays in Ray's object store on the worker that produced it. The driver sends a `Request` per rank: objects to
+fetch and rows of them, resolved on the receiving worker. `parcels` reduces the transfers between nodes.
 """
 
 from __future__ import annotations
@@ -25,47 +24,47 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Columns of one object in the store, behind ``ref``: sample ``ids[i]`` is row ``rows[i]`` of the object."""
+    """Columns of the object ``ref`` in the store: sample ``ids[i]`` is row ``rows[i]`` of the object."""
 
     ref: Any
     columns: tuple[str, ...]
     ids: Array
     rows: Array
     node: int = 0
-    """Where the object lies (`WorkerGroup.nodes`)."""
+    """Node that stores the object (`WorkerGroup.nodes`)."""
     piece: int | None = None
-    """Of a list of objects, the number of this one."""
+    """Index of the object in a list of objects."""
 
 
 def whole(ref: Any, columns: tuple[str, ...], ids: Array, node: int = 0) -> StoredRows:
-    """An object on ``node`` that holds the samples ``ids`` in that order and nothing else."""
+    """Return the rows of an object on ``node`` that holds exactly the samples ``ids``, in this order."""
     return StoredRows(ref, columns, ids, np.arange(len(ids)), node)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A batch to be put together by the worker that receives it; ids in ``parts`` are places in the batch."""
+    """Batch to be assembled by the receiving worker; ids in ``parts`` are positions in the batch."""
 
     num_samples: int
     parts: list[StoredRows]
     numbers: dict[str, Array] = field(default_factory=dict)
     groups: Array | None = None
-    """[n]: samples of one group share their prompt, whoever generated their answers."""
+    """[n]: samples of one group share their prompt, on all replicas."""
 
     @property
     def as_batch(self) -> Batch:
-        """This request as an argument of a call: the type says what the worker will receive."""
+        """Request as an argument of a call, typed as the Batch that the worker receives."""
         return cast(Batch, self)
 
 
 class Samples:
-    """n samples, known by their ids 0..n-1. ``numbers[name]`` holds one number per sample."""
+    """n samples with ids 0..n-1. ``numbers[name]``: one number per sample."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self.numbers: dict[str, Array] = {}
         self._parts: dict[tuple[int, tuple[str, ...]], StoredRows] = {}
-        # Of `_where`, until parts come or go.
+        # Cache of `_where`, until parts change.
         self._found: tuple[list[StoredRows], dict[tuple[str, ...], Array]] | None = None
 
     def __len__(self) -> int:
@@ -85,46 +84,44 @@ class Samples:
             self.numbers[name] = np.asarray(values)
 
     def put(self, ids: Array, numbers: Mapping[str, Array]) -> None:
-        """Add numbers of the samples ``ids``; the others keep theirs, or 0."""
+        """Set numbers of the samples ``ids``; the others keep theirs, or 0."""
         for name, values in numbers.items():
             earlier_values = self.numbers.get(name, np.zeros(len(self), values.dtype))
             self.numbers[name] = earlier_values.astype(values.dtype, copy=not earlier_values.flags.writeable)
             self.numbers[name][ids] = values
 
     def attach(self, parts: Sequence[StoredRows]) -> None:
-        """Add payload columns that now exist in the object store."""
+        """Add payload columns that exist in the object store."""
         self._found = None
         for part in parts:
-            # The id is safe because the part that is kept holds the reference: no other object can get the same id
-            # meanwhile.
+            # The id is unique, because the stored part holds the reference.
             name = (id(part.ref), part.columns)
-            if kept_part := self._parts.get(name):  # so that one object is fetched once
+            if kept_part := self._parts.get(name):  # merge, so that an object is fetched once
                 ids, rows = (np.concatenate(pair) for pair in ((kept_part.ids, part.ids), (kept_part.rows, part.rows)))
                 part = replace(part, ids=ids, rows=rows)
             self._parts[name] = part
 
     def adopt(self, other: Samples, ids: Array, places: Array, numbers: Sequence[str] = ()) -> None:
-        """Take over payload and given numbers of the samples ``ids`` of ``other``, here the samples ``places``."""
-        # -1 marks samples that are not taken over; their rows are no longer asked for.
+        """Take payload and numbers of the samples ``ids`` of ``other``, as the samples ``places`` of this batch."""
+        # -1 marks samples that are not taken; their rows are not requested.
         new_id = np.full(len(other), -1)
         new_id[ids] = places
         for part in other._parts.values():
             is_kept = new_id[part.ids] >= 0
-            if is_kept.any():  # else nothing of the object is needed any more
+            if is_kept.any():  # otherwise the object is unused
                 self.attach([replace(part, ids=new_id[part.ids][is_kept], rows=part.rows[is_kept])])
         for name in numbers:
             self[name][places] = other[name][ids]
 
     def forget(self) -> None:
-        """Let go of the payload. The numbers stay."""
+        """Drop the payload. The numbers stay."""
         self._parts.clear()
         self._found = None
 
     def _where(self) -> tuple[list[StoredRows], dict[tuple[str, ...], Array]]:
-        """All parts, and by columns for every sample the number of its part (-1: none) and its row there [2, n].
+        """Return all parts, and by columns for every sample the number of its part (-1: none) and its row there [2, n].
 
-        Made once, as every rank asks in every pass: looking through all parts for each would take the square of the
-        ranks.
+        Cached, because every rank needs it in every pass: searching all parts for each would be quadratic in the ranks.
         """
         if self._found is None:
             places: dict[tuple[str, ...], Array] = {}
@@ -136,11 +133,11 @@ class Samples:
         return self._found
 
     def parts_with(self, column: str) -> list[StoredRows]:
-        """The objects that hold ``column``."""
+        """Return the parts that have ``column``."""
         return [part for part in self._parts.values() if column in part.columns]
 
     def nodes(self, column: str) -> Array:
-        """The node [n] where each sample's ``column`` lies."""
+        """Return the node [n] that stores each sample's ``column``."""
         node_of_sample = np.zeros(self.num_samples, dtype=np.int64)
         for part in self.parts_with(column):
             node_of_sample[part.ids] = part.node
@@ -148,9 +145,9 @@ class Samples:
 
     @classmethod
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
-        """The chosen samples (by id, in order) of several `Samples` as one, with ids from 0.
+        """Join selected samples (by id, in order) of several `Samples`, with ids from 0.
 
-        A number that some of the pieces lack is NaN for their samples, and a text is "". Beside numbers texts are
+        A number that some pieces lack is NaN for their samples, and a text is "". In a column with numbers, texts are
         missing values, as in the scores of one call.
         """
         joined = cls(sum(len(ids) for _, ids in pieces))
@@ -172,10 +169,10 @@ class Samples:
     def request(
         self, ids: Array, columns: Sequence[str], numbers: Sequence[str] = (), optional: Sequence[str] = ()
     ) -> Request:
-        """The given samples in the given order. Raises KeyError when a column is not there for every one of them.
+        """Return a request of the given samples in this order. Raises KeyError if a column is missing for any of them.
 
-        An ``optional`` column may exist for only some of the samples; the others get empty rows. A prompt comes
-        with its images and those of the answer, in a run that has some.
+        An ``optional`` column may be missing for some samples, which get empty rows. A prompt is sent with its images
+        and the response's images, if the run has any.
         """
         optional = (*optional, c.IMAGES, c.OWN_IMAGES) if c.PROMPT in columns else optional
         columns = [*columns, *optional]
@@ -185,7 +182,7 @@ class Samples:
             wanted_columns = tuple(name for name in stored_columns if name in columns)
             if not wanted_columns or not len(ids):
                 continue
-            # Row numbers and places go through the driver with every request, so they are as narrow as they may be.
+            # Row numbers and positions are sent by the driver with every request, so they use narrow dtypes.
             places = np.argsort(number_of[ids], kind="stable").astype(np.int32)
             numbers_found, starts = np.unique(number_of[ids[places]], return_index=True)
             for number, its in zip(numbers_found.tolist(), np.split(places, starts[1:]), strict=True):
@@ -200,7 +197,7 @@ class Samples:
 
 
 def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
-    """The requested batch, from the fetched objects (one per part). A list is an object of one column.
+    """Assemble the requested batch from the fetched objects (one per part). A list is an object of one column.
 
     A sample without a value in a ragged column gets an empty row.
     """
@@ -217,15 +214,15 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
             [_only(name, pick(replace(part, columns=(name,)), stored_object)) for part, stored_object in having]
         )
         places = np.concatenate([part.ids for part, _ in having])
-        # Rows were joined object by object; sorted by place they are in the order of the request.
+        # Rows are joined by object; sorting by position gives the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]
         if isinstance(column, Ragged) and len(column) < request.num_samples:
-            # A sample without a value gets length 0, so the values can stay as they are.
+            # A sample without a value gets length 0, so the values are unchanged.
             lengths = torch.zeros(request.num_samples, dtype=torch.long)
             lengths[torch.from_numpy(np.sort(places)).long()] = column.lengths
             column = Ragged(column.values, lengths)
         elif isinstance(column, DictionaryColumn) and request.groups is not None:
-            column = column.by_group(request.groups)  # replicas that answered one prompt have a copy each
+            column = column.by_group(request.groups)  # replicas that served one prompt have a copy each
         batch.update({name: column})
     batch.update(
         {
@@ -237,7 +234,7 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
 
 
 def pick(part: StoredRows, found: Batch | list[Any]) -> Batch | list[Any]:
-    """The rows of ``part`` out of the object ``found``. A list is an object of one column."""
+    """Return the rows of ``part`` from the object ``found``. A list is an object of one column."""
     if isinstance(found, list):
         return [found[row] for row in part.rows.tolist()]
     return Batch({name: found[name] for name in part.columns}).select(part.rows)
@@ -247,12 +244,12 @@ def _only(name: str, stored: Batch | list[Any]) -> Batch:
     return Batch({name: stored}) if isinstance(stored, list) else stored
 
 
-# The length of Ray's object id.
+# Length of Ray's object id.
 _REFERENCE_BYTES = 28
 
 
 def driver_bytes(value: Any) -> int:
-    """Bytes of ``value`` on its way through the driver: arrays by size, 28 per reference, 8 per other leaf."""
+    """Return the bytes of ``value`` through the driver: arrays by size, 28 per reference, 8 per other leaf."""
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     if isinstance(value, str | bytes):

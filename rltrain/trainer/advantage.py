@@ -1,7 +1,8 @@
-"""From scores to advantages: the KL in the reward, the estimator, whitening; and which samples have no gradient.
+"""Advantages from scores: KL in the reward, estimator, whitening, and the samples without gradient.
 
-Choice: an estimator of whole answers needs a few numbers per sample, which the driver has, so it runs here. So does one
-of turns, whose numbers are spread over tokens where these are. One of tokens runs there, and only moments come back.
+Choice: outcome estimators need a few numbers per sample, which the driver has, so they run here. Turn estimators also
+run here; the workers that store the tokens then spread their values over tokens. Token estimators run on the workers
+and return moments only.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from rltrain.workers.tasks import TurnAdvantages
 
 @dataclass(frozen=True)
 class Whitening:
-    """Token advantages are used as (A - shift) * scale."""
+    """Affine map for token advantages: the loss uses (A - shift) * scale."""
 
     shift: float = 0.0
     scale: float = 1.0
 
 
 class Advantages:
-    """Holds the weight of the KL in the reward, which an adaptive controller changes from step to step."""
+    """Advantage estimation. Holds the KL coefficient of the reward, which an adaptive controller updates every step."""
 
     def __init__(self, cfg: Config, passes: StepPasses) -> None:
         self.kl_coef = cfg.algorithm.kl_ctrl.kl_coef
@@ -48,24 +49,24 @@ class Advantages:
         self._passes = passes
 
     def restore(self, progress: Progress) -> None:
-        """Go on with the weight that a controller had found; a fixed one follows the config, which may have changed."""
+        """Restore the coefficient of an adaptive controller. A fixed one follows the config, which may have changed."""
         if progress.kl_coef is not None and self._cfg.algorithm.kl_ctrl.type == "adaptive":
             self.kl_coef = progress.kl_coef
 
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
-        """A(x, y) of every sample, as ``advantage`` [n]; 0 for those that are left out, of which layout has none, and
-        for all of them where nothing is learnt from rewards.
+        """Compute A(x, y) of every sample, as ``advantage`` [n].
 
-        Whole answers and turns are compared with all that a baseline may know of (``uncompared``), left out or not.
+        It is 0 for masked samples (``left_out``), which ``layout`` does not contain, and 0 for all samples if the step
+        does not learn from rewards. Outcome and turn estimators compute their baseline over all samples that are not
+        ``uncompared``, including masked ones.
 
-        A token estimator also leaves the columns ``advantages`` and ``returns``, and one of turns ``advantages``;
-        ``advantage`` is then the mean over the answer, and the whitening returned is applied where the advantages enter
-        the loss.
+        Token estimators also write the columns ``advantages`` and ``returns``, turn estimators ``advantages``.
+        ``advantage`` is then the mean over the response, and the loss applies the returned whitening to the advantages.
         """
         if not self._passes.rewarded:
             samples.update({c.ADVANTAGE: np.zeros(len(samples))})
             return Whitening(), {}
-        # Kept here, because `_kl_penalty` sets the weight of the next step.
+        # `_kl_penalty` updates `self.kl_coef` for the next step.
         coef = self.kl_coef
         samples.update({c.REWARD: shaped_reward(samples[c.SCORE], self._cfg.algorithm)})
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
@@ -79,18 +80,17 @@ class Advantages:
             whitening = Whitening()
             if self._passes.estimator.whitens:
                 whitening = Whitening(*moments["advantages"].whitening(float(self._rounding(samples, coef).max())))
-            # Whitening is affine, so the mean over an answer's tokens may be whitened as the tokens are.
+            # Whitening is affine, so the mean over the tokens of a response can be whitened like the tokens.
             whitened = (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale
             samples.update({c.ADVANTAGE: np.where(samples[c.LEFT_OUT], 0.0, whitened)})
-            # Tokens stay as they are in the store: two numbers travel with the update instead of a second copy of the
-            # column.
+            # The stored tokens are not whitened: sending two numbers replaces a second copy of the column.
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
         there = np.flatnonzero(~samples[c.UNCOMPARED])
         terms = {
             name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error)[there])
             for name in self._cfg.algorithm.gdpo_reward_keys
         }
-        # Whitening is over the tokens that count in the loss.
+        # Whitening covers the tokens that count in the loss.
         scores, groups, lengths = (
             torch.from_numpy(samples[name][there]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS)
         )
@@ -118,16 +118,16 @@ class Advantages:
         return m.token_advantage_metrics(moments, 0.0, 1.0)
 
     def _kl_penalty(self, samples: Samples) -> Metrics:
-        """Take coef * KL off the reward; then the controller sets the weight of the next step."""
+        """Subtract coef * KL from the reward, then update the coefficient for the next step."""
         coef = self.kl_coef
         samples.update({c.REWARD: samples[c.REWARD] - coef * samples[c.KL_SUM]})
-        # Mean over answers of the mean over tokens, so that long answers do not steer the controller alone.
+        # Mean over responses of the mean over tokens: long responses must not dominate the controller.
         kl = float((samples[c.KL_SUM] / np.maximum(samples[c.POLICY_TOKENS], 1)).mean())
         self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.algorithm.kl_ctrl)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
     def _rounding(self, samples: Samples, coef: float) -> NDArray[np.float64]:
-        """How far the reward of each sample [n] may be off, for what was computed in fp32 of it."""
+        """Return a bound on the rounding error of each reward [n], from its parts computed in fp32."""
         rounding = np.zeros(len(samples))
         if self._passes.kl_in_reward:
             rounding += abs(coef) * kl_rounding(samples[c.POLICY_TOKENS])
@@ -137,19 +137,18 @@ class Advantages:
         return rounding
 
     def silent(self, samples: Samples) -> NDArray[np.bool_]:
-        """Samples [n] without any gradient, which the update may leave out."""
+        """Return a mask [n] of samples without gradient, which the update may skip."""
         if not self._passes.skips_silent:
             return np.array(samples[c.LEFT_OUT])
-        # Exactly 0 and not nearly: a group that scores alike gets 0, and any other advantage has a gradient.
+        # Exact comparison: a group of equal scores gets exactly 0, and any other advantage has a gradient.
         return ~samples[c.SIGNAL] if self._passes.token_advantages else samples[c.ADVANTAGE] == 0
 
 
 def with_rest(paid: Ragged, rewards: Tensor) -> Ragged:
-    """Rewards of turns: a reward [n] is what the scorer says, whatever turns were paid, and the last turn has what is
-    left of it."""
+    """Return rewards per turn. The last turn gets the rest, so that the turns of a sample sum to its reward [n]."""
     of_turns = paid.sum()
     rest = rewards - of_turns
-    # What a sum rounds off is no reward: it would tell turns apart that are alike.
+    # Set rounding errors of the sum to 0: they would make equal turns differ.
     rest = rest.where(rest.abs() > SCORE_ROUNDING * rewards.abs().maximum(of_turns.abs()), 0.0)
     values = paid.values.clone()
     values[paid.offsets[1:] - 1] += rest
@@ -157,7 +156,7 @@ def with_rest(paid: Ragged, rewards: Tensor) -> Ragged:
 
 
 def whole_groups(layout: Layout, groups: Ids) -> Layout:
-    """``layout`` with all samples of a group [n] on the rank that has most of them, as one micro-batch."""
+    """Return ``layout`` with all samples of a group [n] on the rank that has most of them, as one micro-batch."""
     ids = np.concatenate(layout.ids)
     ranks = np.repeat(np.arange(len(layout.ids)), [len(of_rank) for of_rank in layout.ids])
     counts = np.zeros((int(groups.max(initial=-1)) + 1, len(layout.ids)), dtype=np.int64)
@@ -168,7 +167,7 @@ def whole_groups(layout: Layout, groups: Ids) -> Layout:
 
 
 def _of_ranks(samples: Samples, layout: Layout, advantages: Ragged, ids: Ids) -> list[TurnAdvantages]:
-    """advantages: per turn of the samples ``ids``, which ascend; the layout has no others."""
+    """Split turn advantages over the ranks. ids: their samples, ascending; the layout has no other samples."""
     return [
         TurnAdvantages(
             advantages.select(np.searchsorted(ids, of_rank)).values.numpy(),

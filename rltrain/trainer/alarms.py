@@ -1,5 +1,4 @@
-"""What a step must not get past in silence: an engine that is not the policy or writes what cannot be, rewards that
-tell nothing apart, and updates that are never finite."""
+"""Checks during a step: engine/trainer mismatch, invalid responses, constant rewards, non-finite updates."""
 
 from __future__ import annotations
 
@@ -19,28 +18,28 @@ from rltrain.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# One bad batch may pass; a model that has diverged gives a loss that is not finite in every step from then on.
+# A single bad batch is tolerated. A diverged model has a non-finite loss in every following step.
 _MOST_SKIPPED_STEPS = 3
-# A policy that knows little may well earn nothing for a few steps.
+# A weak policy may get no reward for a few steps.
 _EQUAL_STEPS_TOLD = 10
 
 
 class Alarms:
-    """Warns or raises. gap_limit: largest mean difference of a sampled token's log-prob between engine and trainer."""
+    """Checks that warn or raise. gap_limit: largest mean log-prob gap between engine and trainer per sampled token."""
 
     def __init__(self, cfg: Config, gap_limit: float) -> None:
-        # Read by the step too, which then asks before the update and not only in its report.
+        # Also read by the step, which then checks before the update and not only in its report.
         self.stops_on_gap = cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
         self._collapse_steps = cfg.trainer.collapse_steps
         self._equal_steps = 0
-        # A reward that is an advantage by itself moves all answers alike.
+        # Without a baseline the reward is the advantage, so equal rewards still move all responses, by the same amount.
         self._equal_means = "nothing tells them apart" if compares_nothing(cfg) else "nothing is learnt from them"
         self._told_damaged = False
         self._gap_limit = gap_limit
         self._skipped_in_a_row: Counter[str] = Counter()
 
     def gap(self, metrics: Metrics) -> Metrics:
-        """Warn or stop when the engine's log-probs differ from the trainer's by more than the limit."""
+        """Warn or raise SyncError if the mean log-prob gap between engine and trainer exceeds the limit."""
         gap = metrics.get("rollout/log_prob_gap/mean", 0.0)
         if gap <= self._gap_limit:
             return {"rollout/log_prob_gap/alarm": 0.0}
@@ -55,7 +54,7 @@ class Alarms:
         return {"rollout/log_prob_gap/alarm": 1.0}
 
     def damaged(self, metrics: Metrics) -> None:
-        """Warn of answers that the engine has damaged. A worker stops where they are many."""
+        """Warn of invalid responses from the engine. A worker raises if there are many."""
         number = metrics.get("rollout/damaged_answers", 0.0)
         if number and not self._told_damaged:
             self._told_damaged = True
@@ -65,14 +64,14 @@ class Alarms:
             )  # fmt: skip
 
     def collapsed(self, scores: NDArray[np.float64]) -> Metrics:
-        """Warn or stop when the scores [n] of a step, and of the steps before it, were all one number."""
+        """Warn or raise RewardError if the scores [n] of this step and of earlier steps were all equal."""
         self._equal_steps = self._equal_steps + 1 if scores.min() == scores.max() else 0
         text = (
             f"all answers of each of the last {self._equal_steps} steps had the same reward (now {scores[0]:g}), so "
             f"{self._equal_means}: the task is too hard or solved, or the reward function does not tell answers "
             "apart. Look at them with python -m rltrain.view"
         )
-        # A resumed run may go on beyond a limit that was lowered.
+        # A resumed run may already exceed a limit that was lowered.
         if self._collapse_steps is not None and self._equal_steps >= self._collapse_steps:
             raise RewardError(f"{text}. trainer.collapse_steps={self._collapse_steps} stops here; null only warns.")
         if self._equal_steps == _EQUAL_STEPS_TOLD:
@@ -80,7 +79,7 @@ class Alarms:
         return {"reward/equal_steps": float(self._equal_steps)}
 
     def empty(self, role: str, counts: Sequence[Denominators]) -> Metrics:
-        """Warn of mini-batches without a loss token, from which no optimizer step is made (`Updater`)."""
+        """Warn of mini-batches without a loss token, which get no optimizer step (`Updater`)."""
         number = sum(not count.tokens for count in counts)
         if number:
             log.warning(
@@ -92,13 +91,13 @@ class Alarms:
         return {f"{role}/steps_empty": float(number)}
 
     def restore(self, metrics: Metrics) -> None:
-        """Go on from the step that had ``metrics``."""
+        """Restore the counters from the metrics of the newest step."""
         self._equal_steps = int(metrics.get("reward/equal_steps", 0))
         for role in ("actor", "critic"):
             self._skipped_in_a_row[role] = int(metrics.get(f"{role}/skipped_in_a_row", 0))
 
     def overflowed(self, role: str, metrics: Metrics) -> None:
-        """Tell of steps that were not made because gradients overflowed float16."""
+        """Warn of optimizer steps that were skipped because gradients overflowed float16."""
         if number := int(metrics.get(f"{role}/steps_overflowed", 0)):
             log.warning(
                 "%s: gradients overflowed float16, so %s not made; the loss scale is now %g",
@@ -107,8 +106,8 @@ class Alarms:
             )  # fmt: skip
 
     def skipped(self, role: str, metrics: Metrics) -> Metrics:
-        """Stop when ``role`` had to skip an optimizer step in three steps in a row."""
-        # Per role, because a critic that never learns would hide behind an actor that does.
+        """Raise NonFiniteError if ``role`` skipped an optimizer step in three consecutive steps."""
+        # Per role: otherwise an actor that learns would hide a critic that never does.
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(

@@ -1,15 +1,14 @@
-"""How a mini-batch is spread over ranks and cut into micro-batches.
+"""Assignment of a mini-batch to ranks and micro-batches.
 
-The driver decides for all ranks at once, from lengths alone: every rank gets the same number of micro-batches,
-because a collective in one of them would otherwise wait for ever. Which samples share an optimizer step is settled
-before and does not change here.
+The driver decides for all ranks, from lengths only. Every rank gets the same number of micro-batches, because their
+collectives would otherwise deadlock. This module does not change which samples share an optimizer step.
 
-Answers to one prompt that meet in a micro-batch share its tokens (`models.attention.packing.pack`) and its images,
-which are encoded once however many answers follow, also where an answer is too long to share the tokens. Keeping
-answers together saves work but leaves coarser chunks to spread evenly; the cost model weighs one against the other.
+Responses to one prompt in the same micro-batch share the prompt's tokens (`models.attention.packing.pack`) and its
+images. The images are encoded once, even if a response is too long to share the tokens. Keeping responses together
+saves work but leaves coarser chunks to balance; the cost model weighs both.
 
-Over several nodes a chunk goes to a rank of the node where it was made, as long as that leaves the ranks as even. Which
-node that is depends on when engines were free, so numbers of two such runs are equal to rounding alone.
+With several nodes a chunk goes to a rank of the node that generated it, unless that makes the ranks less even. The node
+depends on when engines were idle, so two such runs are equal only up to rounding.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from rltrain.models.attention.packing import pays_to_share
 from rltrain.trainer.plan import PassBudget
 
 Ids = NDArray[np.int64]
-# Fixed cost of a micro-batch in tokens: kernels are started and layers gathered however few tokens it has.
+# Fixed cost of a micro-batch in tokens, for kernel launches and all-gathers.
 _MICRO_BATCH = 64.0
-# The search for finer chunks ends once the busiest rank takes at most this many times its even share.
+# The search for finer chunks ends when the busiest rank has at most this multiple of its even share.
 _GOOD_ENOUGH = 1.02
-# Number of the emptiest micro-batches that a chunk is tried in before it counts as not fitting.
+# A chunk is tried in this many of the emptiest micro-batches before it counts as not fitting.
 _TRIES = 8
 
 
@@ -40,16 +39,17 @@ _TRIES = 8
 class Workload:
     """Tokens and cost of n samples.
 
-    A token costs 1 and a (query, key) pair costs ``pair_cost``: the FLOPs of the pair relative to those of a token's
-    matrix products. Where prompts have images, samples of one group (groups [n]) share them within a micro-batch:
-    image_rows [n] is what the vision tower takes (patches or tiles) for the prompt of each sample, image_cost [n] what
-    it costs in tokens. own_rows and own_cost [n]: the same of the images within each answer, which nobody shares.
+    A token costs 1. A (query, key) pair costs ``pair_cost``: its FLOPs relative to a token's matrix products.
+
+    Samples of one group (groups [n]) share the images of their prompt within a micro-batch. image_rows [n]: vision
+    tower inputs (patches or tiles) of each sample's prompt. image_cost [n]: their cost in tokens. own_rows and own_cost
+    [n]: the same for the images within each response, which are not shared.
     """
 
     prompts: Ids
     answers: Ids
     owners: Ids
-    """[n]: samples of one owner share their prompt within a micro-batch."""
+    """[n]: samples with the same owner share their prompt within a micro-batch."""
     pair_cost: float = 0.0
     groups: Ids | None = None
     image_rows: Ids | None = None
@@ -57,17 +57,17 @@ class Workload:
     own_rows: Ids | None = None
     own_cost: NDArray[np.float64] | None = None
     nodes: Ids | None = None
-    """[n]: where each sample lies (None: on one node)."""
+    """[n]: the node that stores each sample (None: single node)."""
 
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
-        """groups [n]: the prompt of each sample. An answer shares it where `pays_to_share` says so."""
-        # Owners of their own, below 0 so that none of them is a group.
+        """Build from groups [n], the prompt of each sample. A response shares its prompt if `pays_to_share`."""
+        # Owners of samples that do not share, negative so that none equals a group.
         alone = -1 - np.arange(len(groups))
         return cls(prompts, answers, np.where(pays_to_share(prompts, answers), groups, alone), pair_cost)
 
     def with_images(self, groups: Ids, rows: Ids, cost: NDArray[np.float64]) -> Workload:
-        """This workload with the images of the prompts ``groups`` [n]."""
+        """Return this workload with image sizes of the prompts ``groups`` [n]."""
         return replace(self, groups=groups, image_rows=rows, image_cost=cost)
 
     @cached_property
@@ -81,59 +81,59 @@ class Workload:
 
     @cached_property
     def keys(self) -> Ids:
-        """Samples with one key gain from meeting in a micro-batch: those of one owner, or with the same images."""
+        """Keys [n]: samples with the same key save work in a common micro-batch (same owner, or same images)."""
         if self.image_rows is None or self.groups is None:
             return self.owners
         return np.where(self.image_rows > 0, self.groups, self.owners)
 
     def _once(self, ids: Ids) -> Ids:
-        """One sample of each owner: it pays for the prompt."""
+        """Return one sample per owner: it carries the cost of the prompt."""
         return ids[np.unique(self.owners[ids], return_index=True)[1]]
 
     def _of_images(self, values: NDArray[Any] | None, ids: Ids) -> float:
-        """Sum of ``values`` over the prompts of ``ids``."""
+        """Return the sum of ``values`` over the prompts of ``ids``."""
         return 0.0 if values is None else float(values[ids[np.unique(self.keys[ids], return_index=True)[1]]].sum())
 
     def tokens(self, ids: Ids) -> int:
-        """Tokens of one micro-batch, a shared prompt counted once."""
+        """Return the tokens of a micro-batch; a shared prompt counts once."""
         return int(self.answers[ids].sum() + self.prompts[self._once(ids)].sum())
 
     def rows(self, ids: Ids) -> int:
-        """What the vision tower takes in one micro-batch, in patches or tiles."""
+        """Return the vision tower inputs of a micro-batch, in patches or tiles."""
         own = 0 if self.own_rows is None else int(self.own_rows[ids].sum())
         return int(self._of_images(self.image_rows, ids)) + own
 
     def cost(self, ids: Ids) -> float:
-        """Cost of one micro-batch."""
+        """Return the cost of a micro-batch."""
         text = float(self.answer_cost[ids].sum() + self.prompt_cost[self._once(ids)].sum())
         return text + self._of_images(self.image_cost, ids)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who computes what. ids[rank]: samples in order. micro_sizes[rank][mini]: samples per micro-batch (0: idle)."""
+    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: micro-batches (0: idle)."""
 
-    # A sample stands here once per epoch over the batch, so ids may repeat.
+    # A sample is listed once per epoch over the batch, so ids may repeat.
     ids: list[Ids]
     micro_sizes: list[list[tuple[int, ...]]]
 
     def flat_sizes(self, rank: int) -> list[int]:
-        """Micro-batch sizes of ``rank`` over all mini-batches."""
+        """Return the micro-batch sizes of ``rank`` over all mini-batches."""
         return [size for mini in self.micro_sizes[rank] for size in mini]
 
     def all_sizes(self) -> list[list[int]]:
-        """`flat_sizes` of every rank."""
+        """Return `flat_sizes` of every rank."""
         return [self.flat_sizes(rank) for rank in range(len(self.ids))]
 
     def micro_batches(self, rank: int) -> list[Ids]:
-        """The samples of each micro-batch of ``rank``."""
+        """Return the samples of each micro-batch of ``rank``."""
         return np.split(self.ids[rank], np.cumsum(self.flat_sizes(rank))[:-1])
 
 
 def lay_out(
     mini_batches: Sequence[Ids], work: Workload, num_ranks: int, budget: PassBudget, nodes: Sequence[int] | None = None
 ) -> Layout:
-    """Spread each mini-batch (ids of its samples) over the ranks by cost. nodes: of every rank (None: one node)."""
+    """Spread each mini-batch (sample ids) over the ranks by cost. nodes: the node of every rank (None: single node)."""
     spreads = [spread(ids, work, num_ranks, budget, nodes) for ids in mini_batches]
     ids = [[micro for mini in spreads for micro in mini[rank]] for rank in range(num_ranks)]
     return Layout(
@@ -145,15 +145,15 @@ def lay_out(
 def spread(
     ids: Ids, work: Workload, num_ranks: int, budget: PassBudget, nodes: Sequence[int] | None = None
 ) -> list[list[Ids]]:
-    """micro-batches[rank][i] of one mini-batch: as few as the budget allows, equally many per rank, none over budget.
+    """Return micro-batches[rank][i] of one mini-batch: as few as the budget allows, the same number per rank.
 
-    Whole prompt groups are tried first, then ever smaller chunks of them; the cheapest result is taken.
+    Tries whole prompt groups first, then ever smaller chunks, and returns the cheapest result.
     """
     if nodes is None or len(set(nodes)) == 1:
         nodes, work = [0] * num_ranks, replace(work, nodes=None)
     size = int(np.unique(work.keys[ids], return_counts=True)[1].max(initial=1))
-    # A lower bound: every prompt is computed once and all ranks are equally busy. Smaller chunks compute prompts more
-    # often, so the search stops where they cannot win much.
+    # Lower bound: every prompt is computed once and all ranks are equally busy. Smaller chunks compute prompts more
+    # often, so the search stops once they cannot save much.
     ideal = work.cost(ids) / num_ranks
     best: list[list[Ids]] = []
     least = math.inf
@@ -162,21 +162,20 @@ def spread(
         cost = _time(ranks, work)
         if cost < least:
             best, least = ranks, cost
-        # The fixed cost is left out of the comparison, because no split avoids it.
+        # The fixed cost is excluded, because no split avoids it.
         if size == 1 or least - _MICRO_BATCH * len(best[0]) <= _GOOD_ENOUGH * ideal:
             return best
         size = (size + 1) // 2
 
 
 def _time(ranks: list[list[Ids]], work: Workload) -> float:
-    """Ranks are in step at every micro-batch, so each takes as long as the slowest rank needs for it."""
+    """Return the total time. Ranks synchronise at every micro-batch, so each takes as long as on the slowest rank."""
     return sum(max(map(work.cost, turn)) + _MICRO_BATCH for turn in zip(*ranks, strict=True))
 
 
 class _Chunk(NamedTuple):
-    """Samples of one key that stay together. tokens, cost and rows include what another chunk of the key shares with
-    them: the prompt's and its images', which also stand alone.
-    """
+    """Samples with one key that stay together. tokens, cost and rows include the prompt and images that another
+    chunk with this key can share; the prompt_* and image_* fields hold these parts separately."""
 
     ids: list[int]
     key: int
@@ -191,12 +190,11 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Chunk]:
-    """Chunks of up to ``size`` samples, each within the budget; the costliest first."""
+    """Return chunks of up to ``size`` samples within the budget, costliest first."""
     size = min(size, budget.max_samples or size)
     none = np.zeros(len(work.prompts), dtype=np.int64)
     nodes = none if work.nodes is None else work.nodes
-    # Neighbours of one key, and there of one node, become a chunk. The sort is stable, so a layout is a function of its
-    # inputs alone.
+    # Neighbours with the same key, sorted by node, become a chunk. The stable sort makes the layout deterministic.
     ids = ids[np.lexsort((nodes[ids], work.keys[ids]))]
     columns: list[NDArray[Any]] = [
         work.keys, work.owners, work.answers, work.prompts, work.answer_cost, work.prompt_cost,
@@ -207,12 +205,12 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
     for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
         key, owner, answer, prompt, answer_cost, prompt_cost, image_rows, image_cost, own_rows, node = numbers
         last = chunks[-1] if chunks else None
-        # An answer too long to share its prompt's tokens brings them along, even where it shares the images.
+        # A response too long to share its prompt's tokens adds them, even if it shares the images.
         shares = key == owner
         if last is not None and key == last.key and len(last.ids) < size:
             pays = not (shares and last.prompt_tokens)
             tokens, rows = last.tokens + answer + pays * prompt, last.rows + own_rows
-            # Images of a prompt that are over the budget by themselves come no less often for smaller chunks.
+            # If a prompt's images exceed the budget by themselves, smaller chunks would not encode them less often.
             fits = rows <= (budget.max_rows or math.inf) or rows == image_rows
             if fits and tokens <= (budget.max_tokens or math.inf):
                 last.ids.append(sample)
@@ -227,30 +225,30 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         numbers = [prompt + answer, whole, *shared, rows, image_rows, image_cost, node]
         chunks.append(_Chunk([sample], key, *numbers))
     if work.nodes is not None:
-        # The node that has most of its tokens.
+        # The node that stores most tokens of the chunk.
         most = [int(np.bincount(nodes[chunk.ids], work.answers[chunk.ids]).argmax()) for chunk in chunks]
         chunks = [chunk._replace(node=node) for chunk, node in zip(chunks, most, strict=True)]
-    # The greedy rule of `_fill` is good only if the costliest come first: small ones then even out what is left.
+    # The greedy rule of `_fill` needs the costliest chunks first: the small ones then even out the rest.
     return sorted(chunks, key=lambda chunk: -chunk.cost)
 
 
 def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: PassBudget) -> list[list[Ids]]:
     together = np.array([sample for chunk in chunks for sample in chunk.ids], dtype=np.int64)
     num_ranks = len(nodes)
-    # No fewer bins can hold the tokens (shared prompts counted once), so the search starts there.
+    # Fewer bins cannot hold the tokens (shared prompts counted once), so the search starts here.
     least = math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens)) if budget.max_tokens else 1
     least = max(least, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else least
     bins = _fewest(chunks, max(1, least), nodes, budget)
-    # Bins of about the same cost get the same turn, because ranks wait for each other at every micro-batch. The first
-    # id decides between equal costs, so that the order is never accidental.
+    # Bins of similar cost run at the same time, because ranks synchronise at every micro-batch. Ties are broken by the
+    # first id, so that the order is deterministic.
     bins.sort(key=lambda placed: (-work.cost(placed[1]), placed[1][0] if len(placed[1]) else -1))
     ranks: list[list[Ids]] = [[] for _ in nodes]
     for turn in range(len(bins) // num_ranks):
-        # Back and forth, so that no rank gets the costliest bin of every turn.
+        # Alternate the direction, so that no rank always gets the costliest bin.
         seats = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
         row, homeless = bins[turn * num_ranks : (turn + 1) * num_ranks], []
         for node, ids in row:
-            # A seat of its node, while there is one: whoever computes it, the turn takes as long.
+            # Prefer a rank of the bin's node: the time is the same on every rank.
             near = next((rank for rank in seats if nodes[rank] == node), None)
             if near is None:
                 homeless.append(ids)
@@ -263,9 +261,9 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
 
 
 def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]]:
-    """The fewest bins per rank, at least ``count``, that hold all chunks: by doubling strides, then by bisection."""
+    """Return the fewest bins per rank, at least ``count``, that hold all chunks: doubling strides, then bisection."""
     too_few, stride = count - 1, 1
-    # This ends: with as many bins as chunks, every chunk finds an empty one, which takes anything.
+    # This terminates: with as many bins as chunks, every chunk finds an empty bin, which accepts any chunk.
     while (filled := _fill(chunks, count, nodes, budget)) is None:
         too_few, count, stride = count, count + stride, 2 * stride
     while count - too_few > 1:
@@ -282,19 +280,19 @@ class _Bin:
         self.ids: list[int] = []
         self.cost = 0.0
         self._tokens = self._rows = 0
-        # Keys whose prompt is in the bin, and keys whose images are.
+        # Keys whose prompt is in the bin; keys whose images are in the bin.
         self._prompts: set[int] = set()
         self._images: set[int] = set()
 
     def add_if_room(self, chunk: _Chunk, budget: PassBudget) -> bool:
-        """Add the chunk if there is room. A sample that alone is over the budget gets a bin of its own."""
+        """Add the chunk if it fits and return True. A sample that exceeds the budget by itself gets a separate bin."""
         has_prompt, has_images = chunk.key in self._prompts, chunk.key in self._images
         tokens = chunk.tokens - has_prompt * chunk.prompt_tokens
         rows = chunk.rows - has_images * chunk.image_rows
         crowded = budget.max_samples is not None and len(self.ids) + len(chunk.ids) > budget.max_samples
         heavy = budget.max_tokens is not None and self._tokens + tokens > budget.max_tokens
         heavy = heavy or (budget.max_rows is not None and self._rows + rows > budget.max_rows)
-        # An empty bin never refuses: a sample over the budget must be computed somewhere.
+        # An empty bin accepts any chunk: a sample over the budget must be computed somewhere.
         if self.ids and (crowded or heavy):
             return False
         self.ids += chunk.ids
@@ -309,9 +307,9 @@ class _Bin:
 
 
 def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]] | None:
-    """``count`` bins per rank, each with its node: costliest first into the emptiest bin that has room (Graham 1969).
+    """Fill ``count`` bins per rank, each with its node: costliest first, into the emptiest bin that fits (Graham 1969).
 
-    While a bin of the chunk's own node has room within an even share, it goes there. None when a chunk fits nowhere.
+    A chunk goes to a bin of its node if that stays within an even share. Returns None if a chunk fits nowhere.
     """
     bins = {node: [_Bin() for _ in range(count * list(nodes).count(node))] for node in dict.fromkeys(nodes)}
     heaps = {node: [(0.0, number) for number in range(len(of_node))] for node, of_node in bins.items()}
@@ -320,8 +318,8 @@ def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBu
         heap = heaps.get(chunk.node)
         if heap and heap[0][0] + chunk.cost <= even and _place(chunk, bins[chunk.node], heap, budget):
             continue
-        # The own node is first among those with equally empty bins. A bin that has all its samples is not offered
-        # again, as it would only use up tries, so a node may have none left.
+        # Among equally empty bins the chunk's node comes first. A bin with the maximum number of samples is not offered
+        # again, as it would only use up tries, so a node may have no bins left.
         order = sorted((heaps[node][0][0], node != chunk.node, node) for node in heaps if heaps[node])
         if not any(_place(chunk, bins[node], heaps[node], budget) for *_, node in order):
             return None
@@ -329,7 +327,7 @@ def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBu
 
 
 def _place(chunk: _Chunk, bins: list[_Bin], heap: list[tuple[float, int]], budget: PassBudget) -> bool:
-    """Into the emptiest bin that has room, if one of the first few has. heap: costs and numbers of the bins."""
+    """Add the chunk to the emptiest of the first few bins that fits; return success. heap: costs and bin numbers."""
     refused: list[tuple[float, int]] = []
     placed = False
     while heap and not placed and len(refused) < _TRIES:
@@ -346,37 +344,37 @@ def _place(chunk: _Chunk, bins: list[_Bin], heap: list[tuple[float, int]], budge
 
 
 def rank_tokens(layout: Layout, lengths: NDArray[np.int64]) -> list[int]:
-    """Tokens of each rank."""
+    """Return the tokens of each rank."""
     return [int(lengths[ids].sum()) for ids in layout.ids]
 
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """What a layout computes and how evenly."""
+    """Cost of a layout and balance of its ranks."""
 
     cost: float
     tokens: float
-    """Both: of all micro-batches, where a shared prompt counts once."""
+    """cost, tokens: over all micro-batches, where a shared prompt counts once."""
     tokens_share: float
-    """Tokens per token of the samples."""
+    """Computed tokens per token of the samples."""
     ranks: float
     """Work of the busiest rank relative to the mean (1: even)."""
     micro_batches: float
-    """The same with the ranks in step at every micro-batch."""
+    """The same, with ranks synchronised at every micro-batch."""
     images_share: float | None = None
-    """Patches that are encoded per patch of the samples (of n answers, 1/n: once a prompt), None without images."""
+    """Encoded patches per patch of the samples (1/n: once per prompt with n responses). None without images."""
     repeated_cost: float = 0.0
     repeated_tokens: float = 0.0
-    """Both: were no prompt and no image shared."""
+    """repeated_cost, repeated_tokens: without any sharing of prompts and images."""
 
     def metrics(self) -> dict[str, float]:
-        """``perf/balance/*``."""
+        """Return ``perf/balance/*``."""
         fields = {name: value for name, value in asdict(self).items() if not name.startswith("repeated")}
         return {f"perf/balance/{name}": value for name, value in fields.items() if value is not None}
 
 
 def cost_of(layout: Layout, work: Workload) -> LayoutCost:
-    """Add up the micro-batches of all ranks."""
+    """Sum up the micro-batches of all ranks."""
     ranks = [layout.micro_batches(rank) for rank in range(len(layout.ids))]
     costs = np.array([[work.cost(micro) for micro in micros] for micros in ranks])
     computed = sum(work.tokens(micro) for micros in ranks for micro in micros)
@@ -385,7 +383,7 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
     of_samples = sum(int(values[ids].sum()) for values in rows for ids in layout.ids)
     encoded = sum(work.rows(micro) for micros in ranks for micro in micros) if of_samples else 0
     alone = work.prompt_cost + work.answer_cost + (0 if work.image_cost is None else work.image_cost)
-    # All samples may be silent, so that nothing is computed at all.
+    # All samples may have zero advantage; then nothing is computed.
     mean = max(float(costs.sum(1).mean()), 1e-9)
     return LayoutCost(
         cost=float(costs.sum()),

@@ -1,8 +1,8 @@
-"""Prompts, answers and scores of a step; with dynamic sampling, further rounds until enough groups are informative.
+"""Prompts, responses and scores of a step. Dynamic sampling adds rounds until enough groups are informative.
 
-Problem: dynamic sampling may never find enough groups whose answers differ, once the policy solves nearly all prompts.
-Choice: the number of rounds is bounded and rejected groups fill the batch up, so a step always ends with a batch of
-the planned size. Left out: keeping surplus groups for the next step, whose policy would be another.
+Problem: dynamic sampling may never find enough informative groups once the policy solves nearly all prompts. Choice:
+the number of rounds is bounded and rejected groups fill the batch, so every batch has the planned size. Left out:
+keeping surplus groups for the next step, because its policy is a different one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rltrain.trainer.validation import rollout_seed, sampling_of
 from rltrain.workers.tasks import GenerateTask
 
 log = logging.getLogger(__name__)
-# Dynamic sampling tells how far it is every so many rounds.
+# Dynamic sampling logs its progress every so many rounds.
 _SAY_ROUNDS = 10
 
 
@@ -41,14 +41,14 @@ class _Round:
     """A round of generation."""
 
     samples: Samples
-    """Those the step may learn from, with scores."""
+    """Samples available for training, with scores."""
     generated: Samples
-    """All answers of the round."""
+    """All samples of the round."""
     metrics: Metrics
 
 
 class Experience:
-    """Generates and scores. ``batches_drawn`` (rounds of prompts so far) and ``line`` are the run's data position."""
+    """Generation and scoring. ``batches_drawn`` (rounds of prompts so far) and ``line`` are the run's data position."""
 
     def __init__(self, cfg: Config, plan: Plan, policy: Policy, rewards: Rewards, sampler: Sampler) -> None:
         self.batches_drawn = 0
@@ -62,7 +62,7 @@ class Experience:
         self._seed = rollout_seed(cfg)
 
     def restore(self, progress: Progress, answers: Samples | None) -> None:
-        """Go on where ``progress`` was. answers: what the prompts that wait have of them, in a resumed run."""
+        """Restore the data position. answers: partial responses of the pending prompts, in a resumed run."""
         self.batches_drawn = progress.batches_drawn
         self.line.restore(progress.in_flight, answers)
         if progress.sampler:
@@ -70,11 +70,11 @@ class Experience:
 
     @property
     def epoch(self) -> int:
-        """The epoch (from 0) of the newest prompts."""
+        """Epoch (from 0) of the newest prompts."""
         return self.sampler.epoch(max(self.batches_drawn - 1, 0))
 
     def collect(self, timer: StepTimer) -> tuple[Samples, Metrics]:
-        """y ~ pi_old(. | x) and r(x, y) for the prompts of one step, prompt-major."""
+        """Generate and score the prompts of one step: y ~ pi_old(. | x) and r(x, y), prompt-major."""
         rounds = [self._round(timer)]
         samples = rounds[0].samples
         metrics: Metrics = {}
@@ -87,7 +87,7 @@ class Experience:
                 fills_up = len(rounds) * self._plan.prompts_per_round < needed
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
-                # The rounds before have enough to fill the batch up, and this one would only take room in the store.
+                # Earlier rounds have enough samples to fill the batch; this one would only take memory in the store.
                 if not (len(useful[-1]) or fills_up):
                     rounds[-1].samples.forget()
             if have < needed:
@@ -104,11 +104,11 @@ class Experience:
         started = self.line.next_prompts(self._draw)
         n = self._plan.answers_per_prompt
         sampling = sampling_of(self._cfg, self._rollout, greedy=not self._rollout.do_sample)
-        # Begun before generation, so that the first answers can be scored while the last are still generated.
+        # Created before generation, so that the first responses are scored while the last are still generated.
         arrivals = self._rewards.begin_scoring("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
-        # The number of a prompt's own draw and not of this round: a prompt that is tried again in a later step gets the
-        # same random numbers.
+        # The draw number of each prompt and not of this round: a prompt that is retried in a later step gets the same
+        # random numbers.
         draws = np.array([prompt.draw for prompt in started])
         terms = self.line.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
@@ -123,10 +123,10 @@ class Experience:
                 arrivals.select(ids)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
-        # A reward model's score has no fixed scale, so it is no solve rate.
+        # A reward model's score has no fixed scale, so it is not a solve rate.
         if c.RULE_SCORE in samples.numbers:
-            # A scorer without `acc` may give any number, and a sampler is promised a rate from 0 to 1.
-            # Nor is what could not be scored: it would be skipped as never solved.
+            # Scorers without `acc` may return any number, but samplers expect a rate from 0 to 1. Unscored responses
+            # are excluded: they would count as never solved.
             present = ~(failed_of(samples) | (samples[c.REWARD_FAILED] > 0)).reshape(-1, n)
             solved = (accuracy(samples).clip(0, 1).reshape(-1, n) * present).sum(1) / present.sum(1).clip(1)
             known = present.any(1)
@@ -136,11 +136,11 @@ class Experience:
     def _draw(self) -> list[Prompt]:
         rows = self.sampler.rows(self.batches_drawn)
         self.batches_drawn += 1
-        # Counted from 1, after the increment: the number is part of the seeds of all answers, and must stay what it is.
+        # Counted from 1, after the increment: the number seeds all responses and must not change.
         return [Prompt(row, self.batches_drawn) for row in rows]
 
     def _useful_prompts(self, samples: Samples) -> Ids:
-        """Prompts whose answers differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section 3.2)."""
+        """Return prompts whose responses differ in ``filter_groups.metric``   (Yu et al. 2025, DAPO, section 3.2)."""
         metric = self._cfg.algorithm.filter_groups.metric
         if metric == "acc":
             values = accuracy(samples)
@@ -151,26 +151,26 @@ class Experience:
         else:
             values = known_number(samples, metric, self._cfg.reward.on_error)
         values = _without_failed(values, failed_of(samples), self._plan.answers_per_prompt)
-        if self._plan.answers_per_prompt < 2:  # nothing to compare an answer with, so none is left out, as in verl
+        if self._plan.answers_per_prompt < 2:  # there is nothing to compare, so all prompts stay, as in verl
             return np.arange(len(values))
-        # A difference is something to learn from, however small, unless it is the rounding of a sum.
+        # Any difference is a signal, however small, unless it is the rounding error of a sum.
         return np.flatnonzero(np.ptp(values, 1) > SCORE_ROUNDING * np.abs(values).max(1))
 
     def _choose(self, rounds: list[Samples], useful: list[Ids]) -> tuple[Samples, Metrics]:
-        """Useful groups in order; where they are too few, rejected groups fill the batch up."""
+        """Return useful groups in order, filled up with rejected groups if there are too few."""
         wanted, n = self._plan.prompts_per_step, self._plan.answers_per_prompt
         groups: list[Ids] = []
         for prompts_of_round in useful:
             groups.append(prompts_of_round[: wanted - sum(map(len, groups))])
         num_useful = sum(map(len, groups))
-        # A batch of fixed size keeps mini-batches and ranks as planned. Most rejected groups have no advantage and so
+        # A batch of fixed size keeps mini-batches and ranks as planned. Most rejected groups have no advantage, so they
         # change little but the denominators.
         for number, samples in enumerate(rounds):
             rejected = np.setdiff1d(np.arange(len(samples) // n), useful[number])
             groups[number] = np.sort(np.concatenate([groups[number], rejected[: wanted - sum(map(len, groups))]]))
         ids = [(prompts[:, None] * n + np.arange(n)).ravel() for prompts in groups]
         samples = Samples.join(list(zip(rounds, ids, strict=True)))
-        # Each round has numbered its groups from 0; in one batch they must differ.
+        # Each round numbers its groups from 0; in the joined batch the numbers must be unique.
         samples.update({c.GROUP: np.arange(wanted).repeat(n)})
         generated = sum(map(len, rounds))
         tokens = sum(int(part[c.POLICY_TOKENS].sum()) for part in rounds)
@@ -183,9 +183,9 @@ class Experience:
         }
 
     def add_greedy_baseline(self, samples: Samples, timer: StepTimer) -> Metrics:
-        """``baseline`` [n]: the score of the greedy answer to the same prompt (ReMax). Returns what it has cost."""
+        """Add ``baseline`` [n]: the score of the greedy response to the same prompt (ReMax). Returns cost metrics."""
         n = self._plan.answers_per_prompt
-        # One greedy answer per prompt: a second one would be the same.
+        # One greedy response per prompt: a second one would be identical.
         rows = samples[c.ROW][::n]
         with timer("gen_max"):
             sampling, drawn = sampling_of(self._cfg, self._rollout, greedy=True), self.batches_drawn
@@ -193,14 +193,14 @@ class Experience:
             greedy, _ = self._policy.generate(task)
             refuse_failures(greedy, self._policy.failure, self._cfg.trainer.default_local_dir)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
-            # Without its baseline an answer cannot be judged.
+            # A response whose baseline failed has no advantage.
             failed = failed_of(greedy).repeat(n)
             samples.update({name: samples[name] | failed for name in (c.LEFT_OUT, c.UNCOMPARED)})
         return self._rewards.costs
 
 
 def _without_failed(values: NDArray[np.float64], failed: NDArray[np.bool_], n: int) -> NDArray[np.float64]:
-    """Values of answers [prompts, n]; in the place of one that has failed stands that of another to its prompt."""
+    """Return values [prompts, n] in which each failed response has the value of another response to its prompt."""
     values, failed = values.reshape(-1, n), failed.reshape(-1, n)
     other = np.take_along_axis(values, failed.argmin(axis=1, keepdims=True), 1)
     return np.where(failed, np.where(failed.all(axis=1, keepdims=True), 0.0, other), values)

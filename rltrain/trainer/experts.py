@@ -1,4 +1,4 @@
-"""To which experts the tokens of the updates went: metrics, and what must not be passed in silence."""
+"""Load of the experts during updates: metrics and alarms."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rltrain.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# A step may leave out an expert by chance: it counts as dead after so many in a row, if its share of the tokens up to
-# then would have been so many tokens since, which chance leaves out once in 5e8 times.
+# A single step may not use an expert by chance. It counts as dead after _IDLE_STEPS steps in a row without tokens, if
+# its earlier share predicts at least _TOKENS_MISSED tokens for that time (probability by chance: 1 in 5e8).
 _IDLE_STEPS, _TOKENS_MISSED = 5, 20
-# The load counts as uneven where MaxVio, for so many steps in a row, is so many times that of the first steps and over
-# it by at least 1: the busiest expert has the tokens of one expert more.
+# The load counts as uneven if MaxVio, for _GROWN_STEPS steps in a row, is _TIMES_GROWN times its mean over the first
+# steps and at least _LEAST_GROWTH above it (1: the busiest expert has the tokens of one more expert).
 _GROWN_STEPS, _TIMES_GROWN, _LEAST_GROWTH = 5, 2.0, 1.0
 _WAYS_OUT = (
     "Its routers may be collapsing: lower actor_rollout_ref.actor.optim.lr, have updates go to the experts of the pass "
@@ -28,22 +28,22 @@ _STATE = "tokens", "tokens_at_last_use", "idle_steps", "first_max_vio", "counter
 
 
 class ExpertLoad:
-    """Metrics of the load of experts, and alarms over it that tell once in a run.
+    """Metrics of the expert load, and alarms that each warn once per run.
 
-    num_experts: of a layer; 0: the policy has none. compiled: its layers are, and do not show where tokens go.
+    num_experts: per layer (0: a dense policy). compiled: the layers are compiled and do not expose their routing.
     """
 
     def __init__(self, num_experts: float, *, compiled: bool) -> None:
         self._has_experts, self._compiled = bool(num_experts), compiled
         self._told_unseen = False
         self._tokens = self._tokens_at_last_use = self._idle_steps = np.zeros((0, 0), dtype=np.int64)
-        """By layer and expert: tokens so far; of the layer, when the expert was used last; steps since then."""
+        """[layers, experts]: tokens so far; tokens of the layer at the expert's last use; steps since then."""
         self._first_max_vio = np.zeros(0)
         self._grown_steps = 0
         self._told_dead = self._told_uneven = False
 
     def measure(self, load: NDArray[np.int64] | None) -> Metrics:
-        """The metrics of a step whose update sent so many tokens to each expert [layers, experts].
+        """Return metrics of a step. load: tokens that its update sent to each expert [layers, experts].
 
         MaxVio of a layer is (largest load - mean load) / mean load (Wang et al. 2024, arXiv 2408.15664, eq. 4).
         """
@@ -69,7 +69,7 @@ class ExpertLoad:
             log.warning("note: the load of the policy's experts is not measured, since %s where tokens go", why)
 
     def _dead(self, load: NDArray[np.int64]) -> int:
-        """How many experts that were used have stopped being so."""
+        """Return the number of experts that were used before and are not any more."""
         if not self._tokens.size:
             self._tokens = self._tokens_at_last_use = self._idle_steps = np.zeros_like(load)
         self._tokens = self._tokens + load
@@ -105,7 +105,7 @@ class ExpertLoad:
             )  # fmt: skip
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """What a resumed run goes on from; nothing where nothing was measured."""
+        """Return the state for a checkpoint; empty if nothing was measured."""
         if not self._tokens.size:
             return {}
         counters = np.array([self._grown_steps, self._told_dead, self._told_uneven], dtype=np.int64)
@@ -113,7 +113,7 @@ class ExpertLoad:
         return dict(zip(_STATE, arrays, strict=True))
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from ``state``."""
+        """Restore from ``state``."""
         if not state:
             return
         self._tokens, self._tokens_at_last_use, self._idle_steps, self._first_max_vio, counters = (

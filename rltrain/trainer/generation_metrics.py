@@ -1,4 +1,4 @@
-"""Metrics of a step's generation: what engines tell of it, lengths and tails, and several rounds of it as one."""
+"""Metrics of generation: engine reports, response lengths, tail latency. Joins the rounds of a step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rltrain.trainer.metrics import Metrics
 from rltrain.workers.results import WAIT, GenerationNumbers
 
 _DAMAGED = "rollout/damaged_answers"
-# What a sync of the weights tells.
+# Metrics of a weight sync.
 OF_SYNC = ("perf/weight_sync_gb", "perf/weight_sync_gb_per_s", "rollout/canary_gap")
 
 
 def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
-    """Seconds of the rollout workers per phase (mean over ranks, ``_max``: slowest rank), pixels and weight sync."""
+    """Return seconds of the rollout workers by phase (mean over ranks, ``_max``: slowest), pixels and weight sync."""
     metrics: Metrics = {_DAMAGED: float(sum(result.num_damaged for result in results))}
     if anew := sum(result.num_begun_anew for result in results):
         metrics["agent/begun_anew"] = float(anew)
@@ -26,12 +26,12 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     for name in results[0].seconds:
         seconds = [result.seconds[name] for result in results]
         metrics |= {f"timing_s/{name}": float(np.mean(seconds)), f"timing_s/{name}_max": max(seconds)}
-    metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # newer verl's name of it
+    metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # name in newer verl
     if "read_images" in results[0].seconds:
         metrics["perf/image_gb"] = sum(result.image_bytes for result in results) / 2**30
     syncs = [result.sync for result in results if result.sync]
     if syncs:
-        # Every engine takes over the same weights, and the sync lasts as long as its slowest rank.
+        # All engines load the same weights, and the sync lasts as long as its slowest rank.
         gigabytes = syncs[0].gigabytes
         speed = gigabytes / max(*(sync.seconds for sync in syncs), 1e-9)
         metrics |= zip(OF_SYNC, (gigabytes, speed, max(sync.canary_gap for sync in syncs)), strict=True)
@@ -39,18 +39,20 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
 
 
 def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) -> Metrics:
-    """Lengths of the answers, and how long replicas waited for the last of them, over one or more rounds of generation.
+    """Return response lengths and the tail latency of the replicas, over one or more rounds of generation.
 
-    rollout/response_length/p*: percentiles over answers that ended. perf/rollout_tail_s: time from the end of 90 % of
-    the answers to the end of the last, summed over rounds. perf/rollout_idle_share: share of the replicas' time, from
-    the start of a round to the end of its last answer, in which a replica had nothing left to do. perf/decode_steps:
-    the fewest in which the replicas can make these tokens, ``at_once`` answers at a time, added up over replicas.
-    perf/decode_context_tokens: tokens in front of each of them, added up over all, which its attention reads.
+    - rollout/response_length/p*: percentiles over complete responses.
+    - perf/rollout_tail_s: time from the end of 90 % of the responses to the end of the last, summed over rounds.
+    - perf/rollout_idle_share: idle share of the replicas' time, from the start of a round to the end of its last
+      response.
+    - perf/decode_steps: fewest decode steps for these tokens with ``at_once`` responses at a time, summed over
+      replicas.
+    - perf/decode_context_tokens: context tokens that attention reads for each generated token, summed over all.
     """
     tail = busy = total = steps = context = 0.0
     lengths = []
     for samples in rounds:
-        # Answers kept from earlier steps have no end time in this one.
+        # Responses kept from earlier steps have no end time in this one.
         served = samples[c.SERVED]
         ended_s = samples[c.ENDED_S][served]
         last = np.zeros(num_replicas)
@@ -76,8 +78,7 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
 
 
 def join_rounds(rounds: Sequence[Metrics]) -> Metrics:
-    """Metrics of several rounds of generation: seconds, damaged answers and a judge's costs add up; of others the
-    newest is kept."""
+    """Join the metrics of rounds: seconds, damaged responses and judge costs are summed; others keep the newest."""
     joined: Metrics = {}
     for metrics in rounds:
         for name, value in metrics.items():

@@ -1,4 +1,4 @@
-"""The judge on the run's devices, on the driver's side: who answers which message, and what it has cost."""
+"""Driver side of the judge on the run's devices: distributes messages over ranks and counts costs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rltrain.workers import roles
 
 
 class Judge:
-    """A generative reward model. ``readings``: how often a message is answered until a reply can be read."""
+    """Generative reward model. ``readings``: attempts per message until its reply can be parsed."""
 
     def __init__(self, group: WorkerGroup, seed: int, readings: int) -> None:
         self._group, self._seed, self.readings = group, seed, readings
 
     def replies(self, messages: Samples, reading: int, at_once: int | None = None) -> Counter[str]:
-        """Attach ``judge_reply`` to ``judge_message``, so many in a call (None: all). Returns costs, by `JUDGE_COUNTS`.
+        """Attach ``judge_reply`` to ``judge_message``, ``at_once`` (None: all) per call. Returns `JUDGE_COUNTS`.
 
-        reading: the number of earlier questions.
+        reading: the number of earlier attempts.
         """
         started, num_tokens = time.perf_counter(), 0
         lengths, at_once = messages[c.MESSAGE_LENGTH], at_once or max(1, len(messages))

@@ -1,9 +1,9 @@
-"""Answers that no loss knows of: those that could not go on, and with `algorithm.mask_truncated` those that were cut.
+"""Samples masked out of the loss: failed trajectories, and with `algorithm.mask_truncated` truncated responses.
 
-A process that died or a server that is gone says nothing of an answer, and a score of 0 for it would be learnt from: no
-baseline knows of it either. What is cut has no end that could be judged, but its reward is what the policy earns on the
-prompt as it is: it stays in the baseline, as in DAPO (Yu et al. 2025, section 3.4), which a group of the rest alone
-would put too high.
+A failed trajectory (dead process, lost server) says nothing about the policy, and a score of 0 would train on it, so it
+is excluded from the baseline too. A truncated response has no end to judge, but its reward is part of the policy's
+expected reward on the prompt. It stays in the baseline as in DAPO (Yu et al. 2025, section 3.4); the other responses
+alone would overestimate it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from rltrain.base.errors import AgentBug, AgentError
 from rltrain.controller.samples import Samples
 
 log = logging.getLogger(__name__)
-# With more of them something is broken, and what is left is no fair sample of the answers.
+# Above this share something is broken, and the remaining responses are a biased sample.
 _MOST = 0.5
-_TRACEBACK = 'File "'  # long ones have lost their first line
+_TRACEBACK = 'File "'  # long tracebacks have lost their first line
 _OF_SERVICES = re.compile(
     r"OSError|IOError|Connect|Timeout|HTTP|API|RateLimit|Unavailable|Pipe|Memory|SSL|socket", re.I
 )
 
 
 def refuse_failures(samples: Samples, failure: str, run: str | Path) -> None:
-    """Raise AgentError where more than half of the answers of a round have failed. failure: why the first did. run: the
-    run folder."""
+    """Raise AgentError if more than half of the responses have failed. failure: the first error. run: run folder."""
     failed, printed = failed_of(samples), Path(run, "agents.log")
     if failed.any():
         told = f"{int(failed.sum())} of {len(failed)} trajectories could not go on. The first: {failure or 'unknown'}"
@@ -43,24 +42,24 @@ def refuse_failures(samples: Samples, failure: str, run: str | Path) -> None:
 
 
 def is_bug(failure: str) -> bool:
-    """Whether a failure is an exception of a user's code that does not come from a service that may be back later."""
+    """Return True if the failure is an exception in user code and not from a service that may recover."""
     kind = failure.rstrip().rpartition("\n")[2].partition(":")[0]
     return _TRACEBACK in failure and not _OF_SERVICES.search(kind)
 
 
 def failed_of(samples: Samples) -> NDArray[np.bool_]:
-    """Whether the trajectory of each sample [n] has failed."""
+    """Return a mask [n] of failed trajectories."""
     return samples.numbers.get(c.AGENT_FAILED, np.zeros(len(samples), dtype=bool)).astype(bool)
 
 
 def left_out(
     samples: Samples, *, compares: bool, mask_truncated: bool = False, by_token: bool = False
 ) -> dict[str, NDArray[np.bool_]]:
-    """``left_out`` [n], of which no loss knows, and ``uncompared`` [n], of which no baseline does either.
+    """Return ``left_out`` [n], masked in the loss, and ``uncompared`` [n], also excluded from the baseline.
 
-    compares: an estimator compares the answers to a prompt, so one whose fellows have all failed says nothing.
-    mask_truncated: answers that were cut at the limit leave the loss; by_token: of an estimator that compares tokens
-    they leave the baseline too, which it weighs by their gradients.
+    compares: the estimator compares the responses to a prompt, so a response that is left alone in its group is
+    excluded. mask_truncated: mask truncated responses. by_token: exclude them from the baseline too, which token
+    estimators weight by the responses' gradients.
     """
     failed = failed_of(samples)
     failed = failed | samples[c.TRUNCATED] if mask_truncated and by_token else failed
@@ -72,6 +71,6 @@ def left_out(
 
 
 def present(samples: Samples) -> Samples:
-    """The samples that have not failed, for metrics; all where that is none."""
+    """Return the samples that have not failed, for metrics. Returns all samples if all have failed."""
     failed = failed_of(samples)
     return Samples.join([(samples, np.flatnonzero(~failed))]) if failed.any() and not failed.all() else samples

@@ -1,8 +1,7 @@
 """Metrics of a step under verl's names.
 
-They come from three sources: numbers per sample, which the driver has; moments per quantity, which passes return; sums
-per optimizer step, which updates return. All reductions over ranks happen here or in `moments.join`; no name decides
-how.
+Three sources: numbers per sample from the driver, moments per quantity from passes, and sums per optimizer step from
+updates. All reductions over ranks happen here or in `moments.join`, and never depend on a metric's name.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from rltrain.trainer.timing import Span
 from rltrain.workers.results import UpdateNumbers, largest
 
 Metrics = dict[str, float]
-# Phases whose time per token has no name of verl's.
+# Phases without a time per token in verl.
 _NOT_PER_TOKEN = ("reward", "gen_max", "old_log_prob")
 _RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A step that is made, or a validation."""
+    """Result of a completed step or validation."""
 
     step: int
     metrics: Metrics
     samples: Samples
-    """Every answer with its numbers, the answers to one prompt behind each other."""
+    """All samples with their numbers; the samples of one prompt are adjacent."""
     answers_per_prompt: int
     spans: Sequence[Span] = ()
-    """The phases of the step; of a validation none."""
+    """Phases of the step; empty for a validation."""
 
 
 def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
-    """Scores, rewards and lengths. ``clip_ratio`` of answers is the share cut off by the limit."""
+    """Return scores, rewards and lengths. ``response_length/clip_ratio``: share of responses truncated by the limit."""
     lengths, having = samples[c.RESPONSE_LENGTH], samples[c.RESPONSE_LENGTH] > 0
     metrics: Metrics = {"response/aborted_ratio": float((~having).mean())}
     for name, values in (("critic/score", samples[c.SCORE]), ("critic/rewards", samples[c.REWARD])):
@@ -59,8 +58,10 @@ def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
 
 
 def _standard_error(groups: NDArray[np.int64], scores: NDArray[np.float64]) -> Metrics:
-    """critic/score/sem: standard error of the mean score, prompts drawn and not answers: those to one prompt are alike.
-    Nothing of one prompt."""
+    """Return critic/score/sem: the standard error of the mean score. Empty for a single prompt.
+
+    Prompts are the independent samples, because responses to one prompt are correlated.
+    """
     _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     if len(sizes) < 2:
         return {}
@@ -69,7 +70,7 @@ def _standard_error(groups: NDArray[np.int64], scores: NDArray[np.float64]) -> M
 
 def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None) -> Metrics:
     if weights is not None and not weights.sum():
-        # Without a single token there is nothing to weigh by, and a mean over answers is shown instead of an error.
+        # With no token to weight by, return the unweighted mean over responses instead of an error.
         weights = None
     return {
         f"{name}/mean": float(np.average(values, weights=weights)),
@@ -79,30 +80,30 @@ def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None
 
 
 def outcome_advantage_metrics(samples: Samples) -> Metrics:
-    """Advantages and returns, where every token of an answer carries the answer's: the mean is weighted by length."""
+    """Return advantages and returns. All tokens of a response share its value, so the mean is weighted by length."""
     lengths, values = samples[c.POLICY_TOKENS], samples[c.ADVANTAGE]
     return _spread("critic/advantages", values, lengths) | _spread("critic/returns", values, lengths)
 
 
 def token_advantage_metrics(moments: dict[str, Moments], shift: float, scale: float) -> Metrics:
-    """Whitened advantages, returns, and of a critic its values and the share of the returns' variance they explain."""
+    """Return whitened advantages and returns; with a critic also its values and the returns' explained variance."""
     metrics: Metrics = {}
     for name, (offset, factor) in {"advantages": (shift, scale), "returns": (0.0, 1.0), "values": (0.0, 1.0)}.items():
         moment = moments.get(name, Moments())
         if moment.count:
             for kind, value in (("mean", moment.mean), ("max", moment.largest), ("min", moment.smallest)):
-                # Mean and extremes move with an affine change of the numbers, so raw moments suffice.
+                # Mean and extremes commute with an affine map, so raw moments suffice.
                 metrics[f"critic/{name}/{kind}"] = (value - offset) * factor
     if "errors" in moments and moments["errors"].count:
-        # 1e-5 is verl's: returns that are all equal have no variance to explain.
+        # 1e-5 as in verl: if all returns are equal there is no variance to explain.
         metrics["critic/vf_explained_var"] = 1.0 - moments["errors"].variance / (moments["returns"].variance + 1e-5)
     return metrics
 
 
 def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bool = False) -> Metrics:
-    """Rates of failed scoring (not of wrong answers), parts of the score, and shares of groups to learn from.
+    """Return rates of failed scoring (not of wrong responses), parts of the score, and shares of informative groups.
 
-    right [n]: accuracy of each answer. weighted: the rule reward is a sum of the scorer's numbers.
+    right [n]: accuracy of each response. weighted: the rule reward is a weighted sum of the scorer's numbers.
     """
     metrics = {f"reward/{name}_rate": float(samples[column].mean()) for name, column in _RATES.items()}
     terms = {"rule": c.RULE_SCORE, "model": c.MODEL_SCORE, "overlong": c.OVERLONG}
@@ -119,10 +120,7 @@ def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bo
 
 
 def source_metrics(samples: Samples, sources: NDArray[np.object_], right: NDArray[np.float64]) -> Metrics:
-    """Means by data source. sources, right [n]: data source and accuracy of each answer.
-
-    share: of the answers of the step.
-    """
+    """Return means by data source. sources, right [n]: source and accuracy per response. share: of all responses."""
     metrics: Metrics = {}
     values = {"score": samples[c.SCORE], "acc": right, "response_length": samples[c.RESPONSE_LENGTH]}
     values["clip_ratio"] = samples[c.TRUNCATED]
@@ -134,16 +132,15 @@ def source_metrics(samples: Samples, sources: NDArray[np.object_], right: NDArra
 
 
 def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right: NDArray[np.float64]) -> Metrics:
-    """Spread of the rewards within groups, and shares of groups by accuracy. Nothing where a prompt has one answer.
+    """Return the spread of rewards within groups, and shares of groups by accuracy. Empty with one response per prompt.
 
-    reward/std: standard deviation within a group, mean over groups. all_right: the same accuracy over 0; all_wrong: the
-    same, not over 0; mixed: different ones.
+    reward/std: standard deviation within a group, mean over groups. all_right: equal accuracies above 0. all_wrong:
+    equal accuracies, not above 0. mixed: different accuracies.
     """
     _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     if sizes.max() < 2:
         return {}
-    # Means first and squares of deviations then: a difference of sums of squares would lose small spreads of large
-    # rewards.
+    # Means first, then squared deviations: a difference of sums of squares would lose small spreads of large rewards.
     means = np.bincount(place, rewards) / sizes
     spread = np.sqrt(np.bincount(place, (rewards - means[place]) ** 2) / sizes)
     high, low = np.full(len(sizes), -np.inf), np.full(len(sizes), np.inf)
@@ -162,11 +159,11 @@ def update_metrics(
 ) -> Metrics:
     """Sum over ranks, divide token sums by ``tokens``, and average over the optimizer steps that were made.
 
-    tokens, counted [mini-batches]: tokens whose gradient was computed, and tokens that count in the loss. No optimizer
-    step is made from a mini-batch without the latter. prefix: for names that have none of their own.
+    tokens, counted [mini-batches]: tokens whose gradient was computed, and tokens that count in the loss. A mini-batch
+    with counted = 0 makes no optimizer step. prefix: added to names without one.
     """
     metrics: Metrics = {}
-    # The norm is over all ranks' shards already, and every rank has the same one; likewise whether a step was skipped.
+    # The gradient norm covers the shards of all ranks, so every rank has the same value; likewise for `skipped`.
     one, having = results[0], tokens > 0
     made = (counted > 0) & (one.skipped == 0)
     if one.loss_scale is not None:
@@ -191,17 +188,17 @@ def _named(prefix: str, name: str) -> str:
 
 def _over_ranks(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     names = dict.fromkeys(name for part in parts for name in part)
-    # A rank that was idle in every step names nothing but the loss.
+    # A rank without samples in every step returns only the loss.
     return {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
 
 
 def policy_metrics(moments: dict[str, Moments]) -> Metrics:
-    """Entropy before the update, and `mismatch_metrics`, of the samples whose log-probs were computed."""
+    """Return the entropy before the update and `mismatch_metrics`, over the samples whose log-probs were computed."""
     entropy = moments.get("entropy", Moments())
     return ({"actor/entropy": entropy.mean} if entropy.count else {}) | mismatch_metrics(moments)
 
 
-# Metrics that are the mean of a quantity, which is there or not.
+# Metrics that are the mean of a quantity, if it was measured.
 _MEANS = {
     "gap": "rollout/log_prob_gap/mean",
     "prob_gap": "training/rollout_probs_diff_mean",
@@ -211,7 +208,7 @@ _MEANS = {
     "engine_ppl": "rollout_corr/rollout_ppl",
     "log_ppl_gap": "rollout_corr/log_ppl_abs_diff",
     "is": "rollout_corr/rollout_is_mean",
-    "is_answers": "rollout_corr/rollout_is_mean",  # where there is one weight per answer, the mean is over answers
+    "is_answers": "rollout_corr/rollout_is_mean",  # with one weight per response, the mean is over responses
     "is_high": "rollout_corr/rollout_is_ratio_fraction_high",
     "is_low": "rollout_corr/rollout_is_ratio_fraction_low",
     "rejected": "rollout_corr/rollout_rs_masked_fraction",
@@ -220,23 +217,24 @@ _MEANS = {
 
 
 def mismatch_metrics(moments: dict[str, Moments]) -> Metrics:
-    """Distance of the engine's policy from the trainer's on the sampled tokens, and what the rollout correction does.
+    """Return the mismatch between engine and trainer on the sampled tokens, and the effect of the rollout correction.
 
-    kl, k3_kl: estimates of KL(engine || trainer) per token. ppl: exp of the mean negative log-prob of an answer, mean
-    over answers. chi2: mean of w^2 - 1 over tokens (seq: of the product of w over answers), w = pi_trainer / pi_engine.
+    kl, k3_kl: estimates of KL(engine || trainer) per token. ppl: exp of the mean negative log-prob of a response, mean
+    over responses. chi2: mean of w^2 - 1 over tokens (seq: of the product of w over responses), w = pi_trainer /
+    pi_engine.
     """
     if "k1" not in moments or not moments["k1"].count:
         return {}
     metrics = {metric: moments[name].mean for name, metric in _MEANS.items() if name in moments}
     train_log_ppl, engine_log_ppl = moments["train_log_ppl"], moments["engine_log_ppl"]
     metrics |= {
-        # No gap is below 0; where carried answers have no token of this step, there is none at all.
+        # A gap is never negative. 0 if all responses were carried over without a token of this step.
         "rollout/log_prob_gap/max": max(moments["gap"].largest, 0.0),
         "training/rollout_probs_diff_max": moments["prob_gap"].largest,
         "training/rollout_probs_diff_std": math.sqrt(moments["prob_gap"].variance),
         "training/rollout_actor_probs_pearson_corr": _correlation(moments),
         "rollout_corr/log_ppl_diff": (engine_log_ppl.total - train_log_ppl.total) / max(train_log_ppl.count, 1),
-        # For tokens drawn by the engine E[w] is 1, so E[w^2] - 1 is the variance of w, the chi-square divergence.
+        # For tokens sampled by the engine E[w] = 1, so E[w^2] - 1 is the variance of w, the chi-square divergence.
         "rollout_corr/chi2_token": moments["w_squared"].mean - 1,
         "rollout_corr/chi2_seq": moments["w_product_squared"].mean - 1,
     }
@@ -251,16 +249,16 @@ def mismatch_metrics(moments: dict[str, Moments]) -> Metrics:
 
 
 def _correlation(moments: dict[str, Moments]) -> float:
-    """Pearson's, of the probabilities that trainer and engine give the sampled tokens; 1 where either never varies."""
+    """Return Pearson's correlation of trainer and engine probabilities of sampled tokens; 1 if either is constant."""
     train, engine = moments["train_prob"], moments["engine_prob"]
     stds = [math.sqrt(side.variance) for side in (train, engine)]
     covariance = moments["prob_product"].mean - train.total * engine.total / train.count**2
-    # A policy that is sure of every token leaves nothing to correlate, which is no sign of a mismatch.
+    # A policy that is certain of every token has no variance to correlate; that is not a mismatch.
     return covariance / (stds[0] * stds[1]) if min(stds) > 1e-6 else 1.0
 
 
 def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) -> Metrics:
-    """Tokens per data-parallel rank if samples stayed where they were generated, and as they are spread."""
+    """Return tokens per data-parallel rank, before (where samples were generated) and after balancing."""
     lengths = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH]
     before = np.bincount(samples[c.ENGINE], weights=lengths, minlength=num_engines)
     return {
@@ -274,19 +272,17 @@ def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) ->
 
 
 def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass_tokens: Mapping[str, int]) -> Metrics:
-    """Tokens per second and device. perf/throughput counts prompt and response tokens over the whole step;
-    perf/total_throughput is that of all devices.
+    """Return tokens per second and device.
 
-    perf/gen_throughput alone counts every token of this step's generation, whether the step learns from it or not.
-    pass_tokens: by phase, what its seconds were spent on: tokens that were computed beside generation are not among
-    them.
+    perf/throughput counts prompt and response tokens over the whole step; perf/total_throughput is its sum over
+    devices. perf/gen_throughput counts every token that this step generated, even if the step does not learn from it.
+    pass_tokens: tokens that each phase computed in its seconds, without tokens that were computed during generation.
     """
     response = int(samples[c.RESPONSE_LENGTH].sum())
     total = response + int(samples[c.PROMPT_LENGTH].sum())
     step = timing["timing_s/step"]
     thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
-    # With a tail the batch has tokens of earlier steps and lacks some of this one, so its own length says nothing about
-    # the engines.
+    # With a tail the batch has tokens of earlier steps and lacks some of this one, so it does not measure the engines.
     sampled = int(samples[c.POLICY_TOKENS].sum())
     generated = timing.get("rollout/tail/tokens_generated", sampled + thrown_away)
     metrics = {
@@ -299,7 +295,7 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     if scored := pass_tokens.get("old_log_prob"):
         metrics["perf/old_log_prob_throughput"] = scored / (timing["timing_s/old_log_prob"] * num_devices)
     for name in step_phases():
-        # An update goes over the tokens several times, and counts them once.
+        # An update iterates over the tokens several times; they are counted once.
         tokens = response if name == "gen" else total if name in UPDATES else pass_tokens.get(name, 0)
         if tokens and name not in _NOT_PER_TOKEN and f"timing_s/{name}" in timing:
             metrics[f"timing_per_token_ms/{name}"] = 1000 * timing[f"timing_s/{name}"] / tokens
@@ -307,14 +303,15 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
 
 
 def turn_metrics(samples: Samples, most_turns: int | None) -> Metrics:
-    """What tools were asked and answered; nothing without tools.
+    """Return metrics of tool calls and turns; empty without tools.
 
-    num_turns counts as verl does: turns of the policy, what answers them, and the prompt. Of agent/… sums over answers
-    (failed: trajectories that could not go on; images: what tools and environments have shown); context_share: of the
-    answers' tokens those that the policy did not write; tool_s: seconds of an answer's calls; stop: shares of the
-    answers by why they ended, of which each has one.
+    - num_turns: as in verl, turns of the policy, the replies to them, and the prompt.
+    - agent/*: sums over trajectories (failed: failed trajectories; images: shown by tools and environments).
+    - context_share: share of the response tokens that the policy did not generate.
+    - tool_s: seconds of a trajectory's calls.
+    - stop: shares of the trajectories by stop reason; each has exactly one.
 
-    most_turns: that an answer may have; None: any number.
+    most_turns: limit per trajectory (None: unlimited).
     """
     if c.NUM_TURNS not in samples.numbers:
         return {}

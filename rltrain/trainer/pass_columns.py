@@ -1,4 +1,4 @@
-"""Columns that the policy's passes make and are sent, as `StepPasses` decides."""
+"""Input and output columns of the policy's passes, as selected by `StepPasses`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from rltrain.config.step_passes import StepPasses
 
 
 def old_log_probs(passes: StepPasses) -> str:
-    """The column of the old policy's log-probs."""
-    # Under bypass the engine is the old policy, and there is no other column of them.
+    """Return the column name of the old policy's log-probs."""
+    # With bypass the engine is the old policy, and no other column exists.
     return c.ROLLOUT_LOG_PROBS if passes.bypass else c.OLD_LOG_PROBS
 
 
 def made_by_rollout(passes: StepPasses) -> tuple[str, ...]:
-    """What an answer has after the rollout, and the old_log_prob pass is sent."""
+    """Return the columns of the rollout, which are also the inputs of the old_log_prob pass."""
     return (*c.GENERATED, c.ROUTED_EXPERTS) if passes.router_replay == "R3" else c.GENERATED
 
 
 def made_by_log_probs(passes: StepPasses) -> list[str]:
-    """What the old_log_prob pass adds."""
+    """Return the columns that the old_log_prob pass adds."""
     made = [c.OLD_LOG_PROBS]
     made += [c.IS_WEIGHTS] if passes.importance_weights else []
     made += [c.LOSS_MASK] if passes.rejects else []
@@ -29,9 +29,9 @@ def made_by_log_probs(passes: StepPasses) -> list[str]:
 
 
 def columns_of_update(passes: StepPasses, *, waits: bool) -> tuple[list[str], tuple[str, ...]]:
-    """What the update is sent of every sample, and what only of those that have it.
+    """Return the required and the optional columns of the update.
 
-    waits: the samples of its first mini-batch have no old log-probs yet.
+    waits: the samples of the first mini-batch have no old log-probs yet.
     """
     columns = [*c.PROMPT_AND_ANSWER, old_log_probs(passes)]
     columns += [c.REF_LOG_PROBS] if passes.sampled_kl_in_loss else []
@@ -40,12 +40,12 @@ def columns_of_update(passes: StepPasses, *, waits: bool) -> tuple[list[str], tu
     columns += [c.IS_WEIGHTS] if passes.importance_weights and not passes.bypass else []
     columns += [c.LOSS_MASK] if passes.rejects_early else []
     columns += [c.ENTROPY] if passes.masks_certain else []
-    # As required columns the request would refuse them. The worker makes them from its own forward and compares them
-    # with the engine's, which it therefore needs.
+    # Optional, because the request would reject missing required columns. The worker computes them in its forward pass
+    # and compares them with the engine's log-probs, so it needs those too.
     optional = [c.OLD_LOG_PROBS, c.IS_WEIGHTS] if waits else []
     columns = [name for name in columns if name not in optional]
     if waits or (passes.reads_engine and not passes.bypass):
         columns += [c.ROLLOUT_LOG_PROBS]
-    # Where a first mini-batch has no old log-probs nothing has been learnt, and its router chooses as it did.
+    # Optional: a first mini-batch without old log-probs runs on unchanged weights, with the same routing.
     optional += [c.ROUTED_EXPERTS] if passes.router_replay != "disabled" else []
     return columns, tuple(optional)

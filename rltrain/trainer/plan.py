@@ -1,4 +1,4 @@
-"""The plan: every count that follows from the config. Computed once, exact or an error, never changed."""
+"""Plan of a run: all counts that follow from the config. Computed once, exact, immutable."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _MOST_REWARD_WORKERS = 64
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Images of the training prompts (none where only prompts of the validation have some)."""
+    """Image statistics of the training prompts (0 if only validation prompts have images)."""
 
     share: float = 0.0
-    """Of the prompts, those that have any."""
+    """Share of the prompts with images."""
     most_images: int = 0
     most_rows: int = 0
     most_tokens: int = 0
-    """All: of one prompt; rows are patches or tiles, tokens those that stand for them."""
+    """Maxima per prompt; rows are patches or tiles, tokens are image placeholders."""
     mean_bytes: float = 0.0
-    """Of the pixels of a prompt, over all prompts."""
+    """Bytes of pixels per prompt, mean over all prompts."""
 
     @classmethod
     def of(cls, stores: Mapping[str, PromptStore]) -> ImageSizes | None:
-        """stores: the prompts by split. None where no prompt of the run has images. Reads the images of one prompt."""
+        """Measure the prompt stores by split. None if no prompt of the run has images. Loads one prompt's images."""
         if not any(store.has_images for store in stores.values()):
             return None
         if not (train := stores.get("train")) or not train.has_images:
@@ -56,7 +56,7 @@ class ImageSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of one run, and the passes of a step. Prompts are rows of data; samples are answers."""
+    """Counts of a run, and the passes of a step. Prompts are rows of data; samples are prompt-response pairs."""
 
     passes: StepPasses
     num_nodes: int
@@ -65,7 +65,7 @@ class Plan:
     devices_per_copy: int
     sequence_parallel_size: int
     ranks: dict[Role, int]
-    """Of each role the data-parallel ranks: groups of devices that share its sequences."""
+    """Data-parallel ranks per role: groups of devices that share sequences."""
     prompts_per_step: int
     answers_per_prompt: int
     samples_per_step: int
@@ -94,13 +94,14 @@ class Plan:
 def make_plan(
     config: Config, num_prompts: int | None = None, num_too_long: int = 0, *, images: ImageSizes | None = None
 ) -> Plan:
-    """Count everything. Raises ConfigError where something does not divide.
+    """Compute all counts. Raises ConfigError if a count does not divide evenly.
 
-    num_prompts: rows left after filtering (None: not known yet); num_too_long: rows that the filter took out. images:
-    those of the prompts. Samples need not divide: passes are balanced over ranks sample by sample, and engines are
-    given whole prompts. The run ends with the epochs or with ``trainer.total_training_steps``, whichever comes first;
-    where neither is known, total_steps is 0. schedule_steps: the length of the learning rate's schedule, which is that
-    key's alone where it is set, as in verl.
+    num_prompts: rows after filtering (None: unknown). num_too_long: rows that the filter removed. images: of the
+    prompts.
+
+    Samples need not be divisible: passes are balanced over ranks by sample, and engines get whole prompts. The run ends
+    after the epochs or ``trainer.total_training_steps``, whichever comes first; total_steps is 0 if neither is known.
+    schedule_steps: length of the learning rate schedule. It equals that key if it is set, as in verl.
     """
     if problems := list(uneven(config)):
         raise ConfigError("\n".join(problems))
@@ -112,7 +113,7 @@ def make_plan(
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     filtering, critic = config.algorithm.filter_groups, config.critic
     drawn = (config.data.gen_batch_size or prompts) if filtering.enable else prompts
-    # A float is not exact: 1.1 x 10 is a little over 11.
+    # Floats are not exact: 1.1 x 10 is slightly above 11.
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts, num_too_long)
     epochs, limit = (steps_per_epoch or 0) * config.trainer.total_epochs, config.trainer.total_training_steps
@@ -130,7 +131,7 @@ def make_plan(
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,
-        # Rounded up: samples need not divide by the ranks, so some ranks get one more.
+        # Rounded up: if samples do not divide by the ranks, some ranks get one more.
         most_samples_per_rank=-(-prompts * rollout.n // ranks["actor"]),
         num_mini_batches=prompts // mini,
         prompts_per_mini_batch=mini,
@@ -142,9 +143,9 @@ def make_plan(
         critic_prompts_per_mini_batch=critic.ppo_mini_batch_size,
         num_reward_workers=_reward_workers(config),
         num_engine_replicas=replicas,
-        # Engines are given whole prompts, so the prompts are rounded up and not the samples.
+        # Engines get whole prompts, so prompts are rounded up, not samples.
         samples_per_replica=-(-started // replicas) * rollout.n,
-        # A reward model reads texts alone.
+        # A reward model reads text only.
         budgets={name: budget.with_images(rows * (name != "reward")) for name, budget in budgets(config).items()},
         num_prompts=num_prompts,
         steps_per_epoch=steps_per_epoch,
@@ -157,10 +158,10 @@ def make_plan(
 
 
 def _reward_workers(config: Config) -> int:
-    """Scoring processes; every node is taken to have the cores of this one. Waiting for a server takes none."""
+    """Return the number of scoring processes. Assumes equal cores on all nodes; waiting for a server needs no core."""
     nodes, reward = config.trainer.nnodes, config.reward
     # Affinity and quota instead of `os.cpu_count`, which in a container counts the cores of the whole machine. One core
-    # is left to every device's worker.
+    # per device is reserved for its worker.
     spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
     in_each_node = 1 if reward.is_elsewhere else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
     most = min(_MOST_REWARD_WORKERS, reward.judge.max_concurrency) if reward.judge.url else _MOST_REWARD_WORKERS
@@ -174,17 +175,17 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
             f"data.{key}={drawn} is more than the {num_prompts} prompts that are left to train on. "
             "Lower it" + (f", or raise data.max_prompt_length ({num_too_long} are too long)." if num_too_long else ".")
         )
-    # A step takes at least as many rounds as fill its batch.
+    # A step needs at least the rounds that fill its batch.
     return None if num_prompts is None else max(1, num_prompts // (-(-prompts // drawn) * drawn))
 
 
 def _warmup_steps(config: Config, optim: OptimConfig, total: int) -> int:
     if optim.lr_warmup_steps == 0 and config.trainer.verl_version in ("0.5", "0.7"):
         return 0
-    # 0 or less means that the ratio decides, as in verl 0.9.
+    # If 0 or less, the ratio applies, as in verl 0.9.
     return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else round(optim.lr_warmup_steps_ratio * total)
 
 
 def devices_per_copy(fsdp_size: int, devices: int) -> int:
-    """Devices over which one copy of the weights is spread."""
+    """Return the number of devices that share one copy of the weights."""
     return fsdp_size if 0 < fsdp_size < devices else devices

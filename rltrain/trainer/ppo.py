@@ -1,9 +1,8 @@
-"""The algorithm: `PPOTrainer.step` is one iteration.
+"""PPO and its variants: `PPOTrainer.step` is one iteration.
 
-Problem: the text of the algorithm gets lost between passes that some runs skip, layouts and metrics. Choice: `step`
-asks `StepPasses` which passes to make and reads like the paper; what its phases leave for the report is a `StepRecord`.
-Left out: the loop with saving and trackers, which is `run.fit.Trainer`, and every computation on tokens, which is
-the workers'.
+Problem: the algorithm gets lost between optional passes, layouts and metrics. Choice: `step` asks `StepPasses` which
+passes to run and reads like the paper; its phases collect their report data in a `StepRecord`. Left out: the loop with
+checkpoints and trackers (`run.fit.Trainer`), and all computations on tokens (the workers).
 """
 
 from __future__ import annotations
@@ -48,23 +47,22 @@ from rltrain.workers.tasks import UpdateTask
 
 @dataclass
 class StepRecord:
-    """What the phases of a step leave behind for its report."""
+    """Data that the phases of a step collect for its report."""
 
     step: int
     metrics: Metrics
     bytes_before: NDArray[np.int64]
-    """`PPOTrainer._bytes` when the step began."""
+    """`PPOTrainer._bytes` at the start of the step."""
     measured: dict[str, Moments] = field(default_factory=dict)
-    """Moments of entropy, mismatch and correction, over the samples whose log-probs the unchanged policy has computed.
-    """
+    """Moments of entropy, mismatch and correction, of samples with log-probs computed before the first update."""
     layouts: dict[str, Layout] = field(default_factory=dict)
-    """By phase."""
+    """Layout of each phase."""
 
 
 class PPOTrainer:
-    """Drives policy, critic, reference and rewards through the steps of ``plan``.
+    """Driver of policy, critic, reference and rewards through the steps of ``plan``.
 
-    prompts: to know their images. on_phase(name): called when a phase begins.
+    prompts: needed for their image sizes. on_phase(name): called at the start of a phase.
     """
 
     def __init__(
@@ -93,23 +91,23 @@ class PPOTrainer:
         self._metrics: Metrics = {}  # of the newest step
         self._on_phase = on_phase
         sources = np.array(rewards.data_sources("train"), dtype=object)
-        # Of one source there is nothing to tell apart.
+        # A single source needs no metrics by source.
         self._sources = sources if len(set(sources.tolist())) > 1 else None
         self.validation = Validation(cfg, plan, self.actor, rewards, on_phase)
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
     def step(self, step: int) -> Answered:
-        """One PPO iteration (Schulman et al. 2017, algorithm 1).
+        """Run one PPO iteration (Schulman et al. 2017, algorithm 1).
 
         GRPO (Shao et al. 2024, algorithm 1) is the same without a critic.
         """
         plan, passes, timer = self.plan, self.plan.passes, StepTimer(self._on_phase)
         bytes_before = self._bytes()
         with timer("step"):
-            samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n answers each, and r(x, y)
+            samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n responses each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
-            # Before any update: a run that stops here still has the weights of the step before.
+            # Before any update, so that a run that stops here keeps the weights of the previous step.
             self._alarms.damaged(metrics)
             compares = passes.rewarded and (passes.estimator.compares or not passes.estimator.per_token)
             masks, by_token = self.cfg.algorithm.mask_truncated, passes.estimator.per_token
@@ -119,7 +117,7 @@ class PPOTrainer:
             if passes.greedy_baseline:
                 record.metrics = join_rounds([record.metrics, self.experience.add_greedy_baseline(samples, timer)])
             if passes.old_log_probs != "none":
-                with timer("old_log_prob"):  # log pi_old(y | x), by the trainer's own weights
+                with timer("old_log_prob"):  # log pi_old(y | x), with the trainer's weights
                     self._old_log_probs(samples, record)
             if passes.ref:
                 with timer("ref"):  # log pi_ref(y | x)
@@ -135,8 +133,7 @@ class PPOTrainer:
                     self.critic.values(samples, layout)
             with timer("adv"):  # A(x, y)
                 samples.update({c.LOSS_TOKENS: np.where(samples[c.LEFT_OUT], 0, samples[c.LOSS_TOKENS])})
-                # Estimators have no micro-batches. The layout says on which rank an answer's tokens are put together,
-                # and the report measures on it how evenly tokens are spread.
+                # No micro-batches: this layout assigns each response to a rank, and the report measures its balance.
                 there = np.flatnonzero(~samples[c.LEFT_OUT])
                 record.layouts["adv"] = self._lay_out(samples, "old_log_prob", there)
                 if passes.estimator.sum_pi_squared:
@@ -149,47 +146,47 @@ class PPOTrainer:
             if passes.updates_actor(step):
                 with timer("update_actor"):  # maximise the clipped surrogate
                     self._update_actor(samples, whitening, record)
-                    self._move_reference(record)  # pi_ref <- a pi + (1 - a) pi_ref, every so many steps
+                    self._move_reference(record)  # pi_ref <- a pi + (1 - a) pi_ref, every K steps
         self._metrics = self._report(samples, timer, record)
         return Answered(step, self._metrics, samples, plan.answers_per_prompt, timer.spans)
 
     def _old_log_probs(self, samples: Samples, record: StepRecord) -> None:
-        """Old log-probs of all samples.
+        """Compute old log-probs of all samples.
 
-        The first mini-batch is left out if the update's forward pass yields its old log-probs.
+        Skips the first mini-batch if the update's forward pass computes its old log-probs.
         """
         covered = np.ones(len(samples), dtype=bool)
         if self.plan.passes.waits_for_update(record.step):
-            # The mini-batches are a function of the step, so those of the update will be the same ones.
+            # Mini-batches are a function of the step, so the update will use the same ones.
             covered[self._actor_mini_batches(record.step)[0]] = False
         samples.update({c.HAS_OLD_LOG_PROBS: covered})
         record.metrics["perf/old_log_prob_share"] = float(covered.mean())
         if covered.any():
             record.layouts["old_log_prob"] = layout = self._lay_out(samples, "old_log_prob", np.flatnonzero(covered))
             record.measured = self.actor.log_probs(samples, layout)
-            if self._alarms.stops_on_gap:  # then the pass is a full one: a gap ends the run before it learns
+            if self._alarms.stops_on_gap:  # then the pass covers all samples: the run stops before it learns
                 self._alarms.gap(m.policy_metrics(record.measured))
 
     def _update_actor(self, samples: Samples, whitening: Whitening, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.actor_rollout_ref.actor, record.step
         mini_batches = self._there(samples, self._actor_mini_batches(step))
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        # Samples without gradient are left out only after everything was counted, so the loss stays the same.
+        # Samples without gradient are dropped after the denominators were counted, so the loss is unchanged.
         silent = self.advantages.silent(samples)
         mini_batches = [ids[~silent[ids]] for ids in mini_batches]
         record.layouts["update_actor"] = layout = self._cut(samples, "update_actor", mini_batches)
-        # As in verl the schedule begins with the first step in which the actor learns. All optimizer steps of a step
-        # share one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
+        # As in verl the schedule starts with the first step that trains the actor. All optimizer steps of a step share
+        # one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
         first = max(1, plan.passes.first_actor_step)
         held = self._steps_held("actor")
         rate = learning_rate(step - first - held, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
-            # The mean is over the whole batch and not over a mini-batch, so that the scale is the same for every
-            # optimizer step. It is known here because this key makes the old_log_prob pass cover every sample.
+            # Mean over the whole batch and not a mini-batch, so that all optimizer steps share one scale. It is known
+            # here because this key makes the old_log_prob pass cover every sample.
             weight_scale = 1.0 / max(m.mismatch_metrics(record.measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
-        # A selection draws its random numbers by the sample's id, not by its place on a rank, so the layout changes no
-        # choice.
+        # A selection seeds its random numbers by the sample's id and not its position on a rank, so it does not depend
+        # on the layout.
         samples.update({c.SAMPLE_ID: np.arange(len(samples)), c.SILENT: silent})
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
         num_waiting = plan.passes.num_without_old_log_probs(step, len(counts))
@@ -199,18 +196,18 @@ class PPOTrainer:
             for rank_batches in per_rank(layout, counts, num_waiting)
         ]
         results = self.actor.update(samples, layout, tasks)
-        # Statistics per token are means over the tokens that were computed: silent samples have none to add.
+        # Statistics per token are means over computed tokens; samples without gradient add none.
         computed = np.array([samples[c.LOSS_TOKENS][ids].sum() for ids in mini_batches])
         counted = np.array([count.tokens for count in counts])
         record.metrics |= m.update_metrics(results, computed, counted, "actor") | {"actor/lr": rate}
         record.metrics |= self._expert_load.measure(results[0].expert_load)
-        # Every epoch over the batch would have computed them once more.
+        # Every epoch over the batch would have computed them again.
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[silent].sum() * cfg.ppo_epochs)
         if plan.passes.learns_entropy:
             record.metrics["actor/entropy_coeff"] = bonus
         if cfg.use_kl_loss:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
-        # What the update's own forward has measured joins what the old_log_prob pass did; no sample is in both.
+        # Join the moments of the update's forward pass and of the old_log_prob pass, which cover disjoint samples.
         record.measured = join([record.measured, join(result.measured for result in results)])
         self._skipped("actor", results, record, held, counts)
 
@@ -227,7 +224,7 @@ class PPOTrainer:
         mini_batches = cut_prompts(plan, size, cfg.ppo_epochs, step, self.cfg.data.seed if cfg.shuffle else None)
         mini_batches = self._there(samples, mini_batches)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        # Silent samples stay in: an answer without advantage has returns all the same, and the critic learns from them.
+        # Samples without advantage stay: they have returns, and the critic learns from them.
         record.layouts["update_critic"] = layout = self._cut(samples, "update_critic", mini_batches)
         held = self._steps_held("critic")
         rate = learning_rate(step - 1 - held, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
@@ -238,27 +235,30 @@ class PPOTrainer:
         self._skipped("critic", results, record, held, counts)
 
     def _steps_held(self, role: str) -> int:
-        """Steps of the run so far in which ``role`` made no optimizer step, so that its schedule did not move."""
+        """Return the number of earlier steps in which ``role`` made no optimizer step; its schedule did not advance
+        in them."""
         return int(self._metrics.get(f"{role}/steps_held", 0))
 
     def _skipped(
         self, role: str, results: Sequence[UpdateNumbers], record: StepRecord, held: int, counts: Sequence[Denominators]
     ) -> None:
-        """Tell of optimizer steps that were not made, and stop where they are too many. held: `_steps_held` before.
-        counts: of the mini-batches."""
+        """Log optimizer steps that were not made. Raises NonFiniteError if there are too many.
+
+        held: `_steps_held` before the update. counts: of the mini-batches.
+        """
         self._alarms.overflowed(role, record.metrics)
         record.metrics |= self._alarms.skipped(role, record.metrics) | self._alarms.empty(role, counts)
         if held := held + (results[0].num_made == record.metrics[f"{role}/steps_empty"]):
             record.metrics[f"{role}/steps_held"] = float(held)
 
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:
-        """The metrics of the step."""
+        """Return the metrics of the step."""
         cfg, plan = self.cfg, self.plan
         metrics = timer.metrics() | record.metrics | m.policy_metrics(record.measured)
-        # With a gap that only warns, or under `bypass`, this is the first time that all of it is known. An error here
-        # comes before the step is saved.
+        # If the gap only warns, or with `bypass`, the moments are complete only now. An error here still precedes the
+        # checkpoint of the step.
         metrics |= self._alarms.gap(metrics)
-        # No model runs in the phase adv, so it has no FLOPs to count.
+        # The phase adv runs no model, so it has no FLOPs.
         costs = {
             phase: cost_of(layout, self._workload(samples, updates=phase in UPDATES))
             for phase, layout in record.layouts.items()
@@ -288,10 +288,10 @@ class PPOTrainer:
             "perf/driver_bytes_per_sample": through_driver,
         }
 
-    # -- how a batch is cut --------------------------------------------------------------------------------------------
+    # -- layouts of a batch --------------------------------------------------------------------------------------------
 
     def _lay_out(self, samples: Samples, name: str, ids: Ids | None = None) -> Layout:
-        """Every sample (or those of ``ids``) once, over the ranks of the pass ``name`` and within its budget."""
+        """Lay out every sample (or ``ids``) once, over the ranks and within the budget of the pass ``name``."""
         return self._cut(samples, name, [np.arange(len(samples)) if ids is None else ids])
 
     def _cut(self, samples: Samples, name: str, mini_batches: list[Ids]) -> Layout:
@@ -300,7 +300,7 @@ class PPOTrainer:
 
     @staticmethod
     def _there(samples: Samples, mini_batches: list[Ids]) -> list[Ids]:
-        """Mini-batches without the samples that are left out."""
+        """Return the mini-batches without masked samples."""
         return [ids[~samples[c.LEFT_OUT][ids]] for ids in mini_batches]
 
     def _actor_mini_batches(self, step: int) -> list[Ids]:
@@ -309,12 +309,12 @@ class PPOTrainer:
         return cut_prompts(self.plan, self.plan.prompts_per_mini_batch, cfg.ppo_epochs, step, seed)
 
     def _workload(self, samples: Samples, *, updates: bool = False) -> Workload:
-        """A token costs 2 FLOPs per matmul weight; a (query, key) pair costs 4 x heads x head size FLOPs per layer.
+        """Return the workload. A token costs 2 FLOPs per matmul weight, a (query, key) pair 4 x heads x head size.
 
-        updates: gradients are taken too, which a frozen tower has none of (`tower_numbers`).
+        updates: include the backward pass; a frozen vision tower has none (`tower_numbers`).
         """
-        # The ratio of the two costs above. It is the actor's for every pass: for a critic of another model the ranks
-        # are balanced by an estimate, which costs time and changes no number.
+        # Ratio of the two costs above. The actor's ratio is used for every pass: with a different critic model the
+        # balance is only an estimate, which costs time and changes no number.
         sizes, groups = self.model_sizes, samples[c.GROUP]
         pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
         work = Workload.of_groups(samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH], groups, pair_cost)
@@ -323,7 +323,7 @@ class PPOTrainer:
             return work
 
         def cost(rows: Ids, number: Ids) -> NDArray[np.float64]:
-            # Exact where the images of a text are of one size, and otherwise a little less than they cost.
+            # Exact if the images of a text have equal sizes, otherwise a slight underestimate.
             flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(number, 1)
             share = sizes["backward_share"] if updates else 1.0
             return share * flops / (2 * sizes["matmul_parameters"])
@@ -341,31 +341,31 @@ class PPOTrainer:
         return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], horizon)
 
     def _bytes(self) -> NDArray[np.int64]:
-        """Bytes of the run so far: through the driver, and of samples between nodes."""
-        # One worker group serves all roles, so the actor's count has the critic's calls in it.
+        """Return the bytes of the run so far: through the driver, and of samples between nodes."""
+        # One worker group serves all roles, so the actor's count includes the critic's calls.
         return np.array([self.actor.bytes_through_driver, self.actor.bytes_between_nodes()])
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
-        """What a resumed run needs besides the weights."""
+        """State of the driver for a checkpoint."""
         drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
         lengths, experts = self.actor.lengths.state(), self._expert_load.state()
-        # What a controller has found: without one the configuration says it, also where a later start switches one on.
+        # Only the state of a controller: without one, the config applies, even if a resumed run enables a controller.
         entropy = self.cfg.actor_rollout_ref.actor.adaptive_entropy
         coef = self.advantages.kl_coef if self.cfg.algorithm.kl_ctrl.type == "adaptive" else None
         bonus = self.entropy_bonus.coef if entropy.enabled else None
-        # Of several turns no file has the tools' and environments' part, so a resumed run begins what waits anew.
+        # State of tools and environments cannot be saved, so a resumed run restarts pending multi-turn trajectories.
         answers = None if several_turns(self.cfg.actor_rollout_ref.rollout) else line.answers()
         return Progress(drawn, coef, sampler.state(), line.state(), answers, lengths, self._metrics, bonus, experts)
 
     def restore(self, progress: Progress, folder: Path | None = None) -> None:
-        """Go on where ``progress`` was. folder: its checkpoint."""
+        """Restore ``progress``. folder: its checkpoint."""
         self.actor.lengths.restore(progress.lengths)
         self._alarms.restore(progress.metrics)
         self._metrics = progress.metrics
-        # As in `progress`: of several turns what waits begins anew, whatever a run without tools has left of it.
+        # As in `progress`: pending multi-turn trajectories restart, even if a run without tools has saved responses.
         file = folder / ANSWERS if folder and not several_turns(self.cfg.actor_rollout_ref.rollout) else None
         answers = self.actor.load_answers(str(file)) if progress.in_flight and file and file.exists() else None
         self.experience.restore(progress, answers)

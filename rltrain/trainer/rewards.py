@@ -1,9 +1,9 @@
-"""What an answer is worth: rule rewards, a reward model, and penalties, put together by stated weights.
+"""Rewards of a step: rule rewards, a reward model, and penalties, combined by configured weights.
 
-Problem: rule rewards are computed while other answers are still generated, so they come in the order of arrival, and
-some belong to answers that the step does not use. Choice: scorers count answers as they get them, and
-`AnswersInScoring` remembers which sample each of them is. Left out: overlapping the reward model, which shares the
-devices with the engine.
+Problem: rule rewards are computed while other responses are still generated, so they arrive in the order of completion,
+and some belong to responses that the step does not use. Choice: scorers number responses in the order received, and
+`AnswersInScoring` maps these numbers to samples. Left out: overlapping the reward model with generation, because it
+shares the devices with the engine.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Column = NDArray[Any]
 
 
 class Rewards:
-    """weight * model + rule_weight * rule - penalty; without a weight for the rule it is not computed.
+    """Reward: weight * model + rule_weight * rule - penalty. Without rule_weight the rule is not computed.
 
-    The judged texts never pass through the driver.
+    The scored texts never pass through the driver.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Rewards:
         self._overlap = cfg.reward.overlap
         self._weights: dict[str, float] = {name: float(weight) for name, weight in cfg.reward.weights.items()}
         self._max_length = cfg.reward_model.overlong_buffer.max_resp_len or cfg.data.max_response_length
-        # What the newest rule rewards took, summed over all scoring processes, whether hidden behind generation or not.
+        # Seconds of the newest rule rewards, summed over all scoring processes, including time hidden by generation.
         self.seconds = 0.0
-        # And what a judge has cost in them: ``judge/calls`` and so on.
+        # Judge costs of the newest rewards: ``judge/calls`` and others.
         self.judged: dict[str, float] = {}
-        # Of the step's time what a judge on the devices has taken, which nothing hides.
+        # Step time of a judge on the devices, which is not hidden by generation.
         self.timing: dict[str, float] = {}
         self._judge_counts = JUDGE_COUNTS if cfg.reward.judge.url or judge else ()
         self._judge = judge
@@ -65,7 +65,7 @@ class Rewards:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Of the newest scores, as metrics."""
+        """Metrics of the newest scores."""
         return {"reward/compute_s": self.seconds} | self.judged | self.timing
 
     @property
@@ -82,16 +82,16 @@ class Rewards:
         return [row.extra_info for row in self._rows[split]]
 
     def begin_scoring(self, split: str, num_samples: int) -> AnswersInScoring | None:
-        """Rule rewards of answers that are about to be generated; None where scoring does not overlap generation."""
+        """Start rule rewards of responses before they are generated; None if scoring does not overlap generation."""
         return AnswersInScoring(self._pool.begin_scoring(split, num_samples)) if self._pool and self._overlap else None
 
     def score(
         self, split: str, samples: Samples, begun: AnswersInScoring | None = None, at_once: int | None = None
     ) -> dict[str, Column]:
-        """``score``, its parts (``rule_score``, ``model_score``, ``overlong``), failures, and ``scorer/NAME`` [n].
+        """Return ``score``, its parts (``rule_score``, ``model_score``, ``overlong``), failures, ``scorer/NAME`` [n].
 
-        begun: rule rewards that were begun while the answers were generated. at_once: how many answers a call of the
-        reward model, or of a judge, may have.
+        begun: rule rewards that were started during generation. at_once: responses per call of the reward model or
+        judge.
         """
         nothing = np.zeros(len(samples))
         columns = {c.SCORE: nothing, c.REWARD_FAILED: nothing, c.REWARD_TIMEOUT: nothing}
@@ -107,7 +107,7 @@ class Rewards:
             columns[c.SCORE] = self._weigh(columns, failed_of(samples))
         total = columns[c.SCORE]
         if self._pool:
-            # Kept although it may be the score itself: accuracy and the sampler ask for the rule's part.
+            # Kept even if it equals the score: accuracy and the sampler need the rule's part.
             columns[c.RULE_SCORE] = total
         if self._model:
             columns[c.MODEL_SCORE] = self._model.score(split, samples, at_once)
@@ -117,11 +117,11 @@ class Rewards:
                 samples[c.RESPONSE_LENGTH], self._max_length, self._cfg.overlong_buffer
             )
             total = total + columns[c.OVERLONG]
-        # Two columns, because a KL penalty is later taken off the reward and not off the score.
+        # Two columns, because a KL penalty is later subtracted from the reward, not from the score.
         return columns | {c.SCORE: total, c.REWARD: total}
 
     def _weigh(self, columns: dict[str, Column], left_out: NDArray[np.bool_]) -> Floats:
-        """The weighted sum of ``reward.weights``; an answer that could not be scored keeps ``reward.on_error``."""
+        """Return the weighted sum of ``reward.weights``. Responses without a score keep ``reward.on_error``."""
         failed = (columns[c.REWARD_FAILED] > 0) | left_out
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():
@@ -130,15 +130,15 @@ class Rewards:
                 raise RewardError(
                     f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
                 )
-            # Only failed answers have no number here, and the last line replaces their sum.
+            # Only failed responses are NaN here; the last line replaces their sum.
             total = total + weight * np.nan_to_num(term)
         return np.where(failed, columns[c.SCORE], total)
 
 
 class AnswersInScoring:
-    """Answers on their way through the scorers, which know them by the order in which they finished, not by sample.
+    """Responses in the scorers, which number them in the order of completion.
 
-    ``_ids[i][j]`` is the sample of answer j in the i-th list that was added (-1: none that the step uses).
+    ``_ids[i][j]``: the sample of response j in the i-th list that was added (-1: unused by the step).
     """
 
     def __init__(self, scoring: Scoring) -> None:
@@ -146,22 +146,22 @@ class AnswersInScoring:
         self._ids: list[Ids] = []
 
     def arrived(self, texts: Any, ids: Ids, rows: Ids) -> None:
-        """A list of texts exists (by reference): the answers of the samples ``ids`` to the prompts in ``rows``."""
+        """Add a list of texts (by reference): responses of the samples ``ids`` to the prompts ``rows``."""
         self._add(texts, ids, rows, np.arange(len(ids)))
 
     def tick(self) -> None:
-        """Hand out what waits, without waiting."""
+        """Submit pending work without blocking."""
         self._scoring.advance()
 
     def select(self, ids: Ids) -> None:
-        """Only the samples ``ids`` stay, as 0, 1, and so on. Scores of the others are dropped."""
+        """Keep the samples ``ids``, renumbered from 0, and drop the scores of all others."""
         # Called once, while no id is -1 yet: a second call would read -1 as the last sample.
         new_id = np.full(1 + max(int(ids_of_part.max()) for ids_of_part in (ids, *self._ids)), -1)
         new_id[ids] = np.arange(len(ids))
         self._ids = [new_id[ids_of_part] for ids_of_part in self._ids]
 
     def add_missing(self, samples: Samples) -> None:
-        """Add those of ``samples`` that did not arrive during generation, such as answers of an earlier step."""
+        """Add ``samples`` that did not arrive during generation, such as responses of an earlier step."""
         arrived = np.zeros(len(samples), dtype=bool)
         for arrived_ids in self._ids:
             arrived[arrived_ids[arrived_ids >= 0]] = True
@@ -172,7 +172,7 @@ class AnswersInScoring:
                 self._add(part.ref, ids, samples[c.ROW][ids], part.rows[missing])
 
     def ask(self, judge: Judge, at_once: int | None = None) -> float:
-        """Have a judge on the devices judge those of the samples that wait for it. Returns the seconds of its replies.
+        """Have a judge on the devices reply for pending samples that the step uses. Returns the seconds of its replies.
 
         at_once: see `Judge.replies`.
         """
@@ -187,21 +187,21 @@ class AnswersInScoring:
         return seconds
 
     def collect(self) -> dict[str, Column]:
-        """Wait for the scores and return their columns, by sample."""
+        """Wait for the scores and return their columns [n] by sample."""
         columns, ids = self._scoring.collect(), np.concatenate(self._ids)
         is_kept = ids >= 0
-        # The ids are 0 to n - 1, each once, so sorting by them puts every score at its sample.
+        # The ids are a permutation of 0 to n - 1, so sorting by them orders the scores by sample.
         by_sample = np.argsort(ids[is_kept])
         return {name: values[is_kept][by_sample] for name, values in columns.items()}
 
     @property
     def seconds(self) -> float:
-        """What scoring has cost so far, summed over all scoring processes."""
+        """Seconds of scoring so far, summed over all scoring processes."""
         return self._scoring.seconds
 
     @property
     def judged(self) -> Counter[str]:
-        """What a judge has cost so far."""
+        """Costs of the judge so far."""
         return self._scoring.judged
 
     def _add(self, texts: Any, ids: Ids, rows: Ids, positions: Ids) -> None:
@@ -210,25 +210,25 @@ class AnswersInScoring:
 
 
 def column_of(name: str, columns: Mapping[str, Any]) -> str:
-    """The column of a number that the configuration names: the scorer's own, else the trainer's (``score``)."""
+    """Return the column of a number named in the config: the scorer's, or else the trainer's (such as ``score``)."""
     return c.SCORER + name if c.SCORER + name in columns else name
 
 
 def accuracy(samples: Samples) -> Floats:
-    """``acc`` per answer; the score where the scorer returns a bare number, or where a reward model alone decides."""
-    # A penalty for length or a reward model's opinion says nothing about right or wrong.
+    """Return ``acc`` [n], or the score if the scorer returns a bare number or only a reward model scores."""
+    # Length penalties and reward model scores do not measure correctness.
     score = samples.numbers.get(c.RULE_SCORE, samples[c.SCORE])
     acc = _floats(samples.numbers.get(c.SCORER + "acc"), len(samples))
     return np.where(np.isnan(acc), score, acc)
 
 
 def _floats(column: Column | None, count: int) -> Floats:
-    """A column of numbers; NaN where there is none, or it is text."""
+    """Return a float column; all NaN if it is missing or text."""
     return np.full(count, np.nan) if column is None or column.dtype == object else column.astype(np.float64)
 
 
 def known_number(samples: Samples, name: str, on_error: float) -> Floats:
-    """A number of the scorer's [n]; ``on_error`` where scoring failed. RewardError where a scored answer has none."""
+    """Return a scorer's number [n], ``on_error`` if scoring failed. RewardError if a scored response lacks it."""
     values = _floats(samples.numbers.get(column_of(name, samples.numbers)), len(samples))
     missing = np.isnan(values)
     if (missing & (samples[c.REWARD_FAILED] == 0) & ~failed_of(samples)).any():
@@ -241,9 +241,9 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
 
 
 def overlong_penalty(lengths: NDArray[np.int64], max_length: int, cfg: OverlongBufferConfig) -> Floats:
-    """0 up to max_length - len, then linear to -penalty_factor at max_length   (Yu et al. 2025, DAPO, eq. 13).
+    """Return 0 up to max_length - len, then linear to -penalty_factor at max_length   (Yu et al. 2025, DAPO, eq. 13).
 
-    Beyond max_length, where the equation stays at -penalty_factor, it grows on as in verl.
+    Beyond max_length it keeps decreasing as in verl, whereas the equation stays at -penalty_factor.
     """
     exceeded = lengths - (max_length - cfg.len)
     return -cfg.penalty_factor * np.maximum(exceeded / cfg.len, 0.0)

@@ -1,4 +1,4 @@
-"""A save of one role that its workers have begun, while the driver makes the next step."""
+"""Background save of one role by its workers, while the driver runs the next step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _Kind = type[roles.Actor | roles.Critic | roles.Reference]
 
 
 class SavedRole:
-    """A role that is part of checkpoints: ``role`` is `roles.Actor`, `roles.Critic` or `roles.Reference`."""
+    """Role with a checkpoint: ``role`` is `roles.Actor`, `roles.Critic` or `roles.Reference`."""
 
     role: _Kind
     _group: WorkerGroup
 
     def begin_save(self, task: SaveTask) -> RoleSave:
-        """Have model and optimizer, and what else ``task`` says, written in the background."""
+        """Start writing model, optimizer and the other parts of ``task`` in the background."""
         return RoleSave(self._group, self.role, task)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back. Returns notes for the log."""
+        """Load them. Returns notes for the log."""
         return self._group.call(self.role.load, folder, weights_only)[0]
 
 
 class RoleSave:
-    """Has what is to be saved taken, waits for that, and has it written in the background.
+    """Background save: stages the data on the workers (blocking), then writes it in the background.
 
-    copied: the workers write a copy, so training may go on before `finish`.
+    copied: the workers write from a copy, so training may continue before `finish`.
     """
 
     def __init__(self, group: WorkerGroup, role: _Kind, task: SaveTask) -> None:
@@ -45,24 +45,23 @@ class RoleSave:
         return self._writing
 
     def _seal(self) -> Handle[Digests]:
-        """Wait until all ranks have written, and have said by rank 0 what is where."""
+        """Wait until all ranks have written, then have rank 0 write the index of the parts."""
         if not self._sealing:
             places = [place for place, _ in self._write().collect()]
             self._sealing = self._group.submit([bind(self._role.seal, places)], range(1), beside=True)
         return self._sealing
 
     def ready(self) -> bool:
-        """Have it written; whether that is done. Raises WorkerLost where a rank takes longer than it may, and as
-        `finish`."""
+        """Start writing if needed. Returns True once done. Raises like `finish`, and WorkerLost if a rank times out."""
         return self._write().ready() and self._seal().ready()
 
     @property
     def lost(self) -> bool:
-        """Whether nobody is left to write it."""
+        """True if no worker is left to write."""
         return self._group.ended
 
     def finish(self) -> Written:
-        """Wait until everything is written. Raises DiskError where it could not be."""
+        """Wait until everything is written. Raises DiskError if that failed."""
         (sealed,) = self._seal().collect()
         parts = [part for _, part in self._write().collect()]
         digests = [*(part.digests for part in parts), sealed]

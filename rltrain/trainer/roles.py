@@ -1,9 +1,8 @@
-"""The models of a step on the driver's side: which columns a call needs, and what becomes of its results.
+"""Driver side of the models of a step: input columns and results of their calls.
 
-The trainer thinks in samples of a whole step, workers in batches per rank. Between them stand requests per
-data-parallel rank, references of new columns, and numbers that must find their samples. Here is no computation: a
-reader who looks for an equation goes from ``roles.Actor.update`` to the class that implements it
-(`workers.actor_ref.ActorRefWorker.update`).
+The trainer works on samples of a whole step, workers on batches per rank. This module translates between them: requests
+per data-parallel rank, references to new columns, numbers per sample. It computes nothing: the equations are in the
+classes that implement the roles (``roles.Actor.update``: `workers.actor_ref.ActorRefWorker.update`).
 """
 
 from __future__ import annotations
@@ -32,35 +31,35 @@ from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumber
 from rltrain.workers.rollout.waiting import WRITTEN
 from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, TurnAdvantages, UpdateTask
 
-# How long a worker may wait for a finished answer before it says that there is none yet.
+# Longest time in seconds that a worker waits for a finished response before it returns without one.
 _POLL_S = 0.5
 _Role = TypeVar("_Role")
 _Argument = TypeVar("_Argument")
 
 
 class Listener(Protocol):
-    """Is told of answers while others are still generated."""
+    """Receiver of responses during generation."""
 
     def arrived(self, texts: Any, ids: Ids, rows: Ids) -> None:
-        """A list of texts exists (by reference): the answers ``ids``, to the prompts in ``rows``."""
+        """Receive a list of texts (by reference): responses of the samples ``ids`` to the prompts ``rows``."""
 
     def tick(self) -> None:
-        """Called every now and then while generation runs."""
+        """Run periodically during generation."""
 
 
 class _Remote:
-    """Calls methods of a role on all ranks, with samples by reference.
+    """Remote calls of a role on all ranks, with samples by reference.
 
     A data-parallel rank is a group of neighbouring workers that share sequences. A layout has one entry per
-    data-parallel rank. All workers of a rank get the same samples and return the same numbers, so the numbers of the
-    first are taken.
+    data-parallel rank. All its workers get the same samples and return the same numbers, so the first worker's are
+    used.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
     def nodes(self, num_ranks: int) -> list[int]:
-        """The node of every data-parallel rank, of which there are ``num_ranks``: that of its first worker."""
+        """Return the node of each of ``num_ranks`` data-parallel ranks, that of its first worker."""
         return self._group.nodes[:: self._group.world // num_ranks]
 
     def _pass(
@@ -73,17 +72,18 @@ class _Remote:
         made: Sequence[str],
         numbers: Sequence[str] = (),
     ) -> dict[str, Moments]:
-        """Run ``method``; returns its moments. arguments: per data-parallel rank. The samples get its numbers and the
-        columns ``made``."""
+        """Run ``method`` and return its moments. Adds its numbers and the columns ``made`` to the samples.
+
+        arguments: one per data-parallel rank.
+        """
         calls = [
             bind(method, samples.request(ids, columns, numbers).as_batch, argument)
             for ids, argument in zip(layout.ids, arguments, strict=True)
         ]
-        # Neighbours that share sequences return the same numbers, so the first of each data-parallel rank speaks for
-        # it.
+        # Workers that share sequences return the same numbers, so the first of each data-parallel rank is used.
         results = self._group.submit(calls).collect()[:: self._group.world // len(calls)]
-        # A rank without samples has taken part in the collectives and returns a batch without columns, which nobody
-        # could ask for rows.
+        # A rank without samples only took part in the collectives. It returns a batch without columns, from which no
+        # rows can be requested.
         parts = zip(layout.ids, self.nodes(len(calls)), results, strict=True)
         having = [part for part in parts if len(part[0])]
         samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in having])
@@ -99,7 +99,7 @@ class _Remote:
 
 
 class Policy(_Remote, SavedRole):
-    """Actor, rollout engine and reference."""
+    """Actor, rollout engine and reference model."""
 
     role = roles.Actor
 
@@ -109,7 +109,7 @@ class Policy(_Remote, SavedRole):
         self.lengths = ResponseLengths()
         self._of_sync: Metrics = {}
         self.failure = ""
-        """Why the first trajectory of the newest generation that could not go on could not."""
+        """Error of the first failed trajectory of the newest generation."""
         self._passes = passes
         self._generated = made_by_rollout(passes)
 
@@ -119,10 +119,10 @@ class Policy(_Remote, SavedRole):
         listener: Listener | None = None,
         begun: Request | None = None,
     ) -> tuple[Samples, Metrics]:
-        """Have the engine replicas answer the prompts. Returns samples, their payload by reference, and metrics.
+        """Generate responses on the engine replicas. Returns samples, with their payload by reference, and metrics.
 
-        listener: is told of answers while others are still generated (with ``task.stream``). begun: the payload of
-        answers that have some tokens already.
+        listener: receives responses during generation (with ``task.stream``). begun: payload of partial responses to
+        continue.
         """
         n = task.num_samples
         self._calls += 1
@@ -138,30 +138,30 @@ class Policy(_Remote, SavedRole):
         stream = Stream(poll, arrived, listener.tick) if listener else None
         samples = Samples(len(task.rows) * n)
         places = np.arange(len(task.rows)).repeat(n)
-        # A sample that no replica has served keeps these zeros: it is neither served nor complete, and has no tokens.
+        # Samples that no replica served keep these zeros: neither served nor complete, and without tokens.
         nothing = np.zeros(len(samples), dtype=np.int64)
         samples.update({c.GROUP: places, c.ROW: task.rows[places], c.SERVED: nothing.astype(bool), c.ENGINE: nothing})
         results = self._group.submit([call]).collect(stream=stream)
         for rank, result in enumerate(results):
             self._take_answers(samples, rank, result, pictures=task.is_learnt_from)
-        # Replicas are counted as far as they have served.
+        # Renumber the replicas that served samples, from 0.
         served = samples[c.SERVED]
         samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
-        # An answer that was given up counts as one of maximum length, so that it starts first the next time.
+        # An aborted response counts as one of maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
-        # Answers that were complete before this step are not served in it, and would count as given up.
+        # Responses completed before this step are not served in it, and would count as aborted.
         is_asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
         self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
         metrics = self._of_sync | generation_metrics([finished for *_, finished in results])
         self.failure = next((finished.failure for *_, finished in results if finished.failure), "")
-        # Where a validation comes first, it is that which brings the new weights, and the step tells of it.
+        # If a validation runs first, it syncs the new weights; its sync metrics are reported by the next step.
         self._of_sync = {} if task.is_learnt_from else {name: metrics[name] for name in OF_SYNC if name in metrics}
         return samples, metrics
 
     def _take_answers(
         self, samples: Samples, rank: int, result: tuple[Any, Any, GenerationNumbers], *, pictures: bool
     ) -> None:
-        """What the replica led by ``rank`` has generated. Other ranks return nothing."""
+        """Add the results of the replica with leader ``rank``. Other ranks return nothing."""
         payload, texts, finished = result
         if not finished.per_sample:
             return
@@ -177,14 +177,14 @@ class Policy(_Remote, SavedRole):
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 
     def save_answers(self, answers: Samples, file: str) -> None:
-        """Write answers that wait for a later step (`PromptLine.answers`). Raises as `errors.unwritten` says."""
-        # Not every answer has a token yet.
+        """Write responses that wait for a later step (`PromptLine.answers`). Raises like `errors.unwritten`."""
+        # Some responses have no token yet.
         request = answers.request(np.arange(len(answers)), (), WRITTEN, optional=c.ANSWER)
         call = bind(roles.Rollout.save_answers, request.as_batch, file)
         self._group.submit([call], range(1)).collect()
 
     def load_answers(self, file: str) -> Samples:
-        """Read them back."""
+        """Load responses that `save_answers` wrote."""
         (reply,) = self._group.submit([bind(roles.Rollout.load_answers, file)], range(1)).collect()
         payload, texts, numbers = reply
         answers = Samples(len(numbers[c.SLOT]))
@@ -193,18 +193,18 @@ class Policy(_Remote, SavedRole):
         return answers
 
     def give_up(self) -> None:
-        """Have a generation that is under way end; its answers are not wanted."""
+        """Abort the current generation and discard its responses."""
         self._group.interject(roles.Rollout.give_up)
 
     def log_probs(self, samples: Samples, layout: Layout) -> dict[str, Moments]:
-        """Attach ``old_log_probs`` and the rollout correction; returns moments of entropy, mismatch and correction."""
+        """Attach ``old_log_probs`` and the rollout correction. Returns moments of entropy, mismatch and correction."""
         made, columns = made_by_log_probs(self._passes), self._generated
         # Tokens of earlier policies must not count as a gap between engine and trainer.
         numbers = [name for name in (c.CARRIED_LENGTH, c.AGENT_FAILED) if name in samples.numbers]
         return self._pass(roles.Actor.log_probs, layout.all_sizes(), samples, layout, columns, made, numbers)
 
     def ref_log_probs(self, samples: Samples, layout: Layout) -> None:
-        """Attach ``ref_log_probs``, and with a KL in the reward ``ref_kl``; the samples get ``kl_sum``."""
+        """Attach ``ref_log_probs``; with a KL in the reward also ``ref_kl`` and the samples' ``kl_sum``."""
         old = [old_log_probs(self._passes)] if self._passes.kl_in_reward else []
         columns = [*c.PROMPT_AND_ANSWER, *old]
         made = [c.REF_LOG_PROBS] if self._passes.ref_log_probs else []
@@ -212,7 +212,7 @@ class Policy(_Remote, SavedRole):
         self._pass(roles.Actor.ref_log_probs, layout.all_sizes(), samples, layout, columns, made)
 
     def token_advantages(self, samples: Samples, layout: Layout, kl_coef: float) -> dict[str, Moments]:
-        """Attach ``advantages`` and ``returns``; returns their moments over all ranks."""
+        """Attach ``advantages`` and ``returns``. Returns their moments over all ranks."""
         columns = [c.VALUES] if self._passes.values else []
         columns += [c.REF_KL] if self._passes.kl_in_reward else []
         columns += [c.LOSS_MASK] if self._passes.rejects_early else []
@@ -225,17 +225,16 @@ class Policy(_Remote, SavedRole):
         return self._pass(roles.Advantages.advantages, coefs, samples, layout, columns, made, numbers)
 
     def spread_over_turns(self, samples: Samples, layout: Layout, turns: list[TurnAdvantages]) -> dict[str, Moments]:
-        """Attach ``advantages``; returns their moments over all ranks. turns: of each data-parallel rank's samples."""
+        """Attach ``advantages``. Returns their moments over all ranks. turns: per data-parallel rank."""
         columns, method = [c.LOSS_MASK] if self._passes.rejects_early else [], roles.Advantages.spread_over_turns
         return self._pass(method, turns, samples, layout, columns, [c.ADVANTAGES], [c.POLICY_TOKENS])
 
     def update(self, samples: Samples, layout: Layout, tasks: list[UpdateTask]) -> list[UpdateNumbers]:
-        """Run the optimizer steps; returns the numbers of each data-parallel rank."""
+        """Run the optimizer steps. Returns the numbers of each data-parallel rank."""
         passes = self._passes
         waits = not all(mini.has_old_log_probs for task in tasks for mini in task.mini_batches)
         columns, optional = columns_of_update(passes, waits=waits)
-        # An advantage per answer is a number of the driver's and travels with the call; per token it is a column that
-        # stays in the store.
+        # Advantages per response are sent with the call; advantages per token are a column in the store.
         numbers = [c.SAMPLE_ID] + [c.ADVANTAGE] * (not passes.token_advantages) + [c.GROUP] * passes.weighs_groups
         compares = passes.bypass or waits
         numbers += [c.CARRIED_LENGTH] if compares and c.CARRIED_LENGTH in samples.numbers else []
@@ -248,11 +247,11 @@ class Policy(_Remote, SavedRole):
 
     @property
     def bytes_through_driver(self) -> int:
-        """Arguments and results of all calls of the run so far, of every role."""
+        """Bytes of arguments and results of all calls of the run so far, of every role."""
         return self._group.bytes_through_driver
 
     def bytes_between_nodes(self) -> int:
-        """Samples that one node has made and another read, in all calls of the run so far."""
+        """Return the bytes of samples that moved between nodes, in all calls of the run so far."""
         return self._group.bytes_between_nodes()
 
 
@@ -273,7 +272,7 @@ class Critic(_Remote, SavedRole):
     def update(
         self, samples: Samples, layout: Layout, work: list[list[MiniBatch]], learning_rate: float
     ) -> list[UpdateNumbers]:
-        """Run the optimizer steps; returns the numbers of each data-parallel rank."""
+        """Run the optimizer steps. Returns the numbers of each data-parallel rank."""
         columns = [*c.PROMPT_AND_ANSWER, c.VALUES, c.RETURNS, *([c.LOSS_MASK] if self._with_mask else [])]
         return self._update(
             [
@@ -284,27 +283,27 @@ class Critic(_Remote, SavedRole):
 
 
 class Frozen(_Remote):
-    """Policies that learn nothing."""
+    """Frozen policies."""
 
     def log_probs(self, name: str, column: str, samples: Samples, layout: Layout) -> dict[str, Moments]:
-        """Attach ``column``, the log-probs of the pass ``name``; returns their moments under that name."""
+        """Attach ``column``, the log-probs of the pass ``name``. Returns their moments under that name."""
         tasks = [(name, column, sizes) for sizes in layout.all_sizes()]
         return self._pass(roles.Frozen.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column])
 
 
 class Reference(_Remote, SavedRole):
-    """A reference that moves."""
+    """Reference model that follows the policy."""
 
     role = roles.Reference
 
     def move(self) -> None:
-        """Have it take over the policy, or a part of it."""
+        """Update the reference from the policy."""
         self._group.call(roles.Reference.move)
 
 
 @dataclass(frozen=True)
 class StepModels:
-    """The models of a step but the reward model, which `Rewards` has."""
+    """Models of a step, except the reward model (`Rewards`)."""
 
     policy: Policy
     critic: Critic | None
@@ -312,15 +311,15 @@ class StepModels:
     sizes: dict[str, float]
     """See `workers.roles.Models`."""
     reference: Reference | None = None
-    """One that moves."""
+    """Reference model that follows the policy."""
 
 
 class RewardModel(_Remote):
     """The reward model."""
 
     def score(self, split: str, samples: Samples, at_once: int | None = None) -> np.ndarray:
-        """Score per answer [n], so many in a call (None: all). Texts are spread over the ranks by length."""
-        # The reward model has a tokenizer of its own, so the policy's lengths only estimate the work, and its workers
+        """Return a score per response [n], ``at_once`` per call (None: all). Ranks get about equally many tokens."""
+        # The reward model may use another tokenizer, so the policy's lengths only estimate the work, and its workers
         # cut their micro-batches themselves.
         lengths, at_once = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], at_once or max(1, len(samples))
         scores = np.zeros(len(samples))
@@ -335,7 +334,7 @@ class RewardModel(_Remote):
 
 
 def deal_by_length(lengths: np.ndarray, num_ranks: int) -> list[Ids]:
-    """Deal samples out from the longest, back and forth, so that every rank gets about as many tokens."""
+    """Deal samples to ranks, longest first, in alternating directions, so that token counts are about equal."""
     order = np.argsort(-lengths, kind="stable")
     place = np.arange(len(order))
     turn, seat = np.divmod(place, num_ranks)

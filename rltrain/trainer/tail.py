@@ -1,9 +1,9 @@
-"""Which prompts a step starts, and what happens to unfinished ones when it has enough (`rollout.tail`).
+"""Prompts that a step starts, and its unfinished prompts (`rollout.tail`).
 
-Problem: the longest answers keep all engines waiting. Choice: a step starts more prompts than it needs and stops when
-enough are complete. Unfinished prompts wait in a line, in front of new ones: ``oversample`` answers them anew,
-``carry_over`` continues their answers. An age limit forces completion, so that long answers are not lost from the
-data. Line and answers are part of a checkpoint.
+Problem: the longest responses keep all engines waiting. Choice: a step starts more prompts than it needs and stops when
+enough are complete. Unfinished prompts are queued in front of new ones: ``oversample`` restarts their responses,
+``carry_over`` continues them. An age limit forces completion, so that long responses stay in the training data. Queue
+and partial responses are part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ State = list[list[int]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that was drawn and not yet learnt from."""
+    """Prompt that was drawn and not yet trained on."""
 
     row: int
-    """Its place in the data."""
+    """Row of the prompt in the data."""
     draw: int
-    """Its draw (from 1), which decides its random numbers in every attempt."""
+    """Draw number (from 1). It seeds the prompt's random numbers in every attempt."""
     age: int = 0
-    """The number of steps that have ended without it."""
+    """Number of steps that ended without the prompt."""
     answers: Samples | None = None
-    """Complete and begun ones, with the numbers of `KEPT` (carry_over)."""
+    """Complete and partial responses, with the numbers of `KEPT` (carry_over)."""
 
 
 class PromptLine:
-    """Prompts on their way into a batch, oldest first. With ``tail=off`` none ever waits."""
+    """Queue of prompts, oldest first. Empty with ``tail=off``."""
 
     def __init__(self, cfg: Config, plan: Plan) -> None:
         rollout = cfg.actor_rollout_ref.rollout
@@ -53,41 +53,40 @@ class PromptLine:
         self._waiting: list[Prompt] = []
 
     def next_prompts(self, draw: Callable[[], list[Prompt]]) -> list[Prompt]:
-        """The prompts of a step: waiting ones, then new ones."""
-        # Whole draws are added, because a sampler is asked once per draw; what is too much waits for the next step.
+        """Return the prompts of a step: queued prompts, then new ones."""
+        # Add whole draws, because the sampler returns whole draws; the surplus stays in the queue.
         while len(self._waiting) < self._num_started:
             self._waiting += draw()
         started, self._waiting = self._waiting[: self._num_started], self._waiting[self._num_started :]
         return started
 
     def terms(self, started: Sequence[Prompt]) -> dict[str, Any]:
-        """Fields of the `GenerateTask`: when to stop, and which answers are still missing."""
+        """Return fields of the `GenerateTask`: when to stop, and which responses are missing."""
         if not self.stops_early:
             return {}
         todo = np.ones((len(started), self._n), dtype=bool)
         for place, prompt in enumerate(started):
             if prompt.answers:
                 todo[place] = ~prompt.answers[c.COMPLETE]
-        # With 0 no replica would begin a job, and the step would have no answer to place or to measure.
+        # With 0 no replica would start a job, and the step would have no response.
         enough = max(1, self._wanted - int((~todo.any(1)).sum()))
         return {"enough": enough, "must": self._num_waited_for(started), "todo": todo if self._carries else None}
 
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
-        """How many (of the first) prompts the step must wait for.
+        """Return the number of (first) prompts that the step must complete.
 
-        carry_over: the prompts over the age limit. oversample: if any prompt is over it, all prompts thrown away
-        before, since a step that lasts long anyway may as well complete them.
+        carry_over: the prompts over the age limit. oversample: if any prompt is over the limit, all prompts that were
+        discarded before, since the step is long anyway.
         """
-        # The line is oldest first, so these are the first prompts and their number says which they are.
+        # The queue is oldest first, so these are the first prompts, and their count identifies them.
         old = [prompt for prompt in started if prompt.age >= self._max_age]
         if old and not self._carries:
             old = [prompt for prompt in started if prompt.age]
         return min(len(old), self._wanted)
 
     def begun(self, started: Sequence[Prompt]) -> Request | None:
-        """Payload and ``slot`` (place * n + sample) of the answers to continue."""
-        # Only answers that have tokens and lack some: complete ones need no engine, and those without a token start as
-        # if new.
+        """Return the payload and ``slot`` (prompt index * n + sample) of the responses to continue."""
+        # Only responses with some tokens that are incomplete: complete ones need no engine, empty ones start as new.
         pieces, ids = [], []
         for place, prompt in enumerate(started):
             if prompt.answers:
@@ -101,15 +100,15 @@ class PromptLine:
         return answers.request(np.arange(len(answers)), c.ANSWER, [c.SLOT])
 
     def collect_complete(self, started: Sequence[Prompt], samples: Samples) -> tuple[Samples, Ids, Metrics]:
-        """The batch (the first prompts in line that are complete), the ids of its samples, and metrics.
+        """Return the batch (first complete prompts of the queue), the ids of its samples, and metrics.
 
-        The other prompts go to the front of the line.
+        All other prompts return to the front of the queue.
         """
         n = self._n
         if self._carries:
             self._add_earlier(started, samples)
         complete = np.flatnonzero(samples[c.COMPLETE].reshape(-1, n).all(1))
-        # First in line and not first to end, so that among complete prompts the oldest are learnt from first.
+        # First in the queue and not first to end, so that the oldest complete prompts are trained on first.
         chosen = complete[: self._wanted]
         left = np.setdiff1d(np.arange(len(started)), chosen)
         ids, left_ids = ((places[:, None] * n + np.arange(n)).ravel() for places in (chosen, left))
@@ -130,14 +129,14 @@ class PromptLine:
         for place in left.tolist():
             answers = self._aged(samples, place) if self._carries else None
             back.append(replace(started[place], age=started[place].age + 1, answers=answers))
-        # In front, and in their order, so that the line stays oldest first.
+        # In front and in order, so that the queue stays oldest first.
         self._waiting = back + self._waiting
         return batch, ids, metrics
 
     def _add_earlier(self, started: Sequence[Prompt], samples: Samples) -> None:
-        """Add the answers of earlier steps to those of this one."""
+        """Merge responses of earlier steps into this step's samples."""
         nothing = np.zeros(len(samples), dtype=np.int64)
-        # A copy for each: they are written to below, one by one.
+        # Copies, because each is written separately below.
         samples.update({name: nothing.copy() for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST)})
         for place, prompt in enumerate(started):
             if prompt.answers:
@@ -148,13 +147,13 @@ class PromptLine:
                 unserved = np.flatnonzero(~samples[c.SERVED][ids])
                 of_turns = [name for name in c.OF_SEVERAL_TURNS if name in samples.numbers]
                 samples.adopt(prompt.answers, unserved, ids[unserved], [*KEPT, *of_turns])
-        # A trajectory that was given up behind its first turn begins anew.
+        # A trajectory that was aborted after its first turn restarts.
         anew = samples[c.SERVED] & (samples[c.POLICY_TOKENS] < samples[c.CARRIED_LENGTH])
         for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST):
             samples[name][anew] = 0
 
     def _aged(self, samples: Samples, place: int) -> Samples:
-        """The answers of one prompt as the next step finds them, every token a step older."""
+        """Return the responses of a prompt for the next step, with every token one step older."""
         answers = Samples.join([(samples, place * self._n + np.arange(self._n))])
         lengths = answers[c.POLICY_TOKENS]
         oldest = np.where(lengths > 0, answers[c.OLDEST] + 1, 0)
@@ -162,11 +161,11 @@ class PromptLine:
         return answers
 
     def state(self) -> State:
-        """Row, draw and age of every waiting prompt, for a checkpoint."""
+        """Return row, draw and age of every queued prompt, for a checkpoint."""
         return [[prompt.row, prompt.draw, prompt.age] for prompt in self._waiting]
 
     def answers(self) -> Samples | None:
-        """What waiting prompts have of answers, with ``slot``: place in the line * n + sample."""
+        """Return the partial responses of queued prompts, with ``slot``: queue index * n + sample."""
         pieces, slots, places = [], [], np.arange(self._n)
         for place, prompt in enumerate(self._waiting):
             if prompt.answers:
@@ -179,9 +178,9 @@ class PromptLine:
         return answers
 
     def restore(self, state: State, answers: Samples | None = None) -> None:
-        """Go on from ``state`` and `answers`."""
+        """Restore from ``state`` and ``answers``."""
         answers_of = {}
-        # Only carry_over continues answers, and a run may go on with another mode.
+        # Only carry_over continues responses, and a run may resume with another mode.
         if answers and self._carries:
             for ids in np.arange(len(answers)).reshape(-1, self._n):
                 answers_of[int(answers[c.SLOT][ids[0]]) // self._n] = Samples.join([(answers, ids)])
@@ -189,7 +188,7 @@ class PromptLine:
 
 
 def _staleness(batch: Samples) -> Metrics:
-    """Tokens that earlier policies sampled. staleness: age of a token in steps, mean over tokens and largest."""
+    """Return metrics of tokens from earlier policies. staleness: age of a token in steps, mean and maximum."""
     carried = batch[c.CARRIED_LENGTH]
     return {
         "rollout/tail/carried_tokens": float(carried.sum()),

@@ -1,9 +1,8 @@
-"""Seconds of a step's phases, as the driver sees them, and how much they have used of what the devices can do: FLOP/s
-of passes, memory bandwidth of decoding.
+"""Seconds of a step's phases on the driver, and device utilisation: FLOP/s of passes, memory bandwidth of decoding.
 
-Passes are counted twice. What is computed: a prompt that answers share counts once, as do its images. What others
-count: every sample brings its prompt along, whether that was computed or not, so that shared prompts show as a higher
-share. Neither counts recomputed activations.
+FLOPs of passes are counted twice. The first count is the computed work: a prompt that several responses share counts
+once, as do its images. The second count repeats the prompt for every sample, as other trainers do. Neither includes
+recomputed activations.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Metrics = dict[str, float]
 
 
 class Span(NamedTuple):
-    """A phase of a step: seconds from the step's start to where it begins and ends."""
+    """Phase of a step; begin and end in seconds since the start of the step."""
 
     phase: str
     begin: float
@@ -28,9 +27,9 @@ class Span(NamedTuple):
 
 
 class StepTimer:
-    """``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``. begins(name) is called at its start.
+    """Timer of phases: ``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``.
 
-    spans: every block that has ended, those within others too.
+    begins(name): called at the start of a block. spans: all completed blocks, including nested ones.
     """
 
     def __init__(self, begins: Callable[[str], None] = lambda name: None) -> None:
@@ -48,7 +47,7 @@ class StepTimer:
         started = time.perf_counter()
         try:
             yield
-        # Also after an error, and added up: dynamic sampling has several rounds of one phase.
+        # Also after an error. Summed, because dynamic sampling repeats phases.
         finally:
             ended = time.perf_counter()
             seconds = ended - started
@@ -58,7 +57,7 @@ class StepTimer:
             self._claimed += seconds if self._open == ["step"] else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """``timing_s/<name>``, with ``timing_s/other`` = the part of the step that no phase claims."""
+        """Return ``timing_s/<name>``; ``timing_s/other`` is the part of the step outside all phases."""
         timing = {f"timing_s/{name}": value for name, value in self.seconds.items()}
         if "step" in self.seconds:
             timing["timing_s/other"] = self.seconds["step"] - self._claimed
@@ -68,12 +67,12 @@ class StepTimer:
 def flops_metrics(
     costs: Mapping[str, LayoutCost], timing: Metrics, sizes: Mapping[str, float], num_devices: int
 ) -> Metrics:
-    """``perf/tflops/*``: 10^12 model FLOP/s of a device; ``perf/mfu/*``: their share of its bf16 peak, where it is
-    known, and with ``_prompts_repeated`` the same with every prompt counted for each of its answers.
+    """Return ``perf/tflops/*`` (10^12 model FLOP/s per device) and ``perf/mfu/*`` (share of its bf16 peak, if known).
 
-    costs: by phase, in tokens, their attention and images included. A token takes 2 FLOPs per weight in a forward and 6
-    in an update, without the input embedding (Narayanan et al. 2021, appendix, halved for causality). Costs are in
-    tokens of the actor; another role's model has its own weights and attention.
+    ``_prompts_repeated``: the prompt counts for each of its responses. costs: by phase, in tokens of the actor,
+    including attention and images. A token takes 2 FLOPs per weight in a forward pass and 6 in an update, without the
+    input embedding (Narayanan et al. 2021, appendix, halved for causality). Other roles use their model's weights and
+    attention.
     """
     metrics: Metrics = {}
     for phase, cost in costs.items():
@@ -83,7 +82,7 @@ def flops_metrics(
         # The reference may be the actor without its adapters.
         owner = owner if f"{owner}matmul_parameters" in sizes else ""
         weights, width = sizes[f"{owner}matmul_parameters"], sizes.get(f"{owner}attention_width", 1)
-        # Attention and images, as forward FLOPs per unit of cost that is no token.
+        # Forward FLOPs per unit of the cost of attention and images.
         unit = 2 * sizes["matmul_parameters"] * width / max(sizes.get("attention_width", 1), 1)
         for suffix, total, tokens in (
             ("", cost.cost, cost.tokens),
@@ -91,7 +90,7 @@ def flops_metrics(
         ):
             flops = 2 * weights * tokens + unit * (total - tokens)
             if PASSES[phase].updates:
-                # Gradients of activations and weights take as much again each; those of frozen weights are left out.
+                # Gradients of activations and weights cost as much again each; frozen weights have only the former.
                 flops = 3 * flops - 2 * (weights - min(sizes[f"{owner}trained_parameters"], weights)) * tokens
             rate = float(flops / (timing[f"timing_s/{phase}"] * num_devices))
             metrics |= {} if suffix else {f"perf/tflops/{name}": rate / 1e12}
@@ -101,10 +100,10 @@ def flops_metrics(
 
 
 def decode_metrics(metrics: Metrics, sizes: Mapping[str, float], num_devices: int) -> Metrics:
-    """``perf/mbu/rollout``: bytes that decoding must read / (generate_sequences x devices x bandwidth of a device).
+    """Return ``perf/mbu/rollout``: bytes that decoding must read / (generate_sequences x devices x device bandwidth).
 
-    They are the weights once per decode step of a replica, and the keys and values of the context once per token: a
-    lower bound, so the share is one too. Not where the bandwidth is unknown.
+    These bytes are the weights once per decode step of a replica, and keys and values of the context once per token.
+    That is a lower bound, so the share is one too. Empty if the bandwidth is unknown.
     """
     if not (bandwidth := sizes.get("peak_bandwidth")):
         return {}

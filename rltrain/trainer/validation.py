@@ -1,10 +1,10 @@
-"""A validation: answers to all validation prompts, their scores, and metrics under verl's names. It needs engines and
-scorers alone, so an evaluation is no more than this.
+"""Validation: responses to all validation prompts, their scores, and metrics under verl's names. It needs engines and
+scorers only, so an evaluation is nothing more.
 
-The metrics are, per data source, mean, best, worst and majority over the answers to a prompt. Problem: verl bootstraps
-every figure by 1000 draws in Python, which takes the driver minutes on large sets and adds noise. Choice: best and
-worst are computed as the expectation of that bootstrap. Left out: a closed form of the majority, whose ties and counts
-have none that is cheap, so its votes are still drawn.
+Metrics per data source are mean, best, worst and majority over the responses to a prompt. Problem: verl bootstraps
+every metric by 1000 draws in Python, which takes minutes on large sets and adds noise. Choice: best and worst are the
+expectation of that bootstrap. Left out: the majority, which has no cheap closed form because of ties and counts, so its
+votes are still drawn.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Floats = NDArray[np.float64]
 Column = NDArray[Any]
 Rows = NDArray[np.int32]
 
-# verl's names and numbers: the scorer's column that votes, and the draws and seed of its bootstrap.
+# verl's names and numbers: the scorer's column to vote on, and draws and seed of the bootstrap.
 _VOTES = "pred"
 _DRAWS, _SEED = 1000, 42
-# This many answers keep an engine replica busy.
+# This many responses keep an engine replica busy.
 _BUSY_ENGINE = 128
 
 
 class Validation:
-    """Answers and scores the validation prompts. on_phase(name): called when a phase begins."""
+    """Generation and scoring of the validation prompts. on_phase(name): called at the start of a phase."""
 
     def __init__(
         self,
@@ -56,31 +56,31 @@ class Validation:
 
     @property
     def num_prompts(self) -> int:
-        """How many there are."""
+        """Number of validation prompts."""
         return self._rewards.num_rows("val")
 
     @property
     def num_samples(self) -> int:
-        """Answers per prompt."""
+        """Responses per prompt."""
         settings = self._cfg.actor_rollout_ref.rollout.val_kwargs
         return 1 if settings.greedy else settings.n
 
     @property
     def prompts_at_once(self) -> int:
-        """About as many answers at a time as a step has, so that a stop is never later than after a step."""
+        """Prompts per chunk. About the samples of a step, so that a stop takes no longer than during training."""
         step_size = self._plan.samples_per_step * self._plan.passes.trains
         return max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // self.num_samples)
 
     def answer(self, rows: Rows, step: int) -> Answered:
-        """Answers and scores of the prompts ``rows`` alone, as `run` gives them; no metrics."""
+        """Generate and score responses to the prompts ``rows`` as `run` does, without metrics."""
         samples = self._generate(rows, step)
         samples.update(self._rewards.score("val", samples))
         return Answered(step, {}, samples, self.num_samples)
 
     def run(self, step: int, stop: Stop) -> Answered | None:
-        """Answer every validation prompt ``val_kwargs.n`` times and score the answers.
+        """Generate and score ``val_kwargs.n`` responses to every validation prompt.
 
-        step: steps made so far. Returns None where ``stop`` is requested meanwhile.
+        step: completed steps. Returns None if ``stop`` is requested meanwhile.
         """
         timer = StepTimer(self._on_phase)
         with timer("testing"):
@@ -89,14 +89,13 @@ class Validation:
             return None
         samples, scores, num_samples = answered
         samples.update(scores)
-        # In a validation nothing is taken off the score, so `score` and `reward` are one number, and verl calls it
-        # reward.
+        # A validation subtracts no penalty from the score, so `score` and `reward` are equal; verl calls it reward.
         hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
-        # Without a penalty or another score the rule's is the reward itself.
+        # Without penalty or another score the rule's score equals the reward.
         hidden |= set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
         extras = {name.removeprefix(c.SCORER): values for name, values in scores.items() if name.startswith(c.SCORER)}
         columns = extras | {name: scores[name] for name in scores if name not in hidden and c.SCORER not in name}
-        # A trajectory that could not go on says nothing of the policy.
+        # A failed trajectory says nothing about the policy.
         failed = failed_of(samples)
         columns |= {name: np.where(failed, np.nan, each) for name, each in columns.items() if each.dtype != object}
         metrics = validation_metrics(self._rewards.data_sources("val"), columns, num_samples)
@@ -108,25 +107,25 @@ class Validation:
         return Answered(step, metrics, samples, num_samples)
 
     def summaries(self, columns: dict[str, Column]) -> dict[str, float]:
-        """`summary_metrics` of all prompts. columns: as there."""
+        """Return `summary_metrics` of all prompts."""
         sources = self._rewards.data_sources("val")
         if not any(map(summary_of, set(sources))):
             return {}
         return summary_metrics(sources, self._rewards.extra_infos("val"), columns, self.num_samples)
 
     def _answer(self, step: int, stop: Stop) -> tuple[Samples, dict[str, Column], int] | None:
-        """Answers to all validation prompts, scores, answers per prompt."""
+        """Return the responses to all validation prompts, scores, and responses per prompt."""
         rows, num_samples, at_once = np.arange(self.num_prompts, dtype=np.int32), self.num_samples, self.prompts_at_once
         parts = []
-        # Of equal size: more than half of a small rest may fail by chance, which ends a run (`refuse_failures`).
+        # Equal sizes: in a small last chunk more than half may fail by chance, which stops the run (`refuse_failures`).
         for part in np.array_split(rows, -(-len(rows) // at_once)):
             parts.append(self._generate(part, step))
             if stop.requested:
                 return None
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
-        # Each part has numbered its groups from 0; together they must differ.
+        # Each chunk numbers its groups from 0; after joining the numbers must be unique.
         samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
-        # In parts again: of all answers the reward model would take many times as long as in a step, and count as hung.
+        # Also in chunks: scoring all responses in one call would take many times as long as in a step, and time out.
         scores = self._rewards.score("val", samples, at_once=at_once * num_samples)
         return samples, scores, num_samples
 
@@ -140,7 +139,7 @@ class Validation:
 
 
 def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -> Sampling:
-    """How answers are drawn by the keys of a section."""
+    """Return the sampling parameters of a config section."""
     of_training = cfg.actor_rollout_ref.rollout
     most = (keys.max_tokens if isinstance(keys, ValKwargs) else None) or cfg.data.max_response_length
     stop = tuple(of_training.stop if keys.stop is None else keys.stop)
@@ -151,16 +150,17 @@ def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -
 
 
 def rollout_seed(cfg: Config) -> int:
-    """The seed of all answers."""
+    """Return the seed of all responses."""
     seed = cfg.actor_rollout_ref.rollout.seed
     return cfg.data.seed if seed is None else seed
 
 
 def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_samples: int) -> dict[str, float]:
-    """sources: data source per prompt [p]. columns[name]: number (NaN: none) or text per answer, [p * num_samples].
+    """Return metrics by data source.
 
-    The core variable of a source is ``acc`` where its scorer gives it, else ``reward``; its mean@N, best@N/mean and
-    maj@N/mean go under val-core/, everything else under val-aux/. ``pred``: the text that answers vote with.
+    sources: data source per prompt [p]. columns[name]: a number (NaN: missing) or text per response [p * num_samples].
+    The core variable of a source is ``acc`` if its scorer returns it, else ``reward``. Its mean@N, best@N/mean and
+    maj@N/mean go under val-core/, all others under val-aux/. ``pred``: the text that responses vote with.
     """
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
@@ -188,10 +188,10 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
 def summary_metrics(
     sources: Sequence[str], extra_infos: Sequence[dict[str, Any]], columns: dict[str, Column], num_samples: int
 ) -> dict[str, float]:
-    """What a scorer says of all rows of a source together (`summary_of`), as ``val-core/<source>/acc/<name>``.
+    """Return a scorer's summary over all rows of a source (`summary_of`), as ``val-core/<source>/acc/<name>``.
 
-    sources, extra_infos: per prompt [p]. columns["acc"] [p * num_samples]. The mean over the N answers, each of which
-    is looked at with those of the same number to the other prompts.
+    sources, extra_infos: per prompt [p]. columns["acc"] [p * num_samples]. Mean over the N responses: the i-th
+    responses to all prompts are summarised together.
     """
     metrics: dict[str, list[float]] = {}
     if "acc" not in columns:
@@ -207,10 +207,10 @@ def summary_metrics(
 
 
 def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str, float]]:
-    """Statistics of N answers to a prompt [p, N], mean over prompts. votes[k] [p, N]: `_vote_shares`.
+    """Yield statistics of N responses per prompt [p, N], as means over prompts. votes[k] [p, N]: `_vote_shares`.
 
-    best@k, worst@k, maj@k: mean and standard deviation over k answers drawn with replacement out of the N, as verl
-    bootstraps them; those of best and worst are what a bootstrap tends to. pass@k: of k drawn without replacement.
+    best@k, worst@k, maj@k: mean and standard deviation over k responses drawn with replacement from the N, as in verl's
+    bootstrap; best and worst are its limit. pass@k: k drawn without replacement.
     """
     n = values.shape[1]
     yield f"mean@{n}", float(np.nanmean(values, 1).mean())
@@ -224,7 +224,7 @@ def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str,
         pairs["worst"] = (-pairs["worst"][0], pairs["worst"][1])
         if k in votes:
             shares = np.where(np.isnan(values), 0.0, votes[k])
-            # An answer without a number cannot speak for the majority, so the others share its part.
+            # A response without a number cannot represent the majority, so its share goes to the others.
             shares, numbers = shares / np.maximum(shares.sum(1, keepdims=True), 1e-12), np.nan_to_num(values)
             pairs["maj"] = ((shares * numbers).sum(1), (shares * numbers**2).sum(1))
         for kind, (first, second) in pairs.items():
@@ -236,12 +236,12 @@ def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str,
 
 
 def _sizes(n: int) -> list[int]:
-    """2, 4, 8 ... below n, and n."""
+    """Return 2, 4, 8 ... below n, and n."""
     return [*(2**power for power in range(1, n.bit_length()) if 2**power < n), n]
 
 
 def _expected_best(values: Floats, k: int) -> tuple[Floats, Floats]:
-    """First and second moment [p] of the largest of k values drawn with replacement: P(max <= v_(i)) = (i / N)^k."""
+    """Return first and second moment [p] of the largest of k draws with replacement: P(max <= v_(i)) = (i / N)^k."""
     ascending = np.sort(values, 1)  # NaN last
     counts = (~np.isnan(values)).sum(1, keepdims=True)
     below = np.minimum(np.arange(values.shape[1] + 1) / counts, 1.0) ** k
@@ -250,9 +250,9 @@ def _expected_best(values: Floats, k: int) -> tuple[Floats, Floats]:
 
 
 def _vote_shares(votes: Column) -> dict[int, Floats]:
-    """For every k, each answer's chance [p, N] to speak for the majority of k drawn ones (ties: equally likely)."""
+    """Return, for every k, the chance [p, N] of each response to represent the majority of k draws (ties: uniform)."""
     n = votes.shape[1]
-    # Seeded anew per source: no figure depends on which other sources there are.
+    # Reseeded per source, so that no metric depends on the other sources.
     random = np.random.default_rng(_SEED)
     shares = {k: np.zeros(votes.shape) for k in _sizes(n)}
     for prompt, texts in enumerate(votes.astype(str)):
@@ -261,21 +261,20 @@ def _vote_shares(votes: Column) -> dict[int, Floats]:
         rows = len(sizes) * np.arange(_DRAWS)[:, None]
         for k, share in shares.items():
             drawn = codes[random.integers(n, size=(_DRAWS, k))]
-            # Each draw has a range of codes of its own, so that a single bincount counts the votes of all draws.
+            # Each draw has a separate range of codes, so that a single bincount counts the votes of all draws.
             counts = np.bincount((rows + drawn).ravel(), minlength=_DRAWS * len(sizes)).reshape(_DRAWS, -1)
             winners = counts == counts.max(1, keepdims=True)
-            # Answers that give the winning text are equally likely to be the one that is looked at, hence the division
-            # by their number.
+            # Responses with the winning text are equally likely to be evaluated, hence the division by their number.
             share[prompt] = ((winners / winners.sum(1, keepdims=True)).mean(0) / sizes)[codes]
     return shares
 
 
 def pass_at(values: Floats, k: int) -> Floats:
-    """Unbiased chance [p] that one of k answers is right: 1 - C(N - c, k) / C(N, k)   (Chen et al. 2021, eq. 1)."""
+    """Return the chance [p] that one of k responses is right: 1 - C(N - c, k) / C(N, k)   (Chen et al. 2021, eq. 1)."""
     counts = (~np.isnan(values)).sum(1)
     wrong = counts - np.nansum(values, 1)
     all_wrong = np.ones(len(values))
     for drawn in range(k):
-        left = counts - drawn  # of a prompt with fewer than k answers, all are drawn
+        left = counts - drawn  # if a prompt has fewer than k responses, all are drawn
         all_wrong *= np.where(left > 0, np.maximum(wrong - drawn, 0) / np.maximum(left, 1), 1.0)
     return 1.0 - all_wrong

@@ -1,6 +1,6 @@
-"""Actor, and what it is compared with: the training side of the policy in a worker process.
+"""Actor, reference and teacher: the training side of the policy in a worker process.
 
-Which passes there are and what they yield is decided in `StepPasses`; nothing here reads the keys behind it.
+`StepPasses` decides which passes run and their outputs; this module does not read the underlying config keys.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from rltrain.workers.selection import look_ahead
 from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask, Written
 from rltrain.workers.updater import Updater, idle
 
-# Prompts, answers and images reach the device packed.
+# Prompts, responses and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,
             c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED, c.UNCERTAIN, c.GROUP_WEIGHT)  # fmt: skip
 
 
 class ActorRefWorker(Actor):
-    """Every method is called on all ranks at once; each rank gets its own samples and returns its own share."""
+    """Training side of the policy. Every method is called on all ranks, each with its local samples."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._cfg = cfg
@@ -66,7 +66,7 @@ class ActorRefWorker(Actor):
         self.residency = residency
         self._device = residency.device
         self._entry = find_policy_loss(passes.policy_loss)
-        # The policy's version at the last old_log_prob pass; until it changes, a selection reuses the log-probs.
+        # Policy version at the last old_log_prob pass; a selection reuses the log-probs until it changes.
         self._log_probs_at: int | None = None
         self._load_models()
 
@@ -81,25 +81,25 @@ class ActorRefWorker(Actor):
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
         self.frozen = FrozenWorker(self._cfg, passes, self.residency)
-        # With its adapters off the policy is one too.
+        # The policy with its adapters off is a reference too.
         self.reference: PolicyModel = self.frozen.models.get("ref", self.policy)
         self._exact_reference = Beside(self.reference)
         self._balance = ExpertBalance(self.policy, self._device, passes, self._actor_cfg.router_bias_update_rate)
         self._beside = self._exact_reference if passes.exact_kl_in_loss else None
-        """What the update compares whole distributions with."""
+        """Full distribution that the update compares the policy with."""
         if passes.exact_teacher:
             teacher, loss = self.frozen.models["teacher"], self._cfg.distillation.distillation_loss
             self._beside = Beside(teacher, divergence_of(loss))
-        # Behind all models, whose forwards come first.
+        # After all models, whose forward passes come first.
         self.residency.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps made since the start of the process: the version of the policy."""
+        """Optimizer steps since the start of the process, used as the policy version."""
         return self.updater.num_steps if self._passes.trains else 0
 
     def sizes(self) -> dict[str, Any]:
-        """Sizes of the policy and peaks of the device, for the log and for counting FLOPs and bytes."""
+        """Return sizes of the policy and peak rates of the device, for the log and for counting FLOPs and bytes."""
         chip, size = self._device.chip(), resolve_dtype(self._rollout_cfg.dtype, self._device).itemsize
         peaks = {"peak_flops": chip.peak_flops, "peak_bandwidth": chip.peak_bandwidth} if chip else {}
         numbers = model_numbers(self.policy)
@@ -112,11 +112,10 @@ class ActorRefWorker(Actor):
     # -- scoring -------------------------------------------------------------------------------------------------------
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """log pi(answer) under the actor's own weights, its difference from the engine's, and the correction for that.
+        """Compute log pi(response) with the actor's weights, its gap to the engine, and the rollout correction.
 
-        Columns: ``old_log_probs``, where the correction has them ``is_weights`` and ``loss_mask``, where they are asked
-        for ``sum_pi_squared`` and ``entropy``, and ``routed_experts`` where the update replays them. Numbers: moments,
-        and ``loss_tokens`` [n].
+        Columns: ``old_log_probs``; ``is_weights`` and ``loss_mask`` if the correction has them; ``sum_pi_squared`` and
+        ``entropy`` if needed; ``routed_experts`` if the update replays them. Numbers: moments, and ``loss_tokens`` [n].
         """
         self.residency.enter("old_log_prob")
         self._log_probs_at = self.updater.num_steps
@@ -139,9 +138,9 @@ class ActorRefWorker(Actor):
 
     @torch.no_grad()
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """log pi_ref(answer) under the frozen reference.
+        """Compute log pi_ref(response) with the frozen reference.
 
-        With a KL in the reward there are also ``ref_kl`` per token and ``kl_sum`` [n].
+        With a KL in the reward also returns ``ref_kl`` per token and ``kl_sum`` [n].
         """
         self.residency.enter("ref")
         passes = self._passes
@@ -172,17 +171,17 @@ class ActorRefWorker(Actor):
 
     @torch.no_grad()
     def text_log_probs(self, text: EncodedPrompt) -> Tensor:
-        """log pi(token) at temperature 1 of all tokens but the first, or of those behind the last image.
+        """Return log pi(token) at temperature 1 of all tokens but the first, or of the tokens after the last image.
 
-        They are computed as the update computes: behind another text, and the second half as an answer that shares
-        its prompt. Comparing them with an engine's therefore also finds a model that mixes the samples of a packed
-        row.
+        The forward pass is the update's: the text is packed after another text, and its second half is also a response
+        that shares its prompt. Comparing with an engine therefore also detects a model that mixes the samples of a
+        packed row.
         """
         self.policy.eval()
         tokens, images = torch.tensor(text.tokens), text.images
         half = text.image_end or max(len(tokens) // 2, 1)
-        # Sample 0 is a text backwards, a stranger in front of sample 1, the text itself. Samples 2 and 3 share its
-        # first half as their prompt. An image has no log-probs, so with one the text is what stands behind it.
+        # Sample 0 is the reversed text, packed in front of sample 1, the text itself. Samples 2 and 3 share its first
+        # half as their prompt. Images have no log-probs, so with an image only the text after it is used.
         whole = tokens[half if images else 0 :]
         prompts = Ragged.from_rows([whole[-1:], whole[:1], tokens[:half]])
         answers = Ragged.from_rows([whole.flip(0)[1:], whole[1:], tokens[half:], tokens[half:]])
@@ -193,8 +192,7 @@ class ActorRefWorker(Actor):
         rows.update({c.RESPONSE_MASK: answers.like(torch.ones_like(answers.values, dtype=torch.bool))})
         log_probs: Tensor = self.policy(pack(rows, self._device.torch_device), 1.0).log_probs.cpu()
         reshard(self.policy)
-        # Samples 1 and 3 are read: the text behind the stranger, and an answer whose prompt is not directly in front of
-        # it.
+        # Only samples 1 and 3 are read: the text packed after another one, and a response not adjacent to its prompt.
         alone, shared = log_probs.split(answers.lengths.tolist())[1::2]
         return shared if images else torch.cat([alone[: half - 1], shared])
 
@@ -204,13 +202,13 @@ class ActorRefWorker(Actor):
         return columns, compare(log_probs, engine, columns, self._correction, _given(batch))
 
     def _old(self, batch: Batch) -> Ragged:
-        """log pi_old: the trainer's own, or with ``bypass`` the engine's."""
+        """Return log pi_old: the trainer's, or with ``bypass`` the engine's."""
         return batch.ragged(c.ROLLOUT_LOG_PROBS if self._passes.bypass else c.OLD_LOG_PROBS)
 
     # -- update --------------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
-        """One optimizer step per mini-batch (see `Updater.run`)."""
+        """Run one optimizer step per mini-batch (see `Updater.run`)."""
         self.residency.enter("update_actor")
         if not self._actor_cfg.fsdp_config.use_torch_compile:
             self.policy.measure_load()
@@ -235,7 +233,7 @@ class ActorRefWorker(Actor):
         inputs = pack(micro, self._device.torch_device)
         beside = self._beside.states(inputs) if self._beside else None
         temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
-        # Where no pass has compared actor and engine, the update's own forward does.
+        # If no earlier pass compared actor and engine, the update's forward pass does.
         measures = not mini.has_old_log_probs or self._passes.bypass
         log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, beside)
         if not len(micro):
@@ -280,21 +278,21 @@ class ActorRefWorker(Actor):
         return replace(share, measured=measured)
 
     def _teacher_loss(self, micro: Batch, divergence: Tensor | None) -> TeacherLoss | None:
-        """divergence: what the forward has computed, which is that from the teacher where the update runs it."""
+        """Return the teacher's part of the loss. divergence: from the forward pass, if the update runs the teacher."""
         cfg = self._cfg.distillation.distillation_loss
         if self._passes.exact_teacher:
             return TeacherLoss(cfg, divergence=divergence)
         return TeacherLoss(cfg, micro.ragged(c.TEACHER_LOG_PROBS).values) if self._passes.teacher else None
 
     def _for_loss(self, micro: Batch) -> Batch:
-        """The columns that the loss reads, on the device."""
+        """Return the columns that the loss reads, on the device."""
         columns = {name: micro[name] for name in _IN_LOSS if name in micro}
         if c.ADVANTAGE in columns:
             columns[c.ADVANTAGE] = micro.dense(c.ADVANTAGE).float()  # not every accelerator has float64
         return Batch(columns).to(self._device.torch_device)
 
     def _measure(self, measured: Sequence[Measured]) -> dict[str, Moments]:
-        """What the old_log_prob pass would measure, from the update's forward on the first mini-batch."""
+        """Return the old_log_prob pass's moments from the update's forward pass on the first mini-batch."""
         parts = []
         for micro, log_probs, entropy in measured:
             moments = self._compare(micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.cpu()), micro)[1]
@@ -302,7 +300,7 @@ class ActorRefWorker(Actor):
         return join(parts)
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
-        """(tokens that count, importance weights). With ``bypass`` both follow from the current policy."""
+        """Return (loss mask, importance weights). With ``bypass`` both follow from the current policy."""
         old = self._old(micro)
         if not self._passes.bypass:
             weights = micro.ragged(c.IS_WEIGHTS).values * task.weight_scale if c.IS_WEIGHTS in micro else None
@@ -315,7 +313,7 @@ class ActorRefWorker(Actor):
 
     @torch.no_grad()
     def _look_ahead(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
-        """Add to the micro-batches of one mini-batch what their loss needs to know of all of it (`look_ahead`)."""
+        """Add columns to a mini-batch's micro-batches that depend on the whole mini-batch (`look_ahead`)."""
         self._balance.begin(micros)
         if not self._passes.looks_ahead:
             return
@@ -323,20 +321,20 @@ class ActorRefWorker(Actor):
         if self._log_probs_at == self.updater.num_steps or not self._passes.reads_policy_ahead:
             current = [self._old(micro).values for micro in having]
         else:
-            # Idle micro-batches run too, because the forward is a collective.
+            # Micro-batches without samples run too, because the forward pass is a collective.
             (measured,) = measure(self.policy, micros, self._device, self._rollout_cfg.temperature)
             current = list(measured.split([len(self._old(micro).values) for micro in having]))
-            # `measure` has left the model in eval mode, in which transformers does not recompute activations.
+            # `measure` leaves the model in eval mode, in which transformers does not recompute activations.
             self.policy.train()
         masks = [self._correct(micro, values, task)[0].to("cpu") for micro, values in zip(having, current, strict=True)]
-        # The empty part lets a rank without samples take part in the collectives.
+        # The empty part lets a rank without samples join the collectives.
         empty = torch.zeros(0)
         mask = Ragged.concat([Ragged(empty, empty.long()), *masks])
         advantages = [_advantages(micro, kept, task) for micro, kept in zip(having, masks, strict=True)]
         old = [self._old(micro).values for micro in having]
         log_probs, old_log_probs, own = (torch.cat([empty, *parts]) for parts in (current, old, advantages))
         inputs = PolicyLossInputs(log_probs, old_log_probs, own, mask)
-        # By identity: equal mini-batches return in every epoch.
+        # Compare by identity: equal mini-batches occur in every epoch.
         number = [other is mini for other in task.mini_batches].index(True)
         seeds = task.noise_seed, number
         look_ahead(having, inputs, seeds, mini.denominators, self._entry, self._actor_cfg)
@@ -344,7 +342,7 @@ class ActorRefWorker(Actor):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def stage(self, task: SaveTask) -> bool:
-        """Take model and optimizer, adapters, and the weights of an export, as they are now (a collective)."""
+        """Snapshot model and optimizer, adapters, and the weights of an export (a collective)."""
         self._task = task
         self._writer.reshard_and_synchronize()
         if task.export and self._export is None:
@@ -352,8 +350,8 @@ class ActorRefWorker(Actor):
                 self.policy, actor_spec(self._cfg, self._device).load_config(), chat_encoder(self._cfg)
             )
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
-        # Whole weights are gathered between devices, as hosts exchange bytes many times more slowly. After an update
-        # they are there; else they come as for a pass, a little before the next sync would have them come.
+        # Full weights are gathered between devices, because hosts exchange bytes many times more slowly. After an
+        # update the shards are on the device; otherwise onload them as for a pass, shortly before the next sync would.
         if (task.export or self._model_cfg.uses_lora) and not self.residency.is_here(self.policy):
             self.residency.enter("old_log_prob", whole=True)
         if self._export and task.export:
@@ -363,7 +361,7 @@ class ActorRefWorker(Actor):
         return self._writer.stage(task.folder, copies)
 
     def write(self) -> tuple[list[Any], Written]:
-        """Write what was taken: every rank its shards, rank 0 adapters and export. Raises DiskError."""
+        """Write the snapshot: every rank its shards, rank 0 adapters and export. Raises DiskError."""
         task, problems = self._task, list[str]()
         places, digests = self._writer.write()
         with told_as_disk_error(task.folder):
@@ -376,11 +374,11 @@ class ActorRefWorker(Actor):
         return places, Written(digests, problems)
 
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
-        """Rank 0: ``.metadata``, which says what is where."""
+        """Write ``.metadata``, the index of the checkpoint (rank 0)."""
         return self._writer.seal(places)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read model and optimizer back, on any number of ranks (a collective). Returns notes for the log."""
+        """Load model and optimizer, on any number of ranks (a collective). Returns notes for the log."""
         self.residency.enter("update_actor" if self._passes.trains else "sync", whole=True)
         optimizer = self.updater.optimizer if self._passes.trains and not weights_only else None
         scale = self.updater.loss_scale if optimizer else None
@@ -389,12 +387,12 @@ class ActorRefWorker(Actor):
 
 
 def _given(batch: Batch) -> Tensor | None:
-    """Tokens of each answer [n] that an earlier policy sampled, where there are such answers."""
+    """Return the number of tokens per response [n] from earlier policies; None if there are no such responses."""
     return batch.dense(c.CARRIED_LENGTH) if c.CARRIED_LENGTH in batch else None
 
 
 def _advantages(micro: Batch, mask: Ragged, task: UpdateTask) -> Tensor:
-    """One advantage per token of ``mask``: the token's own, whitened, or that of its answer."""
+    """Return one advantage per token of ``mask``: the token's, whitened, or its response's."""
     if c.ADVANTAGES in micro:
         return (micro.ragged(c.ADVANTAGES).values - task.shift) * task.scale
     return mask.broadcast(micro.dense(c.ADVANTAGE).float()).values

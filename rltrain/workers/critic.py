@@ -1,4 +1,4 @@
-"""The critic: V(prompt, answer up to a token) of every answer token, trained on the returns."""
+"""Critic: V(prompt, response up to a token) of every response token, trained on the returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rltrain.workers.updater import Updater, idle
 
 
 class CriticWorker(SavesState, Critic):
-    """One shard of the critic. Every method is called on all ranks at once."""
+    """Shard of the critic. Every method is called on all ranks."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._cfg = cfg.critic
@@ -38,13 +38,13 @@ class CriticWorker(SavesState, Critic):
         residency.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
 
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """V of the state in which each answer token was chosen."""
+        """Compute V of the state before each response token."""
         self.residency.enter("values")
         (values,) = measure(self.model, batch.split(micro_sizes), self._device)
         return Batch({c.VALUES: per_policy_token(values, batch)}), PassNumbers()
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
-        """One optimizer step per mini-batch."""
+        """Run one optimizer step per mini-batch."""
         self.residency.enter("update_critic")
         numbers = self.updater.run(batch, mini_batches, learning_rate, self._loss)
         return replace(numbers, memory_gb=self.residency.memory_gb())
@@ -56,7 +56,7 @@ class CriticWorker(SavesState, Critic):
             return idle(values)
         columns = {name: micro[name] for name in (c.VALUES, c.RETURNS, c.LOSS_MASK) if name in micro}
         micro = Batch(columns).to(device)
-        # The values of the pass, not of the current weights: the clip holds the critic close to what it said then.
+        # Values of the values pass, not of the current weights: the clip keeps the critic close to them.
         old, returns = micro.ragged(c.VALUES), micro.ragged(c.RETURNS).values
         mask = loss_mask(micro, old)
         losses, statistics = value_loss(values, old.values, returns, self._cfg.cliprange_value)
@@ -64,7 +64,7 @@ class CriticWorker(SavesState, Critic):
         return make_loss_share(loss, {"vf_loss": loss}, statistics, mask)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back, on any number of ranks (a collective). Returns notes for the log."""
+        """Load model and optimizer, on any number of ranks (a collective). Returns notes for the log."""
         self.residency.enter("update_critic", whole=True)
         optimizer = None if weights_only else self.updater.optimizer
         return load_training_state(self.model, optimizer, folder, self.updater.loss_scale if optimizer else None)

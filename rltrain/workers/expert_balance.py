@@ -1,4 +1,4 @@
-"""What has a whole mini-batch use the experts evenly: a loss on it, and a bias that moves behind it."""
+"""Expert balance over a whole mini-batch: an auxiliary loss, and router biases updated after each step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from rltrain.workers.frozen import measure
 
 
 class ExpertBalance:
-    """Has the forwards of ``policy`` compute the loss on the balance of experts (``actor.router_aux_loss_coef``), and
-    moves the correction biases of its routers (``actor.router_bias_update_rate``).
+    """Auxiliary loss on expert balance in the forward passes of ``policy`` (``actor.router_aux_loss_coef``), and
+    updates of its routers' correction biases (``actor.router_bias_update_rate``).
 
-    For the loss, the samples say where their tokens go with routing replay; else a forward without gradients finds it.
+    With routing replay the samples hold the routing that the loss needs. Otherwise a forward pass without gradients
+    finds it.
     """
 
     def __init__(self, policy: PolicyModel, device: Device, passes: StepPasses, bias_update_rate: float) -> None:
         self._policy, self._device, self._replayed = policy, device, passes.router_replay != "disabled"
         self._weighs, self._rate = passes.balances_experts, bias_update_rate
         self._counted: Tensor | None = None
-        """Tokens of each expert in the update, before its newest mini-batch."""
+        """Tokens per expert in this update, before its newest mini-batch."""
 
     def begin(self, micros: Sequence[Batch]) -> None:
-        """Look at all micro-batches of a mini-batch on this rank, which come next (a collective)."""
+        """Prepare for a mini-batch, given all its micro-batches on this rank (a collective)."""
         if self._rate and (routing := self._policy.routing):
             self._counted = routing.load_so_far()
         if self._weighs:
@@ -40,7 +41,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def move_biases(self) -> None:
-        """Behind an optimizer step: by the load of its mini-batch, over all ranks (a collective)."""
+        """Update the biases after an optimizer step, by the load of its mini-batch over all ranks (a collective)."""
         if not self._rate:
             return
         counted = self._policy.routing.load_so_far() if self._policy.routing else None
@@ -55,25 +56,25 @@ class ExpertBalance:
     @torch.no_grad()
     def _weigh(self, micros: Sequence[Batch]) -> None:
         routing = self._policy.routing
-        assert routing is not None  # or the run would have been refused
+        assert routing is not None  # otherwise the config was rejected
         load = torch.zeros(routing.num_layers, routing.num_experts, dtype=torch.long)
         if len(choices := self._choices(micros)):
             load = load_of(choices, routing.num_experts)
-        # What a rank without samples has not seen, another has.
+        # A rank without samples lacks this number; another rank has it.
         chosen = torch.tensor([choices.shape[2] if len(choices) else 0])
         dist.all_reduce(chosen, dist.ReduceOp.MAX)
         dist.all_reduce(load)
-        # Ranks that share sequences have all counted the whole row.
+        # Every rank of a sequence-parallel group counted the whole row.
         load //= self._policy.group.size() if self._policy.group else 1
         self._policy.balance(balance_weights(load, int(chosen)).float().to(self._device.torch_device))
 
     def _choices(self, micros: Sequence[Batch]) -> Tensor:
-        """[tokens of samples, layers, experts per token]; of no samples nothing, perhaps of another shape."""
+        """Return the routing [tokens, layers, experts per token]. Without samples it is empty, of any shape."""
         if self._replayed:
             parts = [micro.ragged(c.ROUTED_EXPERTS).values for micro in micros if len(micro)]
             return torch.cat(parts) if parts else torch.zeros(0)
-        # Idle micro-batches run too, because the forward is a collective.
+        # Micro-batches without samples run too, because the forward pass is a collective.
         *_, choices = measure(self._policy, micros, self._device, 1.0, False, None, False, True)
-        # `measure` has left the model in eval mode, in which transformers does not recompute activations.
+        # `measure` leaves the model in eval mode, in which transformers does not recompute activations.
         self._policy.train()
         return choices

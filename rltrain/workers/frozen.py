@@ -1,5 +1,4 @@
-"""Models of roles on a rank: how one is loaded, and a pass without gradients. And the policies that learn nothing:
-their log-probs, and their whole distributions beside another policy's forward."""
+"""Models of a rank: loading, passes without gradients, frozen policies, and full reference distributions."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from rltrain.workers.roles import Frozen
 
 
 def load_role(role: Role, cfg: Config, passes: StepPasses, residency: Residency) -> Any:
-    """Load the model of ``role``, of the class that `specs_of` says (a collective). One that never learns is frozen."""
+    """Load the model of ``role``, as specified by `specs_of` (a collective). Freeze it if the role has no updates."""
     kind, spec = specs_of(cfg, residency.device, passes)[role]
     model = sharded_model(kind, spec, residency.device)
     if not updates_of(role):
@@ -40,15 +39,15 @@ def load_role(role: Role, cfg: Config, passes: StepPasses, residency: Residency)
 
 @torch.no_grad()
 def measure(model: PackedModel, micros: Sequence[Batch], device: Device, *arguments: Any) -> list[Tensor]:
-    """What ``model`` says of all policy tokens, on the host: values, or log-probs and where it is asked for entropy."""
+    """Return the outputs of ``model`` for all policy tokens, on the host: values, or log-probs and other outputs."""
     model.eval()
     return _on_host(model, [model(pack(micro, device.torch_device), *arguments) for micro in micros])
 
 
 @torch.no_grad()
 def measure_known(model: PolicyModel, micros: Sequence[Batch], device: Device, temperature: float) -> Tensor:
-    """`measure` of a model that may lack tokens of the policy's vocabulary: their log-probs are NaN, and where later
-    tokens read them, they are the model's last token."""
+    """Run `measure` on a model whose vocabulary may lack tokens of the policy. Their log-probs are NaN; as context
+    they are replaced by the model's last token."""
     model.eval()
     rows, outputs = model.model.config.get_text_config().vocab_size, []
     for micro in micros:
@@ -62,13 +61,13 @@ def measure_known(model: PolicyModel, micros: Sequence[Batch], device: Device, t
 def _on_host(model: PackedModel, outputs: Sequence[Any]) -> list[Tensor]:
     reshard(model)
     parts = [(output,) if isinstance(output, Tensor) else output for output in outputs]
-    # Fetched once, at the end, so that the host never waits for the device between micro-batches.
+    # Copied once at the end, so that the host does not wait for the device between micro-batches.
     return [torch.cat(kind).cpu() for kind in zip(*parts, strict=True) if kind[0] is not None]
 
 
 class FrozenWorker(Frozen):
-    """``models``: policies that learn nothing, by role. The reference of an actor with adapters is not among them, nor
-    is a judge, which writes and makes no pass over the samples."""
+    """``models``: frozen policies by role. Excludes the reference of an actor with adapters, and a judge, which
+    generates text and runs no pass over the samples."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._residency, self._temperature = residency, cfg.actor_rollout_ref.rollout.temperature
@@ -79,7 +78,7 @@ class FrozenWorker(Frozen):
         }
 
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
-        """log pi(answer) under the policy of a pass. task: the pass, the column to make, and the micro-batches."""
+        """Compute log pi(response) with the policy of a pass. task: pass, output column, micro-batch sizes."""
         name, column, micro_sizes = task
         self._residency.enter(name)
         model, micros = self.models[PASSES[name].role], batch.split(micro_sizes)
@@ -89,26 +88,26 @@ class FrozenWorker(Frozen):
 
 
 class Beside:
-    """The whole distribution of ``model``, without adapters, for the forward of a policy on the same samples.
+    """Full distribution of ``model``, without adapters, during the forward pass of a policy on the same samples.
 
-    The hidden states of a micro-batch are computed just before, and logits from them chunk by chunk where the policy's
-    own are: nothing of it is stored or sent, and it takes what a pass would.
+    The hidden states of a micro-batch are computed just before, and the logits chunk by chunk along with the policy's.
+    No logits are stored or sent. The cost is that of a pass.
     """
 
     def __init__(self, model: PolicyModel, divergence: Divergence = REVERSE_KL) -> None:
         self._model, self._divergence = model, divergence
 
     def states(self, inputs: PackedInputs) -> ReferenceStates:
-        """What `models.head` compares with; until `free`."""
-        # It goes by its own router, whatever the policy replays.
+        """Compute the input of the comparison in `models.head`. Call `free` afterwards."""
+        # The model uses its router, even if the policy replays another routing.
         with torch.no_grad(), adapters_off(self._model):
             hidden = self._model(replace(inputs, experts=None), states_only=True)
-        # The head is needed outside of its own forward, and again when the backward pass recomputes logits.
+        # The head is needed outside of its forward pass, and again when the backward pass recomputes logits.
         self._model.unshard()  # type: ignore[operator]
         return ReferenceStates(hidden, self._logits, self._divergence)
 
     def free(self) -> None:
-        """Give the gathered head back, which nothing else frees."""
+        """Reshard the gathered head, which nothing else frees."""
         reshard(self._model)
 
     def _logits(self, states: Tensor, temperature: float) -> Tensor:

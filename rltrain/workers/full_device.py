@@ -12,14 +12,14 @@ from rltrain.workers.residency import Residency
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device had no room; not every back end has a type for it."""
+    """Return True if ``error`` reports an out-of-memory device; not every back end has a type for it."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
 
 
 def device_is_full(error: Exception, cfg: Config, residency: Residency) -> WorkerLost:
-    """The error that ends the run, in the phase that ``residency`` has entered."""
+    """Return the error that ends the run, for the current phase of ``residency``."""
     device, phase = residency.device, residency.phase
     resting = residency.resting()
     allocated = device.allocated_bytes()

@@ -1,7 +1,8 @@
-"""The hybrid worker: one process on one device that hosts all roles, which share the device in time.
+"""Hybrid worker: one process per device that hosts all roles, which share the device in time.
 
-Engine and training weights seldom fit on a device together, and separate devices per role would idle in turn. So all
-roles live in one process, and `Residency` moves their memory per phase. Left out: groups of workers for single roles.
+Engine and training weights seldom fit on a device together, and with separate devices per role some would always idle.
+So all roles live in one process, and `Residency` moves their memory per phase. Left out: worker groups for single
+roles.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rltrain.workers.token_advantages import spread_over_turns, token_advantages
 
 
 class HybridWorker(Models, Advantages):
-    """``roles``: the objects that the driver's calls go to, each under the Protocol that its class names as a base."""
+    """Worker process. ``roles``: targets of the driver's calls; each class has its Protocol as a base."""
 
     def __init__(self, cfg: Config, prompts: dict[str, PromptStore], rows: dict[str, Rows] | None = None) -> None:
         self._cfg = cfg
@@ -81,26 +82,26 @@ class HybridWorker(Models, Advantages):
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def explain(self, error: Exception) -> Exception:
-        """What a user should read of an error of this process: a full device says what was on it, and what to type."""
+        """Convert an error for the user: an out-of-memory error lists memory by owner and the keys that reduce it."""
         return device_is_full(error, self._cfg, self.residency) if is_out_of_memory(error) else error
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
-        """Token-level advantages and returns of this rank's samples."""
+        """Compute token advantages and returns of this rank's samples."""
         return token_advantages(batch, self._cfg.algorithm, kl_coef)
 
     def spread_over_turns(self, batch: Batch, turns: TurnAdvantages) -> tuple[Batch, PassNumbers]:
-        """Token-level advantages of this rank's samples, from those of their turns."""
+        """Spread turn advantages over the tokens of this rank's samples."""
         return spread_over_turns(batch, turns)
 
 
 def check_room(rollout: RolloutConfig, residency: Residency) -> None:
-    """Once all models are loaded and the engine sleeps: ConfigError where the second generation would lack memory.
+    """Raise ConfigError if the second generation would lack memory. Call with all models loaded and the engine asleep.
 
-    An engine compares its share with what is free when it starts. Optimizers take their memory only in the first
-    update, and where they are not offloaded, they have it while the engine generates.
+    An engine compares its share with the free memory at its start. Optimizers allocate their state only in the first
+    update, and without offloading they keep it during generation.
     """
     device = residency.device
-    if device.is_cpu or not ENGINES[rollout.name].package:  # the embedded engine takes what it finds
+    if device.is_cpu or not ENGINES[rollout.name].package:  # the embedded engine uses the memory that is free
         return
     residency.enter("gen")
     free, total = device.free_memory_bytes(), device.total_memory_bytes()

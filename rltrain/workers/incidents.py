@@ -1,9 +1,8 @@
-"""A mini-batch whose loss or gradient is not finite, written to disk as tensors and numbers that torch reads by itself
-(docs/recovery.md shows how).
+"""Dump of a mini-batch with a non-finite loss or gradient, as tensors and numbers (docs/recovery.md: how to load it).
 
-The trained weights are part of it: they are those of the last optimizer step, which no checkpoint has, and a batch
-often tells nothing without them. They take 4 bytes each (of adapters alone under LoRA), and are left out where the disk
-has no room. Left out too: random numbers, which matter where the model has dropout.
+It includes the trained weights of the last optimizer step, because no checkpoint has them, and a batch is often
+useless without them. They take 4 bytes each (with LoRA adapters only) and are skipped if the disk is too full. Left
+out: random states, which matter for models with dropout.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from rltrain.models.weights.state import save_training_state
 from rltrain.workers.tasks import MiniBatch
 
 log = logging.getLogger(__name__)
-_FREE_BYTES = 2**28  # left on the disk for logs
+_FREE_BYTES = 2**28  # reserved on the disk for logs
 _WEIGHTS, _CONFIG = "weights", "config.yaml"
 
 
 def write_incident(
     run: Path, role: str, micros: Sequence[Batch], mini: MiniBatch, terms: Mapping[str, float], model: PackedModel
 ) -> str:
-    """Write it (a collective) below ``run``/incidents. Return a sentence for the error message: the folder, and the
-    page that shows how to load it."""
-    # A name of one rank's clock, as no number of a resumed run tells its incidents from those before.
+    """Write the dump below ``run``/incidents (a collective). Returns a sentence for the error message that names the
+    folder and the page on loading it."""
+    # Named by one rank's clock, because step numbers repeat after a resume.
     named = gather_json(f"nonfinite_{role}_{time.strftime('%Y%m%d_%H%M%S')}")
     folder = run / "incidents" / named[0]
     try:
@@ -53,7 +52,7 @@ def write_incident(
         if dist.get_rank() == 0 and (run / _CONFIG).exists():
             shutil.copy(run / _CONFIG, folder / _CONFIG)
         sentence = f"It is kept in {folder} (docs/recovery.md shows how to load it)."
-    except (OSError, RuntimeError) as error:  # torch raises the second on a full disk
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
         sentence = f"The mini-batch could not be kept in {folder} ({str(error).splitlines()[0]})."
     _keep_weights(model, folder)
     return sentence
@@ -63,7 +62,7 @@ def _keep_weights(model: PackedModel, folder: Path) -> None:
     reshard(model)
     size = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     free = shutil.disk_usage(folder).free if folder.exists() else 0
-    # Nodes may differ in what they see of the disk, and all of them write or none does.
+    # Nodes may report different free space; either all of them write or none does.
     has_room = torch.tensor(int(free > size + _FREE_BYTES))
     dist.all_reduce(has_room, dist.ReduceOp.MIN)
     try:

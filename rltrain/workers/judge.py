@@ -1,11 +1,11 @@
-"""The judge: a generative reward model, whose replies say what answers are worth.
+"""Judge: a generative reward model whose replies score responses.
 
-It shares the device in time as every role does. Its weights are sharded over all ranks as the reference's are, and may
-rest on the host; for its replies an engine of the policy's kind gets them by the policy's weight sync, canary included,
-and gives them back when another phase begins. Messages are dealt to the ranks by length, and not pulled from a queue of
-all: which replies are written together then follows from the messages alone, and so does every bit of a reply.
+It shares the device in time like every role. Its weights are sharded over all ranks like the reference's and may be
+offloaded. To reply, an engine of the policy's type gets them by the policy's weight sync, including the canary, and
+frees them when another phase begins. Messages are dealt to the ranks by length instead of pulled from a shared queue:
+the batches, and so every bit of a reply, then depend on the messages only.
 
-Left out: images, and engines that bring their own memory, of which a process has one.
+Left out: images, and engines that allocate their memory at start, of which a process can have only one.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from rltrain.workers.rollout.queue import JobQueue, Replica
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.weight_sync import EngineNames, WeightSync
 
-# Every rank is an engine of its own, with messages of its own.
+# Every rank is a separate engine with separate messages.
 _ALONE = Replica(number=0, count=1, member=0, size=1)
 _HELLO = [{"role": "user", "content": "Is this answer right?"}]
 _NAMES = EngineNames("the judge's engine", "reward_model.model.path", "")
 
 
 def judge_encoder(cfg: Config) -> ChatEncoder:
-    """The encoder of a generative reward model's folder. Raises ConfigError where it has no tokenizer or template."""
+    """Return the encoder of a generative reward model. Raises ConfigError without a tokenizer or chat template."""
     model = cfg.reward_model.model
     kwargs = dict(model.apply_chat_template_kwargs)
     encoder = ChatEncoder(model.path or "", trust_remote_code=model.trust_remote_code, template_kwargs=kwargs)
@@ -60,11 +60,11 @@ def judge_encoder(cfg: Config) -> ChatEncoder:
 
 
 class JudgeWorker(Judge):
-    """One shard of the judge, and an engine for all of it."""
+    """Shard of the judge, and an engine with all its weights."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
         self._rollout = cfg.reward_model.rollout
-        # Asking for it costs a little with every token.
+        # Checking for an abort costs a little per token.
         self._can_be_given_up = cfg.trainer.stop_notice_s is not None
         self._longest_message, self._longest_reply = judge_lengths(cfg)
         self.residency, device = residency, residency.device
@@ -98,7 +98,7 @@ class JudgeWorker(Judge):
             device,
             spec.compute_dtype,
             bucket_bytes=cfg.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20,
-            # Engine and shards have one dtype; see `log_prob_gap_limit`.
+            # Engine and shards have the same dtype; see `log_prob_gap_limit`.
             gap_limit=1e-3 if spec.compute_dtype == torch.float32 else 0.1,
             canary=EncodedPrompt(np.array(self._encoder.encode(_HELLO, tools=()), dtype=np.int32)),
             log_probs=self._text_log_probs,
@@ -107,9 +107,9 @@ class JudgeWorker(Judge):
         residency.add_engine(self._release, JUDGE_PHASE)
 
     def replies(self, batch: Batch, seed: int, reading: int) -> tuple[list[Reply], JudgeNumbers]:
-        """Replies to the messages of this rank. A message that is too long gets none, and says so.
+        """Generate replies to the messages of this rank. Messages that are too long get an error text instead.
 
-        A reply follows from ``seed``, the message and ``reading``.
+        A reply is a function of ``seed``, the message and ``reading``.
         """
         started = time.perf_counter()
         self.residency.enter(JUDGE_PHASE, whole=True)
@@ -138,7 +138,7 @@ class JudgeWorker(Judge):
         return replies, JudgeNumbers(num_tokens, time.perf_counter() - started)
 
     def _answered(self, jobs: list[Job]) -> Conversations:
-        # The longest first, so that none of them is waited for alone.
+        # Longest first, so that none of them runs alone at the end.
         jobs = sorted(jobs, key=lambda job: -len(job.prompt))
         store, key = dist.distributed_c10d._get_default_store(), f"judge/{dist.get_rank()}"
         queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_given_up)
@@ -156,7 +156,7 @@ class JudgeWorker(Judge):
         )
 
     def _text_log_probs(self, text: EncodedPrompt) -> Tensor:
-        """log pi(token) at temperature 1 of all tokens but the first, as passes compute them."""
+        """Return log pi(token) at temperature 1 of all tokens but the first, computed as in a pass."""
         tokens, index = torch.from_numpy(text.tokens), torch.zeros(1, dtype=torch.long)
         answers = Ragged.from_rows([tokens[1:]])
         mask = answers.like(torch.ones_like(answers.values, dtype=torch.bool))

@@ -1,8 +1,8 @@
-"""The lines between devices: whether collectives work, and how fast every pair of ranks is.
+"""Tests of devices and their links: correct collectives, and bandwidth between every pair of ranks.
 
-`collectives` runs at the start of every run, because the first collective is otherwise one of FSDP's, and what it says
-when a line is dead helps nobody. `meets` is for `python -m rltrain.doctor`: each rank meets each other once, in rounds
-in which all pairs are busy at the same time, as in a round-robin tournament.
+`collectives` runs at the start of every run, because otherwise the first collective is one of FSDP's, whose error for a
+dead link is unhelpful. `meets` is for `python -m rltrain.doctor`: every pair of ranks exchanges data once. All pairs of
+a round run at the same time, as in a round-robin tournament.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rltrain.workers.roles import Links
 
 
 class LinksWorker(Links):
-    """A worker of its own for the doctor, and a role of every other. device: ``trainer.device``."""
+    """Link tests; a separate worker for the doctor, and a role of every other worker. device: ``trainer.device``."""
 
     def __init__(self, device: str) -> None:
         self.roles: list[object] = [self]
@@ -36,18 +36,18 @@ class LinksWorker(Links):
         return dist.get_world_size()
 
     def computes(self, size: int) -> float:
-        """TFLOP/s of a product of matrices [size, size], a power of two, in the compute dtype; 0 where it is wrong."""
+        """Return TFLOP/s of a matrix product [size, size], a power of two, in the compute dtype; 0 if it is wrong."""
         self._device.activate()
         ones = torch.ones(size, size, device=self._device.torch_device, dtype=self._device.compute_dtype)
         ones @ ones
         started = self._now()
         product = ones @ ones
         seconds = self._now() - started
-        # A power of two, which bf16 holds; sums are made in fp32.
+        # The result is a power of two, which bf16 represents exactly; sums are computed in fp32.
         return 2 * size**3 / seconds / 1e12 if bool((product == size).all()) else 0.0
 
     def collectives(self, num_bytes: int) -> dict[str, float]:
-        """GB/s of an all-reduce and of an all-gather (the second of two). Raises WorkerError where one is wrong."""
+        """Return GB/s of an all-reduce and an all-gather (the second run). Raises WorkerError if a result is wrong."""
         self._device.activate()
         size = max(num_bytes // 4 // self._world, 1) * self._world
         for _ in range(2):
@@ -66,16 +66,16 @@ class LinksWorker(Links):
                 f"rank {self._rank}: a collective has returned wrong numbers. Do not train on these devices: "
                 "python -m rltrain.doctor tries them pair by pair."
             )
-        # Bytes that a rank sends in a ring, so that it is the line's speed whatever the number of ranks.
+        # Bytes that a rank sends in a ring, so that the result is the link bandwidth for any number of ranks.
         share = 4 * size * (self._world - 1) / max(self._world, 1) / 1e9
         return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
 
     def meets(self, num_bytes: int, turn: int) -> Array:
-        """GB/s from and to the rank that this one meets in a round [world]; 0 where what arrived is wrong, else nan."""
+        """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
         self._device.activate()
         speeds = np.full(self._world, np.nan)
         peer = _partner(self._rank, turn, self._world + self._world % 2)
-        # With an odd number one rank rests in each round: it has drawn the rank that is not there.
+        # With an odd world size one rank is idle in each round: its peer does not exist.
         if peer == self._world:
             return speeds
         self._exchange(self._filled(1, float(self._rank)), peer)
@@ -88,7 +88,7 @@ class LinksWorker(Links):
 
     def _exchange(self, sent: torch.Tensor, peer: int) -> torch.Tensor:
         arrived = torch.full_like(sent, -1.0)
-        # In a batch they go over the lines of the whole group. Single ones would open lines of their own for each pair.
+        # A batch uses the connections of the whole group. Single operations would open a connection for each pair.
         work = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, arrived, peer)]
         for request in dist.batch_isend_irecv(work):
             request.wait()
@@ -103,10 +103,10 @@ class LinksWorker(Links):
 
 
 def _partner(rank: int, turn: int, players: int) -> int:
-    """Whom ``rank`` meets in a round, by the circle method: the last one stays, the others go round."""
+    """Return the peer of ``rank`` in a round, by the circle method: the last rank is fixed, the others rotate."""
     last = players - 1
     if rank == last:
-        # The one who would meet himself: 2 i = turn (mod last), and last is odd.
+        # The rank that would be its own peer: 2 i = turn (mod last), and last is odd.
         return turn * (last + 1) // 2 % last
     peer = (turn - rank) % last
     return last if peer == rank else peer

@@ -1,8 +1,8 @@
-"""What a process finds out about its node before anything is loaded; `run.preflight.health` asks all nodes.
+"""Checks of a node before anything is loaded; `run.preflight.health` runs them on all nodes.
 
-Problem: what is wrong with one node of many shows late and somewhere else: as a collective that hangs, as half a
-checkpoint. Choice: every node answers the same small questions first. Nothing here knows of Ray, and nothing takes more
-than seconds, unless storage hangs, which the driver's deadline then tells.
+Problem: faults of one node among many show late and elsewhere: as a collective that hangs, as half a checkpoint.
+Choice: every node runs the same quick checks first. They do not use Ray and take seconds, unless storage hangs, which
+the driver's deadline then reports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rltrain.base.storage import patiently
 from rltrain.base.versions import fingerprint
 from rltrain.models.files.source import model_problem
 
-# A file that was made on one node may come to the others' caches late, as with NFS.
+# Seconds to wait for a file from another node: caches may show it late, as with NFS.
 SEEN_S, _POLL_S = 10.0, 0.1
 _CONNECT_S, _THREADS = 5.0, 32
 _READ_BYTES = 2**20
@@ -36,43 +36,43 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Question:
-    """What a rank shall look at."""
+    """Checks that a rank runs."""
 
     rank: int
     name: str
-    """Of its node."""
+    """Node name."""
     device: str
     """``trainer.device``."""
     is_first: bool
-    """It speaks for its node."""
+    """True for the rank that reports for its node."""
     proof: Path
-    """The folder in which a file ``driver`` lies, with the folder's name as text."""
+    """Folder with a file ``driver`` that contains the folder's name."""
     models: Sequence[tuple[str, str]]
-    """(key, path)."""
+    """(key, path) of each model."""
     folders: Sequence[tuple[str, str]]
-    """(key, path) of what else must be there."""
+    """(key, path) of other required folders."""
     ray: str
-    """A folder of Ray's."""
+    """Temporary folder of Ray."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Answers; of a rank that is not the first of its node, only those on its device."""
+    """Results; only the device fields for a rank that is not the first of its node."""
 
     rank: int
     name: str
     device: str = ""
     device_error: str = ""
-    """Why the device cannot be used."""
+    """Reason why the device cannot be used."""
     memory: tuple[int, int] = (0, 0)
-    """Its free and total bytes."""
+    """Free and total bytes of the device."""
     unshared: str = ""
-    """Why the proof is not there, or nothing can be left beside it."""
+    """Reason why the proof is missing, or why its folder is not writable."""
     lacking: list[str] = field(default_factory=list)
     port: int = 0
-    """Where the node listens."""
+    """Port that the node listens on."""
     room: dict[str, float] = field(default_factory=dict)
-    """What is left, by a name of `run.preflight.health`."""
+    """Free resources, by a name of `run.preflight.health`."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -80,11 +80,11 @@ open_doors: list[socket.socket] = []
 
 
 def look(question: Question) -> Facts:
-    """The facts about this process's device and, of the first rank of a node, about the node."""
+    """Check this process's device and, on the first rank of a node, the node."""
     device = Facts(question.rank, question.name, *_device(question.device))
     if not question.is_first:
         return device
-    # Kept open until `part`: who connects need not be accepted.
+    # Kept open until `part`: clients can connect without an accept.
     open_doors.append(socket.create_server(("", 0), backlog=1024))
     lacking = [problem for key, path in question.models if (problem := model_problem(key, path))]
     lacking += [f"{key}={path} is not there." for key, path in question.folders if not Path(path).exists()]
@@ -99,30 +99,30 @@ def look(question: Question) -> Facts:
 
 
 def reach(doors: Sequence[tuple[str, int]]) -> list[float | str]:
-    """Seconds that a connection to each (address, port) takes, or why there is none."""
-    # Behind a firewall every one of them takes the whole wait.
+    """Return the seconds to connect to each (address, port), or an error text."""
+    # With a firewall every connection takes the full timeout.
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(_knock, doors))
 
 
 def part(_: None = None) -> float:
-    """Close what `look` has opened. Returns what the clock says, in seconds since 1970."""
+    """Close the sockets of `look`. Returns the node's time in seconds since 1970."""
     while open_doors:
         open_doors.pop().close()
     return time.time()
 
 
 def unseen(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
-    """Wait for files with their folder's name as text. Returns why each is not there, or nothing."""
-    # One for all: of a hundred nodes whose files do not come, each would take the whole wait.
+    """Wait for files that contain their folder's name. Returns a reason per missing file, else ""."""
+    # One wait for all: with a hundred missing files, separate waits would add up.
     clock.poll(lambda: not any(map(_missing, files)), SEEN_S, _POLL_S)
     return [_missing(file) for file in files]
 
 
 def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
-    """Read files whole. Returns what is said of those whose contents have another digest than the one given.
+    """Read files and return a message for each that is unreadable or has an unexpected digest.
 
-    Raises StorageError where one cannot be read, which says nothing of its contents.
+    Raises StorageError if storage fails, which says nothing about the contents.
     """
     problems = []
     for file, expected in files:
@@ -137,7 +137,7 @@ def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
 
 
 def digest_of(file: Path) -> str:
-    """XXH3 (128 bits) of the contents, in hexadecimal. Raises OSError."""
+    """Return XXH3 (128 bits) of the contents, in hexadecimal. Raises OSError."""
     digest, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
     with file.open("rb", buffering=0) as stream:
         while size := stream.readinto(buffer):
@@ -146,7 +146,7 @@ def digest_of(file: Path) -> str:
 
 
 def leave(file: Path, text: str) -> None:
-    """Write a file as checkpoints are written: under another name, to the disk, renamed. Raises OSError."""
+    """Write a file like a checkpoint: under a temporary name, fsync, rename. Raises OSError."""
     with open(file.with_suffix(".new"), "w", encoding="utf-8") as new:
         new.write(text)
         new.flush()
@@ -198,7 +198,7 @@ def _room(ray: str) -> dict[str, float]:
     disk = shutil.disk_usage(next(folder for folder in (Path(ray), *Path(ray).parents) if folder.exists()))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
-        # Ray moves no objects to a disk that is 95 % full.
+        # Ray stops spilling objects to a disk that is 95 % full.
         "local disk": max(0.0, disk.free - 0.05 * disk.total) / _GIB,
         "/dev/shm": shutil.disk_usage("/dev/shm").total / _GIB if Path("/dev/shm").is_dir() else 0.0,
         "open files": float("inf") if files == resource.RLIM_INFINITY else files,

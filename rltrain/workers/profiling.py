@@ -1,7 +1,7 @@
-"""A phase of a step under torch's profiler (torch_npu's on NPUs): a trace, a table of kernels and gaps, a snapshot.
+"""Profile of a phase by torch's profiler (torch_npu's on NPUs): trace, table of kernels and gaps, memory snapshot.
 
-Traces are read by Perfetto (ui.perfetto.dev) and chrome://tracing. Outside of a phase that is profiled there is no
-profiler, so that other steps cost what they cost without.
+Traces open in Perfetto (ui.perfetto.dev) and chrome://tracing. Other phases run without a profiler and so without its
+overhead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rltrain.base.device import Device
 from rltrain.base.storage import disk_errors
 from rltrain.workers.roles import Profiled
 
-# Of a table, the kernels that take longest.
+# Number of rows in a table, longest kernels first.
 _SHOWN = 25
-# Of a CPU's events, those that compute or send; others are labels around them.
+# CPU events that compute or communicate; the others are labels around them.
 _OPERATORS = ("aten::", "c10d::", "gloo:")
 
 
 class Profiler(Profiled):
-    """The profiler of this process. One phase at a time."""
+    """Profiler of this process, for one phase at a time."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -50,7 +50,7 @@ class Profiler(Profiled):
         with disk_errors(self._name.parent):
             written = [f"{name}.memory.pickle"] if self._device.dump_memory(f"{name}.memory.pickle") else []
             self._device.record_memory_history(False)
-            if not hasattr(running, "events"):  # torch_npu has written trace and tables when it stopped
+            if not hasattr(running, "events"):  # torch_npu writes trace and tables when it stops
                 return [name, *written]
             running.export_chrome_trace(f"{name}.json.gz")
             rows = kernels_of(running.events(), on_device=not self._device.is_cpu)
@@ -60,18 +60,18 @@ class Profiler(Profiled):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What was computed; all in microseconds."""
+    """Execution of a kernel; times in microseconds."""
 
     name: str
     begin: float
     end: float
     own: float
-    """Without kernels that ran within it."""
+    """Time without nested kernels."""
 
 
 def kernels_of(events: Iterable[Any], *, on_device: bool) -> list[Kernel]:
-    """The kernels of a profile, in the order of their begin: those of the device, or on a CPU the operators, which are
-    what a CPU has in their place. events: `torch.profiler.profile.events`."""
+    """Return the kernels of a profile by start time: device kernels, or on a CPU its operators. events:
+    `torch.profiler.profile.events`."""
     from torch.autograd import DeviceType
 
     found = []
@@ -85,7 +85,7 @@ def kernels_of(events: Iterable[Any], *, on_device: bool) -> list[Kernel]:
 
 
 def busy(kernels: Sequence[Kernel]) -> float:
-    """Microseconds in which at least one of ``kernels``, which are in the order of their begin, ran."""
+    """Return the microseconds in which at least one of ``kernels`` ran. kernels: sorted by start time."""
     total, until = 0.0, float("-inf")
     for kernel in kernels:
         total += max(0.0, kernel.end - max(kernel.begin, until))
@@ -94,8 +94,7 @@ def busy(kernels: Sequence[Kernel]) -> float:
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    """Markdown: how much of the time from the first kernel to the last one was busy, the longest gaps, and the kernels
-    that took longest."""
+    """Return Markdown: busy share from the first kernel to the last, top kernels by time, and the longest gaps."""
     if not kernels:
         return "No kernel ran.\n"
     whole = max(kernel.end for kernel in kernels) - kernels[0].begin
@@ -116,7 +115,7 @@ def table(kernels: Sequence[Kernel]) -> str:
 
 
 def _gaps(kernels: Sequence[Kernel]) -> list[tuple[float, str, str]]:
-    """Microseconds without a kernel, between which two; the longest first."""
+    """Return (microseconds, kernel before, kernel after) of the gaps, longest first."""
     gaps, last = [], kernels[0]
     for kernel in kernels[1:]:
         if kernel.begin > last.end:

@@ -1,7 +1,7 @@
-"""A reference that moves: every so many steps it becomes the policy, or a mixture with it.
+"""Reference model that follows the policy: every K steps it becomes the policy, or is mixed with it.
 
-TR-DPO (Gorbatovski et al. 2024, eq. 6 and 7) and ProRL (Liu et al. 2025, section 2.3): a KL to the model that training
-began with holds a long run back in the end.
+TR-DPO (Gorbatovski et al. 2024, eq. 6 and 7) and ProRL (Liu et al. 2025, section 2.3): a KL to the initial model
+eventually limits a long run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rltrain.workers.saving import SavesState, StateWriter
 
 
 class ReferenceWorker(SavesState, Reference):
-    """One shard of the reference. Every method is called on all ranks at once."""
+    """Shard of the reference. Every method is called on all ranks."""
 
     def __init__(self, cfg: Config, policy: PolicyModel, reference: PolicyModel, residency: Residency) -> None:
         self._mix = cfg.actor_rollout_ref.ref.update_mix
@@ -27,16 +27,16 @@ class ReferenceWorker(SavesState, Reference):
 
     @torch.no_grad()
     def move(self) -> None:
-        """reference <- a policy + (1 - a) reference, a = ref.update_mix, weight by weight and shard by shard."""
-        # Each rests where it rests while answers are generated: of weights that are frozen nothing is brought back to
-        # the host, so they must not be written to on the device.
+        """Set reference <- a policy + (1 - a) reference, a = ref.update_mix, for each shard of a weight."""
+        # Weights stay where they are during generation: frozen weights are never copied back to the host, so they must
+        # not be changed on the device.
         self._residency.enter("gen", whole=True)
         self._writer.reshard_and_synchronize()
         policy, reference = (
             {**weights_by_name(packed), **correction_biases(packed)} for packed in (self._policy, self._reference)
         )
         for name, weight in reference.items():
-            # Both are cut alike, as the specification of the one is made of that of the other.
+            # Both are sharded alike, because the reference's specification is derived from the policy's.
             source, target = local(policy[name]), local(weight)
             if self._mix == 1:
                 target.copy_(source)
@@ -44,8 +44,8 @@ class ReferenceWorker(SavesState, Reference):
                 target.lerp_(source.to(target), self._mix)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back, on any number of ranks (a collective). Returns notes for the log."""
-        if weights_only:  # of a new run, whose reference has not moved yet
+        """Load the weights, on any number of ranks (a collective). Returns notes for the log."""
+        if weights_only:  # from another run: the reference starts as loaded
             return []
         self._residency.enter("gen", whole=True)
         return load_training_state(self._reference, None, folder)

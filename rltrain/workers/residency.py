@@ -1,14 +1,13 @@
-"""Which models, optimizer states and engines are on the device in each phase.
+"""Offloading: models, optimizer states and engines on the device in each phase.
 
-The roles of a process need more memory together than the device has. Each registers what it owns and the phases that
-need it; `enter` first sends everything else to the host, so that the two are never on the device together.
+The roles of a process together need more memory than the device has. Each registers its tensors and the phases that
+need them; `enter` first offloads everything else, so that both are never on the device at once.
 
-The bus is the slowest part of this, so nothing waits for it that need not. Host memory is page-locked and kept, because
-copies from and to other memory go through a buffer of the driver's at a fraction of the speed. What comes back comes
-layer by layer in a queue of its own: a forward waits at each layer for that layer, an optimizer's state arrives while
-the gradients are computed. Weights that have only been through phases that write to none are not copied out again. A
-save reads everything where it is, so it is no phase. Left out: copies out that overlap with the phase that follows,
-which could not have their memory meanwhile.
+Transfers are the slowest part, so waits are avoided. Host memory is page-locked and kept, because copies of pageable
+memory go through a driver buffer at a fraction of the speed. Onloading runs layer by layer on a separate stream: a
+forward pass waits at each layer for that layer only, and optimizer state arrives while gradients are computed. Weights
+that were not written to are not copied out again. A save reads tensors wherever they are, so it is not a phase. Left
+out: overlapping offloading with the next phase, because that phase needs the memory.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from rltrain.base.device import Device, host_memory
 from rltrain.config.passes import UPDATES, Role
 from rltrain.models.weights.shard import reshard
 
-# In these weights that learn are written to: by the optimizer, and where a checkpoint is loaded.
+# Phases that write to trained weights: optimizer steps, and loading a checkpoint.
 _WRITTEN_IN = {*UPDATES}
 
 
 class Residency:
-    """Owner of all moves between device and host. On a CPU, a move leaves everything where it is."""
+    """Offload manager: owner of all moves between device and host. On a CPU moves do nothing."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -48,41 +47,41 @@ class Residency:
         self._peaks: dict[str, Counter[str]] = {}
         """Bytes by owner at the peak of each phase since the start."""
         self._most = (0, 0)
-        """What `Device.take_peaks` gives, since the start."""
+        """Maximum of `Device.take_peaks` since the start."""
 
     def add_engine(self, release: Callable[[], object], *phases: str) -> None:
-        """Register an engine: it takes memory when weights are loaded, and releases it outside of these phases."""
+        """Register an engine. It allocates memory when weights are loaded; `release` frees it in other phases."""
         self._engines.append((frozenset(phases), release))
 
     def add_model(self, role: Role, model: nn.Module, *phases: str, offload: bool) -> None:
-        """Register a sharded model that ``phases`` need; with ``offload`` it rests on the host in all others."""
+        """Register a sharded model that ``phases`` need; with ``offload`` it is on the host in all other phases."""
         known = {id(weight) for other in self.models.values() for weight in other.parameters()}
-        # Now, as a forward may leave whole weights in their place.
+        # Measured now, because a forward pass may replace shards by full weights.
         self._weight_bytes[role] = sum(local(weight).nbytes for weight in model.parameters() if id(weight) not in known)
         self.models[role] = model
         if offload and self._queue is not None:
             self._residents.append((frozenset(phases), _Model(model, self.device, self._queue)))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: str, offload: bool) -> None:
-        """Register the state of an optimizer, likewise."""
+        """Register the state of an optimizer in the same way."""
         self.optimizers.append(optimizer)
         self._staying += [] if offload else [optimizer]
         if offload and self._queue is not None:
             self._residents.append((frozenset(phases), _State(optimizer, self.device, self._queue)))
 
     def bytes_to_come(self) -> int:
-        """What optimizers will take in their first step and keep on the device: two moments of every weight (AdamW)."""
+        """Return the bytes that optimizers allocate in their first step and keep on the device: two moments (AdamW)."""
         weights = [weight for optim in self._staying for group in optim.param_groups for weight in group["params"]]
         return sum(2 * (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes for weight in weights)
 
     def is_here(self, model: nn.Module) -> bool:
-        """Whether the weights of a model are on the device, or on their way to it."""
+        """Return True if the weights of a model are on the device or being copied to it."""
         return all(resident.is_here for _, resident in self._residents if resident.owner is model)
 
     def enter(self, phase: str, *, whole: bool = False) -> None:
-        """Make the device ready for ``phase``, one of `device_phases`.
+        """Prepare the device for ``phase``, one of `device_phases`.
 
-        whole: weights will be read elsewhere than in a forward, so that kernels wait for all of them.
+        whole: weights will be read outside of a forward pass, so kernels wait for all of them.
         """
         self._measure()
         self.phase = phase
@@ -103,12 +102,12 @@ class Residency:
                     resident.come()
                 resident.seen.add(phase)
         if self._queue is not None:
-            self._take_peak()  # of the moves
+            self._take_peak()  # of the copies
             if whole:
                 self.device.current_stream().wait_stream(self._queue)
 
     def memory_gb(self) -> dict[str, float]:
-        """``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, together and by phase."""
+        """Return ``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, total and by phase."""
         found = self.device.host_memory_gb()
         if self._queue is not None:
             self._measure()
@@ -119,7 +118,7 @@ class Residency:
         return found
 
     def resting(self) -> Counter[str]:
-        """Bytes that weights, gradients and optimizer states have of the device now, gathered weights aside."""
+        """Return the device bytes of weights, gradients and optimizer states, without gathered weights."""
         here = [role for role, model in self.models.items() if self.is_here(model)]
         grads = [weight.grad for role in here for weight in self.models[role].parameters() if weight.grad is not None]
         states = [value for optim in self.optimizers for state in optim.state.values() for value in state.values()]
@@ -131,10 +130,10 @@ class Residency:
         )
 
     def _measure(self) -> None:
-        """Remember who has the device at the peak of the phase that is there, where it is the largest so far."""
+        """Record memory by owner at the peak of the current phase, if it is the largest so far."""
         if self._queue is not None:
             owners = self.resting()
-            del owners["gradients"]  # the work of an update, which is done
+            del owners["gradients"]  # temporary memory of an update that is done
             owners["work"] = max(0, self._take_peak() - owners.total())
             owners["others"] = self.device.bytes_of_others()
             self._peaks[self.phase] = max(self._peaks.get(self.phase, owners), owners, key=Counter.total)
@@ -147,22 +146,22 @@ class Residency:
 
 @dataclass
 class _Resident:
-    """Tensors that are on the device, or rest in host memory of their own."""
+    """Tensors that are either on the device or offloaded to host memory."""
 
     owner: Any
     device: Device
     queue: Any
-    """The stream of the copies."""
+    """Stream of the copies."""
     is_here: bool = True
     seen: set[str] = field(default_factory=set)
-    """The phases since they came."""
-    # Where each tensor rests.
+    """Phases since they were onloaded."""
+    # Host copy of each tensor.
     _twins: dict[Any, Tensor] = field(default_factory=dict)
-    # By part, what its last copy has recorded.
+    # Event after the last copy of each part.
     _underway: dict[int, Any] = field(default_factory=dict)
 
     def parts(self) -> list[dict[Any, Tensor]]:
-        """Tensors that are needed together, by name, in the order in which they are needed."""
+        """Return groups of tensors by name, in the order in which they are needed."""
         raise NotImplementedError
 
     def put(self, tensors: Mapping[Any, Tensor]) -> None:
@@ -170,7 +169,7 @@ class _Resident:
         raise NotImplementedError
 
     def copy_out(self) -> None:
-        """Queue the copies to the host. The tensors are to be left alone until the queue is empty."""
+        """Queue the copies to the host. The tensors must not be changed until the stream is synchronised."""
         self.arrive()
         self.queue.wait_stream(self.device.current_stream())
         tensors = self._tensors()
@@ -184,23 +183,23 @@ class _Resident:
                     self._twins[name].copy_(local(tensor), non_blocking=True)
 
     def may_have_changed(self, tensor: Tensor) -> bool:
-        """Whether the tensor may differ from its copy on the host."""
+        """Return True if the tensor may differ from its copy on the host."""
         return True
 
     def leave(self) -> None:
-        """Go on with the copies on the host, which gives the device's memory back."""
+        """Switch to the copies on the host, which frees device memory."""
         self.put({name: like(tensor, self._twins[name]) for name, tensor in self._tensors().items()})
         self.is_here = False
 
     def come(self) -> None:
-        """Queue the copies back, part by part."""
+        """Queue the copies to the device, part by part."""
         parts, device = self.parts(), self.device.torch_device
-        # Memory belongs to the kernels' queue, and may be in use there by what was freed a moment ago.
+        # Memory is allocated on the compute stream, where freed memory may still be in use.
         on_device = {name: torch.empty_like(self._twins[name], device=device) for part in parts for name in part}
         self.queue.wait_stream(self.device.current_stream())
         for number, part in enumerate(parts):
             for name, tensor in part.items():
-                # FSDP copies a shard that it has to pad, in the kernels' queue.
+                # FSDP copies a shard that needs padding on the compute stream.
                 stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
                 with self.device.on_stream(stream):
                     on_device[name].copy_(self._twins[name], non_blocking=True)
@@ -210,7 +209,7 @@ class _Resident:
         self.seen.clear()
 
     def arrive(self, part: int | None = None) -> None:
-        """Wait until a part is there, or all of them. The host waits, as no stream can speak for those of FSDP."""
+        """Wait until one part, or all of them, are on the device. The host waits, because FSDP uses further streams."""
         for number in [part] if part is not None else list(self._underway):
             if event := self._underway.pop(number, None):
                 event.synchronize()
@@ -220,26 +219,26 @@ class _Resident:
 
 
 class _Model(_Resident):
-    """The parameters of a model that FSDP2 has sharded. Buffers are small, and stay."""
+    """Parameters of a model sharded by FSDP2. Buffers are small and stay on the device."""
 
     def __init__(self, model: nn.Module, device: Device, queue: Any) -> None:
         super().__init__(model, device, queue)
-        # The root first: it gathers embedding and head before any layer runs.
+        # The root comes first: it gathers embedding and head before any layer runs.
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         unit_of = {id(weight): number for number, unit in enumerate(units) for weight in unit.parameters()}
         self._names: list[list[str]] = [[] for _ in units]
         for name, parameter in model.named_parameters():
             self._names[unit_of[id(parameter)]].append(name)
         for number, unit in enumerate(units):
-            # In front of FSDP's own, which gathers the weights.
+            # Before FSDP's hook, which gathers the weights.
             unit.register_forward_pre_hook(lambda *_, part=number: self.arrive(part), prepend=True)
 
     def copy_out(self) -> None:
-        reshard(self.owner)  # else the gathered weights of the last forward would pass for the parameters
+        reshard(self.owner)  # otherwise the gathered weights of the last forward pass would be copied
         super().copy_out()
 
     def may_have_changed(self, tensor: Tensor) -> bool:
-        """Not by the version that tensors carry: fused kernels write to all weights at once and do not count it up."""
+        """Return True for trained weights after an update. Tensor versions do not show it with fused kernels."""
         return tensor.requires_grad and not self.seen.isdisjoint(_WRITTEN_IN)
 
     def parts(self) -> list[dict[Any, Tensor]]:
@@ -249,12 +248,12 @@ class _Model(_Resident):
     def put(self, tensors: Mapping[Any, Tensor]) -> None:
         parameters = dict(self.owner.named_parameters())
         new = {id(parameters[name]): tensor for name, tensor in tensors.items()}
-        # What `Module.to` does: parameters stay the same objects, and FSDP notices.
+        # As in `Module.to`: parameters stay the same objects, and FSDP notices the change.
         self.owner._apply(lambda tensor: new.get(id(tensor), tensor))
 
 
 class _State(_Resident):
-    """The moments of an optimizer. Its step counters stay where they are: scalars, with fused AdamW on the device."""
+    """Moments of an optimizer. Step counters are not moved: they are scalars, with fused AdamW on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, queue: Any) -> None:
         super().__init__(optimizer, device, queue)
@@ -277,13 +276,13 @@ class _State(_Resident):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Return this rank's shard of a tensor."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor that is spread as ``tensor`` is, of which this rank has ``local``."""
-    # Not `from_local`, which would bring what is on the host back to the device.
+    """Return a tensor sharded like ``tensor``, with ``local`` as this rank's shard."""
+    # Not `from_local`, which would move host tensors to the device.
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 

@@ -1,4 +1,4 @@
-"""Results of calls that travel to the driver, beside the objects that stay in the store."""
+"""Results of calls that are sent to the driver, next to the objects that stay in the store."""
 
 from __future__ import annotations
 
@@ -12,96 +12,94 @@ from numpy.typing import NDArray
 from rltrain.algorithms.moments import Moments
 
 Array = NDArray[Any]
-# The part of a generation in which an engine has nothing running, because all of its conversations wait for an answer.
+# Time of a generation in which an engine is idle because all its conversations wait for tools.
 WAIT = "wait_for_tools"
 
 
 @dataclass(frozen=True)
 class PassNumbers:
-    """Of a pass over samples."""
+    """Results of a pass over samples."""
 
     per_sample: dict[str, Array] = field(default_factory=dict)
-    """Numbers [n]."""
+    """Numbers per sample [n]."""
     moments: dict[str, Moments] = field(default_factory=dict)
-    """Per quantity, of tokens or of answers."""
+    """Moments per quantity, over tokens or responses."""
 
 
 @dataclass(frozen=True)
 class UpdateNumbers:
-    """Of an update; arrays have one entry per optimizer step."""
+    """Results of an update; arrays have one entry per optimizer step."""
 
     grad_norm: Array
-    """The same on all ranks."""
+    """Gradient norm. Equal on all ranks."""
     skipped: Array
-    """1: the numbers were not finite. The same on all ranks."""
+    """1: the step was skipped, because loss or gradient was not finite. Equal on all ranks."""
     shares: dict[str, Array] = field(default_factory=dict)
-    """Parts of the loss, which add up over ranks."""
+    """Parts of the loss, to be summed over ranks."""
     token_sums: dict[str, Array] = field(default_factory=dict)
-    """Likewise, to be divided by the tokens of the mini-batch."""
+    """Token sums, to be summed over ranks and divided by the tokens of the mini-batch."""
     measured: dict[str, Moments] = field(default_factory=dict)
-    """Moments of the first mini-batch, before any step."""
+    """Moments of the first mini-batch, before any optimizer step."""
     memory_gb: dict[str, float] = field(default_factory=dict)
-    """Peaks, by metric."""
+    """Memory peaks by metric."""
     overflowed: Array = field(default_factory=lambda: np.zeros(0))
-    """1: the step was not made because gradients overflowed float16, and the loss scale was halved. The same on all
-    ranks."""
+    """1: the step was skipped because gradients overflowed float16; the loss scale was halved. Equal on all ranks."""
     loss_scale: float | None = None
-    """After the last step; None in other dtypes."""
+    """Loss scale after the last step; None in other dtypes."""
     expert_load: Array | None = None
-    """Tokens that went to each expert [layers, experts] in all forwards, over all ranks; None where it is not measured.
-    The same on all ranks."""
+    """Tokens per expert [layers, experts] in all forward passes and ranks; None if not measured. Equal on all ranks."""
 
     @property
     def num_made(self) -> int:
-        """Optimizer steps that were made, those of mini-batches without a loss token among them."""
+        """Number of optimizer steps made, including mini-batches without a loss token."""
         return len(self.skipped) - int(self.skipped.sum() + self.overflowed.sum())
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Of a weight sync."""
+    """Results of a weight sync."""
 
     seconds: float
     gigabytes: float
-    """Taken over by the engine of this rank."""
+    """Weights loaded by this rank's engine."""
     canary_gap: float
     """Mean |log pi_engine - log pi_trainer| over the tokens of a fixed text, both at temperature 1."""
 
 
 @dataclass(frozen=True)
 class GenerationNumbers:
-    """Of a generation."""
+    """Results of a generation."""
 
     seconds: dict[str, float]
-    """By phase."""
+    """Seconds by phase."""
     sync: SyncReport | None = None
-    """Of the weights, where they had changed."""
+    """Weight sync, if the weights had changed."""
     per_sample: dict[str, Array] = field(default_factory=dict)
-    """Numbers of the answers that this rank returns, ``slot`` among them, or nothing."""
+    """Numbers of the samples that this rank returns, including ``slot``; empty if it returns none."""
     image_bytes: int = 0
-    """Of pixels that the trainer gets."""
+    """Bytes of pixels sent to the trainer."""
     num_damaged: int = 0
-    """Answers that were emptied, because the engine gave them tokens or log-probs that cannot be."""
+    """Responses that were emptied because of invalid tokens or log-probs."""
     num_begun_anew: int = 0
-    """Trajectories that a later step begins again (rollout.tail=carry_over)."""
+    """Trajectories that a later step restarts (rollout.tail=carry_over)."""
     num_follow_up_tokens: int = 0
-    """With which turns behind the first began (`Conversations.num_follow_up_tokens`)."""
+    """Context tokens at the start of turns after the first (`Conversations.num_follow_up_tokens`)."""
     num_reused_tokens: int = 0
-    """Of these, those that the engine did not compute again."""
+    """Follow-up tokens that the engine did not recompute."""
     failure: str = ""
-    """Why the first trajectory that could not go on could not (`columns.AGENT_FAILED`)."""
+    """Error of the first failed trajectory (`columns.AGENT_FAILED`)."""
 
 
 @dataclass(frozen=True)
 class JudgeNumbers:
-    """Of a judge's replies."""
+    """Results of a judge's replies."""
 
     num_tokens: int
-    """Of messages and replies of this rank."""
+    """Tokens of messages and replies of this rank."""
     seconds: float
-    """The weights' way to the engine among them."""
+    """Seconds, including the weight sync."""
 
 
 def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest of each number over ranks, which all have the same ones."""
+    """Return the maximum of each number over ranks, which all have the same keys."""
     return {name: max(float(part[name]) for part in parts) for name in parts[0]}

@@ -1,6 +1,6 @@
-"""The reward model: a score of each whole answer, as its own tokenizer and chat template write the conversation.
+"""Reward model: a score per complete response, using its own tokenizer and chat template.
 
-It reads texts alone: where a prompt has an image, ``<image>``.
+It reads text only; images in a prompt are replaced by ``<image>``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rltrain.workers.roles import RewardModel
 
 
 def check_reward_model(spec: ModelSpec) -> ChatEncoder:
-    """The encoder of a reward model. Raises ConfigError for a model that has no head or no chat template."""
+    """Return the encoder of a reward model. Raises ConfigError for a model without head or chat template."""
     if read_score_head(spec.path) is None:
         raise ConfigError(
             f"reward_model.model.path={spec.path} has no classification head (score.weight). Give a sequence "
@@ -44,7 +44,7 @@ def check_reward_model(spec: ModelSpec) -> ChatEncoder:
 
 
 class RewardModelWorker(RewardModel):
-    """One shard of the reward model. ``rows``: the conversations that answers belong to, by split."""
+    """Shard of the reward model. ``rows``: the conversations of the prompts, by split."""
 
     def __init__(self, cfg: Config, passes: StepPasses, residency: Residency, rows: dict[str, Rows]) -> None:
         self._cfg = cfg.reward_model
@@ -56,7 +56,7 @@ class RewardModelWorker(RewardModel):
 
     @torch.no_grad()
     def score(self, batch: Batch, split: str) -> Array:
-        """``model_score`` of each sample [n], from its ``text`` and ``row``."""
+        """Return ``model_score`` of each sample [n], from its ``text`` and ``row``."""
         self.residency.enter("reward")
         rows = self._encode(batch, split)
         micros = self._cut([len(row) for row in rows])
@@ -81,12 +81,12 @@ class RewardModelWorker(RewardModel):
         return self._encoder.encode_batch(conversations, answered=True)
 
     def _cut(self, lengths: list[int]) -> list[list[int]]:
-        """Micro-batches within the budget, in order; idle ones are added so that every rank has as many."""
+        """Return micro-batches within the budget, in order, padded with empty ones to the same number on every rank."""
         micros: list[list[int]] = []
         room = 0
         for place, length in enumerate(lengths):
             cost = length if self._budget.max_tokens else 1
-            # A conversation longer than the budget gets a micro-batch to itself.
+            # A conversation longer than the budget gets a separate micro-batch.
             if not micros or cost > room:
                 micros.append([])
                 room = self._budget.max_tokens or self._budget.max_samples or 1

@@ -1,9 +1,9 @@
-"""What the driver may ask of a worker process, role by role: the signatures of all remote methods.
+"""Signatures of all remote methods of a worker process, by role.
 
-The driver writes ``group.call(Actor.load, …)``. mypy checks the arguments against the Protocol here, and also the
-classes that implement a role, because they name it as their base. A method that returns a tuple leaves all entries but
-the last in Ray's object store, where other workers fetch them; the last entry alone travels to the driver. For a
-`Batch` the driver passes ``request.as_batch``, and the batch is put together in the process that receives it.
+The driver writes ``group.call(Actor.load, …)``. mypy checks the arguments against the Protocol here, and the classes
+that implement a role, because they name it as their base. A method that returns a tuple leaves all entries but the last
+in Ray's object store, where other workers fetch them; only the last entry is sent to the driver. For a `Batch` the
+driver passes ``request.as_batch``, and the receiving process assembles the batch.
 """
 
 from __future__ import annotations
@@ -26,148 +26,148 @@ class Models(Protocol):
 
 
 class Links(Protocol):
-    """A device, and the lines between devices: `LinksWorker`."""
+    """Tests of a device and of the links between devices: `LinksWorker`."""
 
     def computes(self, size: int) -> float:
-        """TFLOP/s of a product of matrices [size, size], a power of two, in the compute dtype; 0 where it is wrong."""
+        """Return TFLOP/s of a matrix product [size, size], a power of two, in the compute dtype; 0 if it is wrong."""
 
     def collectives(self, num_bytes: int) -> dict[str, float]:
-        """GB/s of an all-reduce and of an all-gather (the second of two). Raises WorkerError where one is wrong."""
+        """Return GB/s of an all-reduce and an all-gather (the second run). Raises WorkerError if a result is wrong."""
 
     def meets(self, num_bytes: int, turn: int) -> Array:
-        """GB/s from and to the rank that this one meets in a round [world]; 0 where what arrived is wrong, else nan."""
+        """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
 
 
 class Profiled(Protocol):
     """A process with a profiler: `Profiler`."""
 
     def begin_profile(self, name: str) -> None:
-        """Profile what comes. name: path of the files to write, without their ends."""
+        """Start profiling. name: path of the output files, without suffix."""
 
     def end_profile(self) -> list[str]:
-        """Write what was profiled. Returns the files; none where nothing had begun."""
+        """Stop profiling and write the results. Returns the files; empty if profiling was not started."""
 
 
 class Actor(Protocol):
-    """The policy that is trained, and its reference: `ActorRefWorker`."""
+    """Trained policy and its reference: `ActorRefWorker`."""
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """log pi(answer) under the actor's own weights, and the rollout correction."""
+        """Compute log pi(response) with the actor's weights, and the rollout correction."""
 
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """log pi_ref(answer) under the frozen reference, and the KL to it where the reward has one."""
+        """Compute log pi_ref(response) with the frozen reference, and the KL to it if the reward has one."""
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """Maximise the surrogate: one optimizer step per mini-batch."""
 
     def stage(self, task: SaveTask) -> bool:
-        """Take model and optimizer as they are now. Returns whether training may go on while `write` runs."""
+        """Snapshot model and optimizer. Returns True if training may continue during `write`."""
 
     def write(self) -> tuple[list[Any], Written]:
-        """Write the staged tensors, in a thread beside other calls.
+        """Write the snapshot, in a thread concurrent with other calls.
 
-        Their places, which `seal` needs, stay in the store.
+        The index data for `seal` stays in the store.
         """
 
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
-        """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""
+        """Write the checkpoint's index on rank 0, after all ranks have written. Returns the digests of its files."""
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back. Returns notes for the log."""
+        """Load the saved state. Returns notes for the log."""
 
 
 class Frozen(Protocol):
-    """Policies that learn nothing: `FrozenWorker`."""
+    """Frozen policies: `FrozenWorker`."""
 
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
-        """log pi(answer) under the policy of a pass. task: the pass, the column to make, and the micro-batches."""
+        """Compute log pi(response) with the policy of a pass. task: pass, output column, micro-batch sizes."""
 
 
 class Reference(Protocol):
-    """A reference that moves: `ReferenceWorker`."""
+    """Reference model that follows the policy: `ReferenceWorker`."""
 
     def move(self) -> None:
-        """Take over the policy, or a part of it."""
+        """Copy the policy into the reference, or mix it in."""
 
     def stage(self, task: SaveTask) -> bool:
-        """Take the weights as they are now. Returns whether training may go on while `write` runs."""
+        """Snapshot the weights. Returns True if training may continue during `write`."""
 
     def write(self) -> tuple[list[Any], Written]:
-        """Write the staged tensors, in a thread beside other calls.
+        """Write the snapshot, in a thread concurrent with other calls.
 
-        Their places, which `seal` needs, stay in the store.
+        The index data for `seal` stays in the store.
         """
 
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
-        """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""
+        """Write the checkpoint's index on rank 0, after all ranks have written. Returns the digests of its files."""
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back, unless a new run begins from the weights of the policy alone. Returns notes for the log."""
+        """Load the saved state, unless a new run starts from the policy's weights only. Returns notes for the log."""
 
 
 class Rollout(Protocol):
     """The rollout engine: `RolloutWorker`."""
 
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
-        """Sample answers with the current weights: payload columns, the answers as text, and numbers."""
+        """Generate responses with the current weights. Returns payload columns, texts, and numbers."""
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
-        """The texts that `generate` has finished since the last call. Runs beside it."""
+        """Return texts that `generate` has finished since the last call. Runs concurrently with it."""
 
     def save_answers(self, batch: Batch, file: str) -> None:
-        """Write answers that wait for a later step (`waiting.WRITTEN` and their tokens)."""
+        """Write responses that wait for a later step (`waiting.WRITTEN` and their tokens)."""
 
     def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
-        """Read them back: payload columns, the answers as text, and numbers."""
+        """Load responses that `save_answers` wrote. Returns payload columns, texts, and numbers."""
 
     def give_up(self) -> None:
-        """Have `generate` of all ranks end, now and from now on. Runs beside it."""
+        """Abort `generate` on all ranks, now and from now on. Runs concurrently with it."""
 
 
 class Advantages(Protocol):
-    """Token-level advantages, computed where the tokens are: `HybridWorker`."""
+    """Token-level advantages, computed where the tokens are stored: `HybridWorker`."""
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
-        """Advantages and returns of every token."""
+        """Compute advantages and returns of every token."""
 
     def spread_over_turns(self, batch: Batch, turns: TurnAdvantages) -> tuple[Batch, PassNumbers]:
-        """Advantages of every token, from those of turns."""
+        """Spread turn advantages over tokens."""
 
 
 class Critic(Protocol):
-    """The value function: `CriticWorker`."""
+    """Value function: `CriticWorker`."""
 
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """V of the state in which each answer token was chosen."""
+        """Compute V of the state before each response token."""
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """Fit V to the returns: one optimizer step per mini-batch."""
 
     def stage(self, task: SaveTask) -> bool:
-        """Take model and optimizer as they are now. Returns whether training may go on while `write` runs."""
+        """Snapshot model and optimizer. Returns True if training may continue during `write`."""
 
     def write(self) -> tuple[list[Any], Written]:
-        """Write the staged tensors, in a thread beside other calls.
+        """Write the snapshot, in a thread concurrent with other calls.
 
-        Their places, which `seal` needs, stay in the store.
+        The index data for `seal` stays in the store.
         """
 
     def seal(self, places: list[list[Any]]) -> dict[str, str]:
-        """Rank 0, when all have written: make a checkpoint of the parts. Returns the digests of what it writes."""
+        """Write the checkpoint's index on rank 0, after all ranks have written. Returns the digests of its files."""
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Read them back. Returns notes for the log."""
+        """Load the saved state. Returns notes for the log."""
 
 
 class Judge(Protocol):
-    """A generative reward model: `JudgeWorker`."""
+    """Generative reward model: `JudgeWorker`."""
 
     def replies(self, batch: Batch, seed: int, reading: int) -> tuple[list[Reply], JudgeNumbers]:
-        """Replies to the ``judge_message`` of each sample, in their order. reading: the number of earlier questions."""
+        """Reply to the ``judge_message`` of each sample, in order. reading: the number of earlier attempts."""
 
 
 class RewardModel(Protocol):
     """The reward model: `RewardModelWorker`."""
 
     def score(self, batch: Batch, split: str) -> Array:
-        """Score of each sample [n]."""
+        """Return the score of each sample [n]."""

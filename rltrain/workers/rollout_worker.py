@@ -1,7 +1,7 @@
-"""The rollout role of a worker process: brings the current weights to its engine replica, and generates.
+"""Rollout role of a worker process: syncs the current weights to its engine replica, and generates.
 
-What it returns per answer stays in the object store; prompts stand there once per prompt. `response_mask` marks the
-tokens that the policy chose, and not those of a tool (`rollout/conversations.py`).
+The payload per response stays in the object store, with each prompt stored once. `response_mask` marks the tokens that
+the policy sampled, not a tool's (`rollout/conversations.py`).
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ from rltrain.workers.rollout.waiting import read_answers, write_answers
 from rltrain.workers.tasks import Finished, GenerateTask
 from rltrain.workers.weight_sync import WeightSync
 
-# After every sync, engine and trainer are compared on this many tokens of a prompt, behind its images.
+# After every sync, engine and trainer are compared on this many tokens of a prompt, after its images.
 _CANARY_TOKENS = 64
-# An engine that damages more than this share of the answers of a call is not to be trusted with the others.
+# If an engine damages more than this share of the responses of a call, the others are not trusted either.
 _MOST_DAMAGED = 0.01
 _NOTHING = np.zeros(0, dtype=np.int32)
-# Answers that have some tokens already, by place and sample.
+# Partial responses by prompt index and sample.
 Open = dict[tuple[int, int], Conversation]
 
 
 class RolloutWorker(Rollout):
-    """Every method but `take_finished` and `give_up` is called on all ranks at once.
+    """Rollout role. Every method except `take_finished` and `give_up` is called on all ranks.
 
-    policy: the training weights. version: counts the optimizer steps made on the weights. text_log_probs: log-probs of
-    a text by the trainer. rows: of the prompts, where answers have several turns.
+    policy: the training weights. version: number of optimizer steps made on the weights. text_log_probs: the trainer's
+    log-probs of a text. rows: of the prompts, for multi-turn runs.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RolloutWorker(Rollout):
         rows: dict[str, Rows] | None = None,
     ) -> None:
         self._rollout, self._max_response_length = cfg.actor_rollout_ref.rollout, cfg.data.max_response_length
-        # Asking for it costs a little with every token.
+        # Checking for an abort costs a little per token.
         self._can_be_given_up = cfg.trainer.stop_notice_s is not None
         self._with_experts = passes.router_replay == "R3"
         self._images, self._images_between_turns = passes.images, passes.images_between_turns
@@ -104,13 +104,13 @@ class RolloutWorker(Rollout):
         self.encoder = chat_encoder(cfg)
         self._max_model_len = self._rollout.max_model_len or longest_text(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
-        # Where one member takes all jobs, it agrees with nobody.
+        # If one member takes all jobs, there is nothing to synchronise.
         alone = ENGINES[self._rollout.name].leader_serves
         self._serving = replace(self._replica, size=1, group=None) if alone else self._replica
         self._rows = rows or {}
         self._answering = self._make_answering() if several_turns(self._rollout) else None
         self._agent_log = PrintLog(Path(cfg.trainer.default_local_dir) / "agents.log")
-        # The process group's own store serves as the replicas' shared counter, so there is no other server to start.
+        # The process group's store holds the replicas' shared counters, so no other server is needed.
         self._store = dist.distributed_c10d._get_default_store()
         self._finished: SimpleQueue[tuple[Job, list[str]] | None] = SimpleQueue()
         dtype = resolve_dtype(self._rollout.dtype, self._device)
@@ -132,7 +132,7 @@ class RolloutWorker(Rollout):
     def _make_engine(self, cfg: Config, dtype: torch.dtype, adapted: dict[str, int]) -> RolloutEngine:
         model = actor_spec(cfg, self._device, self._images)
         self._vocabulary = model.load_config().get_text_config().vocab_size
-        self.residency.enter("gen")  # an engine measures the memory that is free now
+        self.residency.enter("gen")  # an engine measures the free memory at its start
         settings = EngineSettings(
             rollout=self._rollout,
             model=model,
@@ -162,15 +162,14 @@ class RolloutWorker(Rollout):
 
     def _release(self) -> None:
         if self.engine.sleep():
-            # An engine without weights has no version, so the next generation syncs even where no update came between.
+            # An engine without weights has no version, so the next generation syncs even without an update in between.
             self.weight_sync.lost()
 
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
-        """Sample answers with the current weights. Returns payload columns, the answers as text, and numbers.
+        """Generate responses with the current weights. Returns payload columns, texts, and numbers.
 
-        begun: `columns.ANSWER` of answers that have some tokens already, and their ``slot``; the returned columns
-        include these tokens. Samples are ordered by slot. One rank per replica returns the replica's answers, the
-        others none.
+        begun: `columns.ANSWER` of partial responses, and their ``slot``; the returned columns include their tokens.
+        Samples are ordered by slot. One rank per replica returns the replica's responses, the others none.
         """
         reshard_s, sync = self._bring_weights()
         started = time.perf_counter()
@@ -187,11 +186,11 @@ class RolloutWorker(Rollout):
                 tell(job, conversations)
 
         source, num_begun_anew = self._converse(task, queue, open_answers, finished, pictures)
-        # Also on ranks that hand nothing out: the driver polls every rank until it says that it is done.
+        # Also on ranks without results: the driver polls every rank until it reports the end.
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
-        # Without a stop every answer is wanted, so one that was given up is a fault of the engine.
+        # Without a stop every response is wanted, so an aborted one is an engine error.
         num_aborted = sum(answer.aborted for answer in source.all)
         if num_aborted and not queue.stopped():
             raise RuntimeError(f"the rollout engine '{self._rollout.name}' gave up {num_aborted} wanted answers")
@@ -208,12 +207,12 @@ class RolloutWorker(Rollout):
         if not source.all or not self._replica.leads:
             return Batch(), [], numbers
         self._refuse_damaged(source)
-        # Which replica took a job, and when, depends on time; this order does not.
+        # The order of completion depends on time; this order does not.
         answers = sorted(source.all, key=lambda answer: (answer.place, answer.sample))
         payload = payload_of(answers)
         if self._with_experts and task.is_learnt_from:
             payload.update({c.ROUTED_EXPERTS: routed_experts_of(answers)})
-        # Nothing learns from other answers, so their pixels end here.
+        # Other responses are not trained on, so their pixels are dropped here.
         if pictures and task.is_learnt_from:
             index = payload.dictionary(c.PROMPT).index
             images = [pictures.of(place) for place in dict.fromkeys(answer.place for answer in answers)]
@@ -235,7 +234,7 @@ class RolloutWorker(Rollout):
         finished: Callable[[Job, list[Conversation]], None],
         pictures: PicturesOfTask | None,
     ) -> tuple[Conversations, int]:
-        """Have the engine work through the queue. Returns all conversations, and how many a later step begins anew."""
+        """Run the engine until the queue is empty. Returns all conversations, and how many a later step restarts."""
         images_of = pictures.of if pictures else lambda place: None
         if not self._answering:
             source = Conversations(queue, self._vocabulary, open_answers, finished, images=images_of)
@@ -253,7 +252,7 @@ class RolloutWorker(Rollout):
         return source, num_begun_anew
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:
-        """Sync once per policy version. Returns seconds, and what the sync says of itself."""
+        """Sync once per policy version. Returns seconds and the sync's report."""
         started = time.perf_counter()
         version = self._version()
         report = None
@@ -274,7 +273,7 @@ class RolloutWorker(Rollout):
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
         seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples, task.split)
         seeds = seeds.reshape(-1, task.num_samples)
-        # All ranks make the same list, because replicas agree on jobs by their numbers in it.
+        # All ranks build the same list, because replicas exchange job numbers in it.
         jobs = []
         for place in range(len(task.rows)) if task.order is None else task.order.tolist():
             prompt = self._prompts[task.split].prompt(int(task.rows[place]))
@@ -299,9 +298,9 @@ class RolloutWorker(Rollout):
         return self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
-        """Texts of jobs that have ended since the last call. Waits for the first.
+        """Return the texts of jobs that ended since the last call. Waits for the first.
 
-        Meant for another thread than the one that generates.
+        Called from another thread than the one that generates.
         """
         finished: list[tuple[Job, list[str]]] = []
         done = False
@@ -324,7 +323,7 @@ class RolloutWorker(Rollout):
         write_answers(batch, file)
 
     def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
-        """See `read_answers`; with the texts of the answers. Raises ConfigError for one that is too long now."""
+        """Load responses (see `read_answers`) with their texts. Raises ConfigError if one exceeds the current limit."""
         payload, numbers = read_answers(file, self._prompts["train"], images=self._images)
         limit, lengths = self._max_response_length, numbers[c.RESPONSE_LENGTH] + (1 - numbers[c.COMPLETE])
         if (longest := int(lengths.max(initial=0))) > limit:
@@ -339,7 +338,7 @@ class RolloutWorker(Rollout):
         give_up(self._store)
 
     def _refuse_damaged(self, source: Conversations) -> None:
-        """Raise NonFiniteError where more than a few answers are damaged: an empty answer has no loss."""
+        """Raise NonFiniteError if more than a few responses are damaged: an empty response has no loss."""
         if source.num_damaged > _MOST_DAMAGED * len(source.all):
             raise NonFiniteError(
                 f"{source.num_damaged} of {len(source.all)} answers of the rollout engine '{self._rollout.name}' have "
@@ -351,28 +350,28 @@ class RolloutWorker(Rollout):
 
 
 def log_prob_gap_limit(cfg: Config, device: Device) -> float:
-    """Largest mean |log pi_engine - log pi_trainer| of a sound engine (``rollout.log_prob_gap_limit``)."""
+    """Return the largest mean |log pi_engine - log pi_trainer| of a correct engine (``rollout.log_prob_gap_limit``)."""
     rollout, fsdp = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.fsdp_config
     if rollout.log_prob_gap_limit is not None:
         return rollout.log_prob_gap_limit
-    # Two sound implementations differ by rounding alone, and half precision rounds far more coarsely than float32.
+    # Two correct implementations differ only by rounding, which is far coarser in half precision than in float32.
     exact = all(resolve_dtype(name, device) == torch.float32 for name in (rollout.dtype, fsdp.compute_dtype))
     return 1e-3 if exact else 0.1
 
 
 def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> EncodedPrompt:
-    """The start of the first prompt; at least two tokens. Of a model that sees images a prompt with one, to a little
-    behind it."""
+    """Return the start of the first prompt, at least two tokens. For a model with images: a prompt with an image, up
+    to shortly after it."""
     if seeing:
         store = next((store for store in prompts.values() if store.has_images), None)
         if store:
-            # The smallest image, because no budget counts the tokens of this forward.
+            # The smallest image, because no budget bounds the tokens of this forward pass.
             tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
             prompt = store.encoded(int(tokens.argmin()))
-        else:  # tools alone show some
+        else:  # only tools return images
             prompt = seeing.encode_prompt([{"role": "user", "content": SLOT}], [blank_image()])
         if len(prompt.tokens) > prompt.image_end:
             return prompt.until(prompt.image_end + _CANARY_TOKENS)
     first = next((store.prompt(0) for store in prompts.values() if len(store)), np.zeros(1, dtype=np.int32))
-    # The first token of a text has no log-prob, so a single one would leave nothing to compare.
+    # The first token of a text has no log-prob, so a single token leaves nothing to compare.
     return EncodedPrompt((first if len(first) > 1 else first.repeat(2))[:_CANARY_TOKENS])

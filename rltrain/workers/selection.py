@@ -1,7 +1,6 @@
-"""The tokens that a loss treats differently, and the weights of answers that follow from the others of their group.
+"""Token selections of a loss, and weights of responses that depend on the rest of their group.
 
-They are chosen over the whole global mini-batch: a choice per micro-batch or rank would depend on how the batch was
-cut.
+They are computed over the whole global mini-batch: per micro-batch or rank they would depend on the layout.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ def look_ahead(
     entry: PolicyLossEntry,
     cfg: ActorConfig,
 ) -> None:
-    """Add the columns ``selected``, ``group_weight`` and ``uncertain`` to micro-batches, where the loss has them.
+    """Add the columns ``selected``, ``group_weight`` and ``uncertain`` to micro-batches, if the loss uses them.
 
-    A collective. micros: those with samples, of this rank's part of one mini-batch; inputs: all of their tokens, on
-    the CPU: there are a few numbers per token, in a precision that not every accelerator has. seeds: of the step's
-    noise, and of the mini-batch.
+    A collective. micros: non-empty micro-batches of this rank in one mini-batch. inputs: all of their tokens, on the
+    CPU, because some accelerators lack float64 and there are only a few numbers per token. seeds: of the step's noise,
+    and of the mini-batch.
     """
     mask, empty, num_tokens = inputs.mask, torch.zeros(0), denominators.tokens
     if entry.selection:
@@ -61,11 +60,11 @@ def _add_tokens(micros: Sequence[Batch], name: str, tokens: Ragged) -> None:
 
 
 def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig) -> Tensor:
-    """Which of this rank's tokens are among the selected of all ranks (a collective). Ties at the border are all taken
-    by a share, and all left out by a largest mean.
+    """Return a mask of this rank's tokens that are selected over all ranks (a collective).
 
-    inputs: all tokens of this rank's part of the mini-batch; the ranks of a sequence-parallel group have the same part.
-    num_tokens: tokens of the global mini-batch.
+    Ties at the threshold are all selected by a share, and all excluded by a largest mean. inputs: all tokens of this
+    rank's part of the mini-batch; the ranks of a sequence-parallel group have the same part. num_tokens: of the global
+    mini-batch.
     """
     copies = cfg.ulysses_sequence_parallel_size
     mask = inputs.mask.values
@@ -80,34 +79,34 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
 
 
 def smallest_share(keys: Tensor, share: float, num_tokens: int, copies: int, rounding: float = 0.0) -> Tensor:
-    """Which of this rank's tokens are in the ``share`` of ``num_tokens`` with the smallest keys (a collective).
+    """Return a mask of this rank's tokens in the ``share`` of ``num_tokens`` with the smallest keys (a collective).
 
-    At least one token is, and of those at the border, to within ``rounding``, all are. copies: see `_everyones`.
+    At least one token is selected, and all ties at the threshold, to within ``rounding``. copies: see `_everyones`.
     """
     count = max(1, int(share * num_tokens))
-    # The border is among the ``count`` smallest keys of some rank, so no more of them are gathered.
+    # The threshold is among the ``count`` smallest keys of some rank, so gathering more is not needed.
     smallest = _smallest(keys, count, copies)
     # With fewer candidates than ``count`` all of them are selected.
     return (keys <= smallest[count - 1] + rounding) if count <= len(smallest) else keys.isfinite()
 
 
 def _smallest(keys: Tensor, count: int, copies: int) -> Tensor:
-    """The finite ones among the ``count`` smallest keys of every rank, in order (a collective)."""
+    """Return the finite keys among the ``count`` smallest of every rank, sorted (a collective)."""
     keys = keys[keys.isfinite()]
     rank_keys = keys.topk(min(count, len(keys)), largest=False).values
     return _everyones(rank_keys[:, None], copies)[0][:, 0].sort().values
 
 
 def _everyones(rows: Tensor, copies: int) -> tuple[Tensor, slice]:
-    """The float64 rows [n, k] of all ranks, and where this rank's are among them (a collective).
+    """Return the float64 rows [n, k] of all ranks, and the slice of this rank's rows (a collective).
 
-    The ``copies`` ranks of a sequence-parallel group have the same rows, of which one set is returned.
+    The ``copies`` ranks of a sequence-parallel group have the same rows, which are returned once.
     """
     ranks, rank = range(dist.get_world_size()), dist.get_rank()
     size = torch.tensor([len(rows)])
     sizes = [torch.empty_like(size) for _ in ranks]
     dist.all_gather(sizes, size)
-    # Ranks with fewer fill up, because all gather tensors of one size.
+    # Padded, because an all-gather needs equal sizes.
     padded = rows.new_zeros((int(torch.cat(sizes).max()), rows.shape[1]))
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in ranks]
@@ -120,10 +119,10 @@ def _everyones(rows: Tensor, copies: int) -> tuple[Tensor, slice]:
 def weigh(
     inputs: PolicyLossInputs, groups: Tensor, function: GroupWeights, counts_of_all: Denominators, cfg: ActorConfig
 ) -> Tensor:
-    """The weights of this rank's answers [n] (a collective), 0 for answers without a token that counts. Their loss is a
-    mean over answers, and becomes one over groups by them, of which some may be left out here for want of a gradient.
+    """Return the weights of this rank's responses [n] (a collective); 0 for responses without a loss token.
 
-    inputs: as for `select`. groups: the prompt group of every answer [n].
+    The loss is a mean over responses; the weights turn it into a mean over groups. Responses without gradient may be
+    missing here. inputs: as for `select`. groups: prompt group of every response [n].
     """
     mask = inputs.mask
     counts = mask.sum()
@@ -137,14 +136,14 @@ def weigh(
 
 
 def _border_of_mean(keys: Tensor, largest: float) -> float:
-    """The smallest key that is too much: with it the mean of the keys up to it is over ``largest``. keys: in order."""
+    """Return the smallest excluded key: with it the mean of the smallest keys exceeds ``largest``. keys: sorted."""
     means = keys.cumsum(0) / torch.arange(1, len(keys) + 1)
     over = keys[means > largest]
     return float(over[0]) if len(over) else math.inf
 
 
 def noise(micro: Batch, seed: int, mini_batch: int) -> Tensor:
-    """A uniform number per token, which depends only on the seed, the mini-batch, the sample and the token's place."""
+    """Return a uniform number per token, a function of seed, mini-batch, sample and token position only."""
     lengths = micro.ragged(c.RESPONSE_MASK).sum().tolist()
     drawn = uniforms(sample_seeds(seed, mini_batch, micro.dense(c.SAMPLE_ID).tolist(), 1, "selection"), 0, max(lengths))
     return torch.from_numpy(np.concatenate([row[:length] for row, length in zip(drawn, lengths, strict=True)]))

@@ -1,4 +1,4 @@
-"""The tasks that the driver hands to the workers."""
+"""Tasks that the driver sends to the workers."""
 
 from __future__ import annotations
 
@@ -13,92 +13,93 @@ from rltrain.workers.rollout.contract import Sampling
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: the sizes of this rank's micro-batches, and the counts of the whole global mini-batch."""
+    """Mini-batch of an optimizer step: this rank's micro-batch sizes, and the denominators of the global mini-batch."""
 
     micro_sizes: tuple[int, ...]
     denominators: Denominators
     has_old_log_probs: bool = True
-    """The old_log_prob pass covered the samples. Otherwise the update takes the old log-probs from its own forward.
-    They are the old policy's only in the first mini-batch of a step, before an optimizer step is made; later ones come
-    so where the loss reads none."""
+    """True if the old_log_prob pass covered the samples.
+
+    Otherwise the update uses the log-probs of its forward pass. They equal the old policy's only in the first
+    mini-batch of a step, before an optimizer step; later mini-batches do without only if the loss does not read them.
+    """
 
 
 @dataclass(frozen=True)
 class SaveTask:
-    """Save a role into ``folder``."""
+    """Save of a role into ``folder``."""
 
     folder: str
     copies: bool = False
-    """Of everything, where there is room, so that training may go on meanwhile."""
+    """Copy everything first, if there is room, so that training may continue."""
     export: str = ""
-    """Folder of the policy as a Hugging Face model with ``card`` as README.md; "": none."""
+    """Folder for the policy as a Hugging Face model with ``card`` as README.md; "": no export."""
     card: str = ""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written."""
+    """Files written by a rank."""
 
     digests: dict[str, str]
     """XXH3 by file."""
     problems: list[str]
-    """Of the exported model."""
+    """Problems of the exported model."""
 
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """Answer these prompts, ``num_samples`` times each.
+    """Generation of ``num_samples`` responses for each prompt.
 
-    (seed, split, step, row, sample) decides every random number; step is one number, or one per prompt [p].
+    (seed, split, step, row, sample) seeds every random number; step is one number, or one per prompt [p].
     """
 
     split: str
     rows: NDArray[np.int32]
-    """[p]: places in the prompt store."""
+    """[p]: rows in the prompt store."""
     num_samples: int
     sampling: Sampling
     seed: int
     step: int | NDArray[np.int64]
     order: NDArray[np.int32] | None = None
-    """[p]: prompt indices, the first to start in front (None: as they are)."""
+    """[p]: prompt indices in starting order (None: as given)."""
     call: int = 0
-    """Unique within the run, the prefix of the replicas' shared counters."""
+    """Number of the call in the run, used as the prefix of the replicas' shared counters."""
     stream: bool = False
-    """Texts are handed out as soon as all answers to a prompt have ended (`take_finished`)."""
+    """Return texts as soon as all responses to a prompt have ended (`take_finished`)."""
     enough: int | None = None
-    """Generation stops when this many prompts are complete and the first ``must`` are among them."""
+    """Stop when this many prompts are complete, including the first ``must``."""
     must: int = 0
     todo: NDArray[np.bool_] | None = None
-    """[p, num_samples]: the answers that are asked for (None: all)."""
+    """[p, num_samples]: requested responses (None: all)."""
     is_learnt_from: bool = True
-    """The trainer will read the answers, and with them the images of their prompts."""
+    """The trainer will read the responses, with the images of their prompts."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Answers that ended while others are generated: prompt index and sample [k] per text."""
+    """Responses that ended during generation: prompt index and sample [k] per text."""
 
     place: NDArray[np.int64]
     sample: NDArray[np.int64]
     done: bool
-    """No more will come."""
+    """No more will follow."""
 
 
 @dataclass(frozen=True)
 class TurnAdvantages:
-    """Of the turns of a rank's samples, end to end."""
+    """Advantages of the turns of a rank's samples, concatenated."""
 
     advantages: NDArray[np.float64]
     tokens: NDArray[np.int64]
-    """Of the policy, per turn."""
+    """Policy tokens per turn."""
 
 
 @dataclass(frozen=True)
 class UpdateTask:
-    """The actor's update in one step.
+    """Update of the actor in one step.
 
     Token advantages are whitened by (A - shift) * scale; importance weights are multiplied by weight_scale.
-    noise_seed decides the random part of a selection over tokens; entropy_coeff is the weight of the entropy bonus.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -107,4 +108,6 @@ class UpdateTask:
     scale: float = 1.0
     weight_scale: float = 1.0
     noise_seed: int = 0
+    """Seed of the random part of a token selection."""
     entropy_coeff: float = 0.0
+    """Coefficient of the entropy bonus."""

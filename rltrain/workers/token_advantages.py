@@ -1,4 +1,4 @@
-"""Token rewards and token-level advantages, computed or spread where the tokens are."""
+"""Token rewards and token-level advantages, computed on the worker that stores the tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rltrain.workers.tasks import TurnAdvantages
 
 
 def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tuple[Batch, PassNumbers]:
-    """``advantages`` (before whitening) and ``returns`` per token, and the moments that whitening and metrics need.
+    """Compute ``advantages`` (before whitening) and ``returns`` per token, and moments for whitening and metrics.
 
-    The score of an answer, as `shaped_reward` has it, is the reward of its last token; with a KL in the reward, every
-    token pays ``kl_coef`` times its own. Numbers: ``signal`` [n] (whether any advantage is not 0), ``advantage`` [n]
-    (mean over the answer), and moments over the tokens that count.
+    The last token of a response is rewarded with its score (`shaped_reward`); with a KL in the reward, ``kl_coef``
+    times its KL is subtracted from every token. Numbers: ``signal`` [n] (any nonzero advantage), ``advantage`` [n]
+    (mean over the response), and moments over the loss tokens.
     """
     if not len(batch):
         return Batch(), PassNumbers()
     lengths = batch.dense(c.POLICY_TOKENS)
     rewards = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths)
-    # An answer without a token of the policy has none that could be paid the score.
+    # A response without policy tokens has no token for its score.
     rewards.values[rewards.from_end == 0] = shaped_reward(batch.dense(c.SCORE)[lengths > 0].double(), cfg)
     if cfg.use_kl_in_reward:
         rewards.values.sub_(kl_coef * batch.ragged(c.REF_KL).values)
@@ -57,7 +57,7 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
 
 
 def spread_over_turns(batch: Batch, turns: TurnAdvantages) -> tuple[Batch, PassNumbers]:
-    """``advantages`` per token: that of its turn. Numbers: as `token_advantages`."""
+    """Spread turn advantages as ``advantages`` per token. Numbers: as in `token_advantages`."""
     if not len(batch):
         return Batch(), PassNumbers()
     of_tokens = torch.from_numpy(np.repeat(turns.advantages, turns.tokens))
@@ -67,7 +67,7 @@ def spread_over_turns(batch: Batch, turns: TurnAdvantages) -> tuple[Batch, PassN
 
 
 def _numbers(batch: Batch, advantages: Ragged, quantities: dict[str, Tensor]) -> PassNumbers:
-    """quantities: per token, besides the advantages; those that are measured."""
+    """Return numbers and moments. quantities: further per-token quantities to measure."""
     quantities = {"advantages": advantages.values, **quantities}
     mask = batch.ragged(c.LOSS_MASK).values if c.LOSS_MASK in batch else slice(None)
     return PassNumbers(

@@ -1,9 +1,9 @@
-"""Optimizer steps of one model: accumulate gradients over micro-batches, clip, check that all is finite, step.
+"""Optimizer steps of one model: accumulate gradients over micro-batches, clip, check for finite values, step.
 
-A step with a NaN spoils every weight for good, and a rank that skips a step alone no longer has the weights of the
-others. So loss and gradient norm are looked at before each step, and all ranks take it or none does. In float16 the
-loss is scaled (`LossScale`); a gradient that overflows under a finite loss then lowers the scale, and is no incident
-while there is something to lower.
+A step with a NaN destroys all weights, and a rank that alone skips a step diverges from the others. So loss and
+gradient norm are checked before each step, and either all ranks take it or none does. In float16 the loss is scaled
+(`LossScale`). If a gradient overflows although the loss is finite, the scale is lowered; that is not an error as long
+as it can be lowered.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Step(NamedTuple):
 
 
 class Updater:
-    """Owns the optimizer of ``model``. ``num_steps`` counts the optimizer steps that were made.
+    """Optimizer of ``model``. ``num_steps`` counts the optimizer steps that were made.
 
-    ``loss_scale``: None where forward and backward do not run in float16.
+    ``loss_scale``: None unless forward and backward run in float16.
     """
 
     def __init__(
@@ -82,12 +82,11 @@ class Updater:
         follow_up: FollowUp | None = None,
         terms: Mapping[str, float] | None = None,
     ) -> UpdateNumbers:
-        """One optimizer step per mini-batch. ``batch`` holds their samples in order, micro-batch after micro-batch.
+        """Run one optimizer step per mini-batch. ``batch`` holds their samples in order of the micro-batches.
 
-        ``prepare`` sees all micro-batches of a mini-batch before the first is differentiated; ``measure`` what the
-        losses of the first mini-batch have left to be measured. ``follow_up`` comes behind each optimizer step that is
-        made. ``terms``: what else of the task the loss depends
-        on, for an incident.
+        ``prepare`` gets all micro-batches of a mini-batch before its first backward pass. ``measure`` gets the data
+        that the losses of the first mini-batch collected. ``follow_up`` runs after each optimizer step. ``terms``:
+        further inputs of the loss, for an incident.
         """
         self._model.train()
         for group in self.optimizer.param_groups:
@@ -131,19 +130,19 @@ class Updater:
             (share.loss * (dist.get_world_size() * scale)).backward()
             share = replace(share, loss=share.loss.detach())
             total = share if total is None else total + share
-        assert total is not None  # every rank has a micro-batch, if only an idle one
+        assert total is not None  # every rank has a micro-batch, possibly without samples
         if self.loss_scale:
             self.loss_scale.unscale(self._model.parameters())
         norm = clip_gradients(self._model.parameters(), self._clip_grad)
         health = torch.stack([total.loss, norm.to(total.loss.device)])
         own_norm = health[1].clone()
-        # One number that is not finite spoils the sum on every rank, so all ranks take the same branch below.
+        # One non-finite number makes the sum non-finite on every rank, so all ranks take the same branch below.
         dist.all_reduce(health)
-        # The one place where the host waits for the device: once per optimizer step.
+        # The only place where the host waits for the device: once per optimizer step.
         *sums, grad_norm = torch.cat([health, own_norm[None]]).tolist()
         finite, overflowed = all(map(math.isfinite, sums)), False
         if finite:
-            # Without a loss token there is nothing to learn, and momentum and decay would move the weights.
+            # Without a loss token there is no gradient, but momentum and weight decay would still change the weights.
             if mini.denominators.tokens:
                 self.optimizer.step()
                 self.num_steps += 1
@@ -183,8 +182,8 @@ class Updater:
 def idle(*outputs: Tensor | None) -> LossShare:
     """Return the loss of a micro-batch without samples: 0, with a gradient of 0 for every parameter.
 
-    outputs: every output that enters the loss of a micro-batch with samples. Backward passes issue their collectives in
-    an order that depends on the graph, so a rank whose loss lacks an output would wait for the others forever.
+    outputs: every output that enters the loss of a micro-batch with samples. The order of collectives in a backward
+    pass depends on the graph, so a rank whose loss lacks an output would deadlock the others.
     """
     return LossShare(torch.stack([output.sum() for output in outputs if output is not None]).sum())
 
@@ -194,11 +193,11 @@ def _parts(share: LossShare) -> dict[str, Tensor]:
 
 
 def _stacked(steps: Sequence[dict[str, Tensor]]) -> dict[str, Array]:
-    """One entry per step; 0 where a step, which was idle on this rank, lacks the name."""
+    """Stack the values per name: one entry per step; 0 if a step without samples lacks the name."""
     names = dict.fromkeys(name for step in steps for name in step)
     having = [(name, step) for name in names for step in steps]
     tensors = [step[name] for name, step in having if name in step]
-    # As one tensor, so that they are fetched from the device at once.
+    # As one tensor, so that they are copied from the device at once.
     values = iter(torch.stack(tensors).tolist() if tensors else ())
     numbers = [next(values) if name in step else 0.0 for name, step in having]
     return {name: np.array(numbers[i * len(steps) : (i + 1) * len(steps)]) for i, name in enumerate(names)}

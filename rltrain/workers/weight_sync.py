@@ -1,13 +1,13 @@
-"""Training shards -> rollout engine, and the proof that they arrived.
+"""Weight sync from training shards to the rollout engine, verified by a canary.
 
-Trainer and engine share a device, and a gathered copy of the model beside both would not fit. So weights are gathered
-bucket by bucket (`models.weights`), the engine takes each over before the next bucket comes, and the training copy
-leaves the device before the engine takes memory for its cache (the allgather-swap of MindSpeed RL). Adapters that the
-engine adds by itself are megabytes: the frozen weights under them come before the first, and again where they are lost.
+Trainer and engine share a device, which has no room for a second gathered model. So weights are gathered bucket by
+bucket (`models.weights`), the engine loads each bucket before the next is gathered, and the training copy is offloaded
+before the engine allocates its cache (the allgather-swap of MindSpeed RL). Adapters that the engine applies itself are
+only megabytes: the frozen base weights are synced before the first adapters, and again only if they were dropped.
 
-The proof is the canary: after the sync, engine and trainer compute the log-probs of a fixed text. In a run with images
-it has one, so that the vision tower is compared as well. Checksums of the weights were left out: vLLM fuses and repacks
-what it takes over, so only what was sent could be summed, and no sum shows whether the engine computes with it.
+Canary: after the sync, engine and trainer compute the log-probs of a fixed text. In a run with images the text has one,
+so that the vision tower is compared as well. Left out: checksums. vLLM fuses and repacks its weights, so only the sent
+tensors could be hashed, which does not show that the engine computes with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rltrain.workers.rollout.contract import RolloutEngine
 
 @dataclass(frozen=True)
 class EngineNames:
-    """What messages call an engine, the key of its model, and in brackets that of the gap."""
+    """Names for error messages: the engine, the key of its model, and in brackets the key of the gap limit."""
 
     engine: str = "the rollout engine"
     path: str = "actor_rollout_ref.model.path"
@@ -39,12 +39,12 @@ class EngineNames:
 
 
 class WeightSync:
-    """Tracks which policy version the engine holds, and brings it the current one.
+    """Weight sync that tracks the policy version of the engine.
 
-    The version is the number of optimizer updates since the start of the process; an engine that lost its weights has
-    none. canary: a fixed text. log_probs: the trainer's at temperature 1, of all tokens of a text or of its last ones.
-    gap_limit: the largest distance between these and `RolloutEngine.log_probs` that is no SyncError. merge: adapters
-    come merged into their weights, if there are any. names: of the engine and its keys in messages.
+    The version is the number of optimizer steps since the start of the process; None if the engine has no weights.
+    canary: a fixed text. log_probs: the trainer's, at temperature 1, of all tokens of a text or of its last ones.
+    gap_limit: maximum mean distance between these and `RolloutEngine.log_probs`. merge: merge adapters into their
+    weights. names: for error messages.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class WeightSync:
         self._names_in_messages = names
 
     def run(self, version: int, free_training_copy: Callable[[], object]) -> SyncReport:
-        """Bring the weights over and wake the engine in stages, then compare it with the trainer (a collective).
+        """Sync the weights, wake the engine in stages, then compare it with the trainer (a collective).
 
-        The order bounds memory: the trainer's log-probs of the canary, the engine's memory for weights, the weights,
-        the training copy off the device, all ranks meet, the engine's memory for its cache. Raises SyncError where the
-        engine's log-probs are not the trainer's, NonFiniteError where these are not finite.
+        The order bounds memory: compute the trainer's log-probs of the canary, allocate the engine's weights, load
+        them, offload the training copy, barrier over all ranks, allocate the engine's cache. Raises SyncError if the
+        log-probs differ too much, NonFiniteError if the trainer's are not finite.
         """
         if version == self.version:
             raise SyncError(
@@ -111,7 +111,7 @@ class WeightSync:
         return SyncReport(time.perf_counter() - started, num_bytes / 2**30, gap)
 
     def lost(self) -> None:
-        """The engine has given its weights back, or those alone that are trained."""
+        """Record that the engine has dropped its weights, or only the trained ones."""
         self.version = None
 
     def _compare(self, expected: Tensor, version: int) -> float:
@@ -124,7 +124,7 @@ class WeightSync:
             )
         log_probs = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
         gap = float((log_probs - expected).abs().mean())
-        # Not `gap > limit`: that is False for NaN, and a damaged engine would pass.
+        # Not `gap > limit`: that is False for NaN, and a broken engine would pass.
         if not gap <= self._gap_limit:
             with_image = " with an image" if self._canary.images else ""
             raise SyncError(

@@ -1,1 +1,1 @@
-"""How nodes gather before a run, and what they tell each other."""
+"""Rendezvous of the nodes before a run, and their communication."""

@@ -1,4 +1,4 @@
-"""``python -m rltrain.controller.launch``: see `rltrain.controller.launch.gather`."""
+"""Entry point of ``python -m rltrain.controller.launch``: see `rltrain.controller.launch.gather`."""
 
 from __future__ import annotations
 

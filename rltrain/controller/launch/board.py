@@ -1,9 +1,9 @@
-"""What the nodes of a launch tell each other, and the processes that make up Ray on one of them.
+"""Key-value store shared by the nodes of a launch, and the processes of a Ray cluster on a node.
 
-Nodes share no storage for certain, and a port of our own would be one more to open. The head of Ray keeps a store of
-keys and values, behind the token, which a node can reach before it has joined. So every node says there who it is and
-what it runs, and the head how the command has ended. Ray's own `ray stop` looks for processes by name and would end
-those of other clusters of this machine; ours carry a mark in their environment.
+Nodes may share no storage, and a separate port would have to be opened. Ray's head has a key-value store, protected by
+the token, which a node can reach before it joins. So every node publishes its identity and software there, and the head
+the end of the command. `ray stop` finds processes by name and would end other clusters of this machine; processes of
+this cluster are marked in their environment.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
-# The variable that every process of a cluster inherits; its value is the address of the head.
+# Variable that every process of a cluster inherits; its value is the address of the head.
 MARK = "RLTRAIN_CLUSTER"
-# What the head is, how its command has ended, who asks it to end, and that its script is alive.
+# Keys: the head's record, the command's exit code, the requester of a stop, and the heartbeat of the head's script.
 HEAD, END, STOP, BEAT = "head", "end", "stop", "beat"
 _NAMESPACE = b"rltrain"
 _ANSWER_S = 5
@@ -33,22 +33,22 @@ _END_S = 5
 
 @dataclass
 class Node:
-    """A node as it has told of itself, and the devices that Ray counts there."""
+    """Node as published by itself, and its devices as counted by Ray."""
 
     address: str
     host: str
     rank: int | None = None
     left: bool = False
     refused: str = ""
-    """Why it was not let in."""
+    """Reason for its rejection."""
     stranger: bool = False
-    """It may be of another run, so its refusal is no reason to end this one."""
+    """True if it may belong to another run; then its rejection does not end this run."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Ray's name of a device -> how many; empty before Ray has started there."""
+    """Devices by Ray's resource name; empty before Ray has started there."""
 
     @property
     def is_in(self) -> bool:
-        """Whether Ray runs there, and is to go on."""
+        """True if Ray runs there and is to keep running."""
         return bool(self.resources) and not self.left and not self.refused
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Node:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or address is one of this node's."""
+    """Return True if a name or address belongs to this node."""
     with suppress(OSError), socket.socket() as line:
         line.bind((host, 0))
         return True
@@ -65,7 +65,7 @@ def is_here(host: str) -> bool:
 
 
 def answers(address: str) -> bool:
-    """Whether anybody listens at host:port. Ray itself would try for minutes, without a word."""
+    """Return True if host:port accepts connections. Ray would retry silently for minutes."""
     host, _, port = address.rpartition(":")
     with suppress(OSError):
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
@@ -74,37 +74,37 @@ def answers(address: str) -> bool:
 
 
 class Board:
-    """The head's store. Raises ConnectionError where nobody answers, and where our token is not that of the head."""
+    """Client of the head's store. Raises ConnectionError if the head is unreachable or has another token."""
 
     def __init__(self, address: str) -> None:
-        # A token that was wrong would else be used again.
+        # Otherwise an earlier, wrong token would be used again.
         AuthenticationTokenLoader.instance().reset_cache()
         self.address = address
         self._client = self._guarded(lambda: GcsClient(address=address))
 
     def tell(self, name: str, value: Any) -> None:
-        """Write a value that JSON can hold."""
+        """Write a JSON value."""
         self._ask("internal_kv_put", name.encode(), json.dumps(value).encode(), True)
 
     def read(self, name: str) -> Any:
-        """The value, or None."""
+        """Return the value, or None."""
         value = self._ask("internal_kv_get", name.encode())
         return None if value is None else json.loads(value)
 
     def alive(self) -> dict[str, dict[str, float]]:
-        """Address of each node where Ray runs -> its devices."""
+        """Return the devices of each live node, by address."""
         nodes = self._ask("get_all_node_info").values()
         return {node.node_manager_address: dict(node.resources_total) for node in nodes if node.state == 0}
 
     def nodes(self) -> list[Node]:
-        """All that have told of themselves, by rank."""
+        """Return all published nodes, by rank."""
         alive, names = self.alive(), self._ask("internal_kv_keys", b"node/")
         records = map(json.loads, self._ask("internal_kv_multi_get", names).values() if names else ())
         listed_nodes = [Node(**record, resources=alive.get(record["address"], {})) for record in records]
         return sorted(listed_nodes, key=lambda node: (node.rank is None, node.rank or 0, node.address))
 
     def tell_of(self, node: Node) -> None:
-        """Say, or say anew, who we are."""
+        """Publish or update a node's record."""
         key = f"node/{node.address}/{node.rank}{'/stranger' * node.stranger}"
         self.tell(key, {k: v for k, v in vars(node).items() if k != "resources"})
 
@@ -113,7 +113,7 @@ class Board:
         return self._guarded(lambda: getattr(self._client, method)(*arguments, timeout=4 * _ANSWER_S, **place))
 
     def _guarded(self, ask: Callable[[], Any]) -> Any:
-        # Without this the client would wait for a head that is gone, and after a minute end this process.
+        # Without this the client would wait for a lost head, and terminate this process after a minute.
         if not answers(self.address):
             raise ConnectionRefusedError(f"nobody answers at {self.address}")
         try:
@@ -124,12 +124,12 @@ class Board:
 
 
 def clusters_here() -> dict[str, list[int]]:
-    """Address of the head -> the processes on this node that belong to its cluster."""
+    """Return the processes on this node by cluster, which is identified by the head's address."""
     marked: dict[int, str] = {}
     parents: dict[int, int] = {}
     ancestors, network = _ancestors(), os.readlink("/proc/self/ns/net")
     for process in _processes():
-        # A process may have ended between two lines, or be another user's.
+        # A process may have ended meanwhile, or belong to another user.
         with suppress(OSError):
             # Containers of this machine are other nodes.
             if os.readlink(process / "ns/net") != network or int(process.name) in ancestors:
@@ -143,7 +143,7 @@ def clusters_here() -> dict[str, list[int]]:
                     marked[int(process.name)] = line.decode().partition("=")[2]
     clusters: dict[str, list[int]] = {}
     for pid in parents:
-        # Ray's workers write their titles over their environment, but descend from a raylet that has not.
+        # Ray's workers overwrite their environment with their titles, but descend from a raylet that does not.
         above: int | None = pid
         while above is not None and above not in marked:
             above = parents.get(above)
@@ -153,20 +153,20 @@ def clusters_here() -> dict[str, list[int]]:
 
 
 def program_of(pid: int) -> str:
-    """The name of a process; empty where it has ended."""
+    """Return the name of a process; empty if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
     return ""
 
 
 def end_processes(address: str) -> int:
-    """End the cluster of the head at `address` on this node; returns how many processes that were."""
+    """Terminate the cluster of the head at ``address`` on this node. Returns the number of processes."""
     pids: set[int] = set()
     for signum in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _END_S
         while (left := clusters_here().get(address, [])) and time.monotonic() < until:
             for pid in left:
-                # SIGTERM once each: a second one tells a run to end without saving.
+                # SIGTERM only once per process: a second one makes a run exit without saving.
                 if signum == signal.SIGKILL or pid not in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signum)
@@ -176,7 +176,7 @@ def end_processes(address: str) -> int:
 
 
 def group_is_alive(group: int) -> bool:
-    """Whether any process of a process group runs still; one that nobody has waited for does not."""
+    """Return True if a process group has a running process; zombies do not count."""
     for process in _processes():
         with suppress(OSError):
             state, _, of = (process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:3]
@@ -190,7 +190,7 @@ def _processes() -> Iterator[Path]:
 
 
 def _ancestors() -> set[int]:
-    """This process and those above it, which an end of the cluster must not take."""
+    """Return this process and its ancestors, which terminating the cluster must spare."""
     pids = {pid := os.getpid()}
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])

@@ -1,4 +1,4 @@
-"""The command of a launch, on the head: what it is told, what it hears, and how it has ended."""
+"""Command of a launch, on the head: its environment, its signals, and its exit code."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _POLL_S = 0.5
 
 
 def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[], None]) -> int:
-    """Run the command beside the Ray of ``address``, hand the signals that are ``asked`` on to it, and return its exit
-    code: 75 where it has ended without a word. heed: called again and again meanwhile."""
-    # Whose `python` may be another than the one that this runs with.
+    """Run the command with the Ray of ``address``, forward the signals in ``asked``, and return its exit code.
+
+    75 if it ended without a report. heed: called periodically meanwhile.
+    """
+    # For `python` in the command: the interpreter that runs this.
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     variables = {"RAY_ADDRESS": address, MARK: address, "PATH": path}
     variables |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
@@ -43,7 +45,7 @@ def _run(words: list[str], signals: list[int], heed: Callable[[], None], environ
     except OSError as error:
         raise ConfigError(f"the command cannot be started: {error}") from error
     handed = 0
-    # After a signal its whole group: a script that does not exec ends alone, and leaves the run behind that is saving.
+    # After a signal wait for its whole group: a script without exec ends first, while its run is still saving.
     while driver.poll() is None or (handed and group_is_alive(driver.pid)):
         with suppress(ConnectionError):  # without its head the command ends by itself
             heed()
@@ -61,7 +63,7 @@ def _run(words: list[str], signals: list[int], heed: Callable[[], None], environ
 
 
 def say(text: str) -> None:
-    """With the name of the node, as a scheduler shows the lines of all nodes together."""
-    with suppress(OSError):  # a terminal or pipe that is gone is no reason to end
+    """Print a line with the node's name, because a scheduler mixes the lines of all nodes."""
+    with suppress(OSError):  # a closed terminal or pipe must not end the launch
         sys.stdout.write(f"{socket.gethostname()}: {text}\n")
         sys.stdout.flush()

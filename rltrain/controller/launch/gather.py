@@ -1,12 +1,12 @@
-"""Start Ray on one node of many, and the command on one of them: what scripts/ray_start.sh runs on every node.
+"""Start Ray on one node of many, and the command on one of them. scripts/ray_start.sh runs this on every node.
 
-A cluster fails to gather for dull reasons: a token that only one node has, an address that others do not reach, a file
-that an earlier run has left, code that was copied to all nodes but one, a driver on every node. So whatever a node can
-know before it joins is compared first, and whoever waits says for whom. Left out: starting processes on other nodes
-(the scheduler or the user runs the script there), and nodes that come or go during a run.
+Typical reasons why nodes do not join: a token that only one node has, an unreachable address, a stale file of an
+earlier run, code that one node lacks, a driver on every node. So everything that a node can know before it joins is
+compared first, and every wait logs the missing nodes. Left out: starting processes on other nodes (the scheduler or the
+user runs the script there), and nodes that join or leave during a run.
 
-`ray symmetric-run` starts Ray and waits too, but it does not say for whom, hands no signal on, returns 0 on every node
-but the head whatever became of the command, and ends with `ray stop`, which ends all clusters of the node.
+`ray symmetric-run` also starts Ray and waits, but it does not name the missing nodes, forwards no signal, returns 0 on
+every node but the head for any result, and ends with `ray stop`, which ends all clusters of the node.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from rltrain.controller.launch.words import Launch, read
 
 _SAY_EVERY_S = 10
 _POLL_S = 0.5
-# A head that is silent for so long is gone; Ray itself gives up after a minute.
+# Seconds without a response after which the head counts as lost; Ray has a timeout of a minute.
 _SILENT_S = 45
-# Its Ray outlives the script there; a script that is suspended for a while is not gone.
+# The head's Ray outlives its script. A suspended script is not lost.
 _GONE_S = 180
 _LEAVE_S = 20
 _SAME_SIGNAL_S = 4
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code of the command where there is one; rank 0 leaves it in a file EXIT_CODE_FILE too."""
+    """Run the launch and return the command's exit code; rank 0 also writes it to EXIT_CODE_FILE."""
     code = 1
     try:
         code = _run(argv)
         return code
     finally:
         tell_supervisor(ended=code)
-        # A scheduler that ends with the highest code of all nodes would hide it behind theirs.
+        # A scheduler that reports the highest exit code of all nodes would hide it.
         if (file := first_set("EXIT_CODE_FILE")) and first_set("NODE_RANK", "RANK", "SLURM_NODEID") == "0":
             try:
                 write(Path(file), str(code))
@@ -112,7 +112,7 @@ def _ask_to_end(launch: Launch, address: str) -> bool:
 
 
 def ask_to_end(board: Board) -> bool:
-    """Whether a command runs in the cluster that nobody had asked to end; now it saves."""
+    """Request a stop of the cluster's command, so that it saves. Returns False if none runs or it was requested."""
     runs = (board.read(HEAD) or {}).get("stays") and board.read(END) is None and board.read(STOP) is None
     if runs:
         board.tell(STOP, f"`ray_start.sh stop` on {socket.gethostname()}")
@@ -155,7 +155,7 @@ def _head(launch: Launch, signals: list[int]) -> int:
 
 
 def wait_for_nodes(board: Board, launch: Launch, asked: list[int]) -> None:
-    """Wait for the nodes and devices that are expected, and say which are missing."""
+    """Wait for the expected nodes and devices, and log the missing ones."""
 
     def missing() -> str:
         heed(board, asked)
@@ -176,7 +176,7 @@ def wait_for_nodes(board: Board, launch: Launch, asked: list[int]) -> None:
 
 
 def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
-    """Whom the head waits for, in words."""
+    """Yield descriptions of the nodes and devices that have not joined yet."""
     nodes_in = [node for node in nodes if node.is_in]
     ranks = [node.rank for node in nodes_in]
     lacking = (launch.num_nodes or 1) - len(nodes_in)
@@ -196,7 +196,7 @@ def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
 
 
 def heed(board: Board, asked: list[int]) -> None:
-    """Tell the nodes that this script is alive, and hear whether one of them asks for an end."""
+    """Publish the heartbeat, and exchange stop requests with the nodes."""
     board.tell(BEAT, SYSTEM.monotonic())
     if not asked and (node := board.read(STOP)):
         say(f"{node} asks for an end")
@@ -206,17 +206,17 @@ def heed(board: Board, asked: list[int]) -> None:
 
 
 def _finish(board: Board | None, code: int) -> None:
-    """Tell the nodes how it has ended, and wait until they have heard it."""
-    # Without a head that answers there is nobody to tell.
+    """Publish the exit code, and wait until the nodes have read it."""
+    # Skipped if the head does not respond.
     with suppress(ConnectionError):
         if board:
             board.tell(END, code)
-            # The head itself is one of those that have not left.
+            # The head itself has not left.
             SYSTEM.poll(lambda: sum(node.is_in for node in board.nodes()) <= 1, _LEAVE_S, _POLL_S)
 
 
 def be_worker(launch: Launch, asked: list[int], board: Board | None = None) -> int:
-    """Join the Ray of the head that has ``board``, and return the exit code of this node's part."""
+    """Join the Ray of ``board``'s head, and return this node's exit code."""
     board = board or find_head(launch, asked)
     head = board.read(HEAD)
     here = Node(socket.gethostname(), socket.gethostname(), launch.rank)
@@ -232,7 +232,7 @@ def be_worker(launch: Launch, asked: list[int], board: Board | None = None) -> i
 
 
 def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> None:
-    """Raises ConfigError where this node is of another run (so the head only mentions it), or differs."""
+    """Raise ConfigError if this node differs from the head, or is of another run (which the head only mentions)."""
     here.stranger = True
     run: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
     for name, value in head.get("run", {}).items():
@@ -248,13 +248,13 @@ def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> 
             raise ConfigError(f"{node} is there already: set another RANK, or another HEAD_FILE for another run")
     mark = head.get("address", board.address)
     if left := clusters_here().get(mark):
-        # What an older head of that address has left is not in this one's list.
+        # Processes of an earlier head with that address are not in this head's list.
         if here.address in board.alive() and any(program_of(pid) == "raylet" for pid in left):
             raise ConfigError(f"this node has joined {mark} already; `ray_start.sh stop` takes it out.")
-        # Ray was killed here, and its helpers would stay.
+        # Ray was killed here, and its helper processes would remain.
         end_processes(mark)
     here.stranger = False
-    # Ray would refuse the node too, but the head would not learn why it is missing. A run compares packages and code
+    # Ray would reject the node too, but the head would not learn why it is missing. A run compares packages and code
     # when it starts (`run.preflight.health`).
     if (of_head := head.get("versions", "another version of rltrain")) != VERSIONS:
         raise ConfigError(f"this node has {VERSIONS}, the head {of_head}. Install the same on every node.")
@@ -265,7 +265,7 @@ def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> 
 
 def take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, asked: list[int]) -> int:
     """Join, and stay while the command runs."""
-    # By whatever name this node knows the head, its cluster has one mark.
+    # Independent of the name by which this node knows the head.
     mark = head.get("address", board.address)
     try:
         ray_start(launch, mark, f"--address={board.address}", f"--node-ip-address={here.address}")
@@ -281,14 +281,14 @@ def take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, as
 
 
 def find_head(launch: Launch, asked: list[int]) -> Board:
-    """The store of a head that answers, has our token, and has not ended."""
+    """Wait for a head that responds, has our token and has not ended. Returns its store."""
     if not launch.address and not launch.file:
         raise ConfigError("a worker needs the head's address: ray_start.sh worker ADDRESS, HEAD_ADDRESS or HEAD_FILE")
     boards: list[Board] = []
     token = named_token()
 
     def missing() -> str:
-        # What an earlier head has left behind: an address where nobody answers, or a token that is not this one's.
+        # An earlier head may have left an unreachable address or another token.
         address = launch.address or text(launch.file)
         origin = "" if launch.address else f", which {launch.file} says"
         if not address:
@@ -318,13 +318,13 @@ def find_head(launch: Launch, asked: list[int]) -> Board:
 
 
 def stay_until_the_end(board: Board, here: Node, asked: list[int], clock: Clock = SYSTEM) -> int:
-    """Until the head says how the command has ended; returns that code. A signal here ends the whole run."""
+    """Wait for the command's end and return its exit code. A signal on this node stops the whole run."""
     heard = asked_at = beat_at = clock.monotonic()
     has_asked, beat = False, None
     while len(asked) < 2:
         try:
             now, code = board.read(BEAT), board.read(END)
-            # Whoever signals all nodes has signalled the head too.
+            # If all nodes were signalled, the head was too.
             if asked and not has_asked and clock.monotonic() - asked_at > _SAME_SIGNAL_S:
                 board.tell(STOP, str(here))
                 has_asked = True
@@ -348,7 +348,7 @@ def stay_until_the_end(board: Board, here: Node, asked: list[int], clock: Clock 
 
 
 def wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str, clock: Clock = SYSTEM) -> None:
-    """Poll until `missing` has nothing to say. Raises NodesMissing with what it says when the time is over."""
+    """Poll until `missing` returns "". Raises NodesMissing with its text after the timeout."""
     started, say_at = clock.monotonic(), 2.0
     while lacks := missing():
         waited = clock.monotonic() - started

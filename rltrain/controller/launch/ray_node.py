@@ -1,4 +1,4 @@
-"""Ray on one node of a launch: its start, its dashboard, and the address by which others reach it."""
+"""Ray on one node of a launch: its start, its dashboard, and its address."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from rltrain.base.errors import ConfigError, NodesMissing
 from rltrain.controller.launch.board import MARK, is_here
 from rltrain.controller.launch.words import Launch
 
-# Ray refuses a node whose versions of these differ from the head's.
+# Ray rejects a node whose versions of these differ from the head's.
 VERSIONS = f"Python {platform.python_version()} and Ray {ray.__version__}"
 
 
 def ray_start(launch: Launch, address: str, *arguments: str) -> None:
-    """`ray start`, whose lines are shown where it fails: ConfigError for unknown words, else NodesMissing."""
+    """Run `ray start`. On failure raise its output: ConfigError for unknown arguments, else NodesMissing."""
     words = [*arguments, *launch.arguments]
-    # Ray counts GPUs itself; NPUs only where CANN's Python package is installed, so tell it.
+    # Ray counts GPUs itself, but NPUs only if CANN's Python package is installed, so pass their number.
     if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in words):
         words += ["--resources", f'{{"NPU": {devices}}}']
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        # A file, since Ray's processes would keep a pipe open; a session, since a signal to us is not one to Ray.
+        # A file, because Ray's processes would keep a pipe open; a session, because our signals are not meant for Ray.
         process = subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
             env=os.environ | {MARK: address}, stdout=output, stderr=output, start_new_session=True, check=False,
         )  # fmt: skip
         output.seek(0)
         if process.returncode:
-            # A head that ends meanwhile, to start anew, fails it too. 2 is said of arguments.
+            # It also fails if the head is restarting. Exit code 2: wrong arguments.
             kind = ConfigError if process.returncode == 2 else NodesMissing
             raise kind(f"ray start {' '.join(words)} failed:\n{output.read().strip()}")
 
 
 def dashboard() -> list[str]:
-    """Off, since whoever reaches it can start programs; DASHBOARD=1 for this machine, DASHBOARD_HOST for others."""
+    """Return arguments of the dashboard. It is off by default, because its clients can start programs.
+
+    DASHBOARD=1 enables it on this machine, DASHBOARD_HOST for others.
+    """
     if not first_set("DASHBOARD") or first_set("DASHBOARD") == "0":
         return ["--include-dashboard=false"]
     if error := ray._private.utils.get_dashboard_dependency_error():
@@ -48,7 +51,7 @@ def dashboard() -> list[str]:
 
 
 def own_address(launch: Launch, head: str = "") -> str:
-    """Of the card that leads to the head."""
+    """Return the address of the network card that leads to the head. Raises ConfigError."""
     host = (head or launch.address).rpartition(":")[0]
     if host and not head and not first_set("NODE_IP") and not is_here(host):
         raise ConfigError(
@@ -56,7 +59,7 @@ def own_address(launch: Launch, head: str = "") -> str:
             "reach this node by that address all the same, set NODE_IP to its own."
         )
     address = first_set("NODE_IP") or address_towards(host or None)
-    # On the head its own name may stand for 127.0.1.1.
+    # On the head its host name may resolve to 127.0.1.1.
     if address and address.startswith("127.") and not first_set("NODE_IP") and not head:
         address = address_towards(None)
     if not address:

@@ -1,9 +1,9 @@
-"""``python -m rltrain.supervise -- COMMAND``: restart a command after exit code 75 and after death by a signal.
+"""Supervisor, ``python -m rltrain.supervise -- COMMAND``: restart a command after exit code 75 or death by a signal.
 
-The supervisor is a small parent process of the standard library alone and no part of the run, so an error of the run
-cannot end it. It adopts the processes that the command leaves behind, because Ray's processes may still hold devices,
-and ends them. The run reports its pid, its folder and its error through a file (`base.attempt.tell_supervisor`). Not
-included: monitoring a live run, which has its own deadlines, and processes on other nodes.
+It is a small parent process that uses the standard library only and is not part of the run, so an error of the run
+cannot end it. It adopts and ends the processes that the command leaves, because Ray's processes may still hold devices.
+The run reports its pid, its folder and its error through a file (`base.attempt.tell_supervisor`). Not included:
+monitoring a live run, which has deadlines, and processes on other nodes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rltrain.slots.limits import descendants, send
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 75
-# The wait doubles while no checkpoint is made, up to the second.
+# The wait doubles while no checkpoint is written, up to the second value.
 _POLL_S, _MAX_WAIT_S = 0.1, 300.0
-# Processes that the command has left behind may take so long to end by themselves. A process that outlives SIGKILL for
-# the second time waits in the kernel for storage or a driver.
+# Seconds until left-over processes are killed, and until they are reported. A process that survives SIGKILL until then
+# waits in the kernel for storage or a driver.
 _LEAVE_S, _LEFT_S = 5.0, 60.0
-# Storage and nodes may be away for so long before repeated ends by that cause count as a crash loop.
+# Seconds that storage and nodes may be unavailable before repeated ends by that cause count as a crash loop.
 _AWAY_S = 1800.0
-# Linux: processes whose parent has ended become children of this process, and not of the machine's first process.
+# Linux: orphaned descendants become children of this process, not of init.
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -48,26 +48,26 @@ class Attempt:
     started: str
     seconds: float
     exit_code: int
-    """As a shell reports it: 128 plus the number of the signal that killed it."""
+    """As reported by a shell: 128 plus the number of the signal that killed it."""
     step: int | None
-    """The newest step with metrics; None if no run folder is known."""
+    """Newest step with metrics; None if no run folder is known."""
     checkpoint: int | None
-    """The newest checkpoint (0: none); None if no run folder is known."""
+    """Newest checkpoint (0: none); None if no run folder is known."""
     cause: str
-    """First line of the error; empty if the program has reported itself but no error."""
+    """First line of the error; empty if the program reported itself but no error."""
     passing: bool
-    """Waiting may remove the cause."""
+    """True if waiting may remove the cause."""
     uptime: float
-    """Uptime of the machine when the command ended."""
+    """Uptime of the machine at the end of the command."""
     then: str = ""
-    """The supervisor's decision."""
+    """Decision of the supervisor."""
 
 
 class Supervisor:
-    """Loop over attempts at ``words`` until one ends for good, or the restarts are used up, or ``give_up`` attempts in
-    a row end by the same cause without a new checkpoint.
+    """Loop over attempts at ``words`` until one is final or the restarts are used up.
 
-    file: the commands report through it.
+    It also ends after ``give_up`` consecutive attempts with the same cause and no new checkpoint. file: the commands
+    report through it.
     """
 
     def __init__(self, words: list[str], options: argparse.Namespace, file: Path, clock: Clock = SYSTEM) -> None:
@@ -75,14 +75,14 @@ class Supervisor:
         self._words, self._options, self._file = words, options, file
         self._attempts: list[Attempt] = []
         self._folder: Path | None = None
-        # The pid of the command while it runs, the signal that asked for an end, and the lines in attempts.jsonl.
+        # Pid of the running command, the signal that requested a stop, and the lines in attempts.jsonl.
         self._child = self._asked = self._num_written = 0
 
     def run(self) -> int:
         """Return the exit code of the last attempt."""
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in _SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # a signal that was ignored (nohup) stays ignored
+            if signal.getsignal(number) != signal.SIG_IGN:  # an ignored signal (nohup) stays ignored
                 signal.signal(number, self._hand_on)
         while True:
             self._attempts.append(last := self._attempt())
@@ -98,22 +98,22 @@ class Supervisor:
 
     def _attempt(self) -> Attempt:
         with suppress(OSError):  # without the file only the cause is unknown
-            # Machines remove temporary folders that are some days old.
+            # Temporary folders may be cleaned up after some days.
             self._file.parent.mkdir(exist_ok=True)
             self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
-            # In another session, because a terminal would send Ctrl-C to the run too, which `_hand_on` does already.
+            # In another session, because a terminal would also send Ctrl-C to the run, which `_hand_on` does already.
             self._child = child = os.posix_spawnp(
                 self._words[0], self._words, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
             )
         except OSError as error:
             raise ConfigError(f"the command cannot be started: {error}") from error
-        if self._asked:  # by a signal that came while the command was started
+        if self._asked:  # by a signal that came during the start
             self._hand_on(self._asked, None)
         pid = 0
-        while pid != child:  # the first process of a container has to reap the processes that it has adopted
+        while pid != child:  # the first process of a container must reap adopted processes
             pid, status = os.waitpid(-1, 0)
         self._child = 0
         if status:
@@ -126,7 +126,7 @@ class Supervisor:
                 cause = f"killed by {signal.Signals(code - 128).name}"
         if code and not report["pids"] and not cause:
             cause = "the command has told the supervisor nothing"
-        # A run that was killed by the signal that was handed on has stopped as requested.
+        # A run killed by the forwarded signal has stopped as requested.
         code = _AGAIN if code == 128 + signal.SIGTERM and self._asked else code
         return Attempt(
             len(self._attempts) + 1, started, round(self._clock.monotonic() - clock, 1), code, *self._progress(),
@@ -134,7 +134,7 @@ class Supervisor:
         )  # fmt: skip
 
     def _verdict(self) -> str:
-        """The reason not to restart; empty to restart."""
+        """Return the reason not to restart; empty to restart."""
         code = self._attempts[-1].exit_code
         if code == 0:
             return "finished"
@@ -150,25 +150,24 @@ class Supervisor:
         return f"stopped: {most} restarts are used up (--max-restarts)" if len(self._attempts) > most else ""
 
     def _hand_on(self, number: int, _frame: object) -> None:
-        """Handle a signal: send it to the run, and not to its group: Ray's processes, which have to live until the run
-        has saved, are in the same group."""
+        """Send a signal to the run, but not to its group: Ray's processes in it must live until the run has saved."""
         below = descendants(os.getpid())
         runs = [pid for pid in told_supervisor(self._file)["pids"] if pid in below]
-        if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell or a run that ends
+        if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell
             send((pid for pid in runs if _catches(pid, number)), number)
             return
         self._asked = number
-        # A terminal that is closed takes nothing with it: the run saves.
+        # A closed terminal must not kill the run: it saves.
         send(runs[:1] or [self._child] * bool(self._child), signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _progress(self) -> tuple[int | None, int | None]:
-        """The newest step with metrics and the newest checkpoint; of storage that does not answer as before."""
+        """Return the newest step with metrics and the newest checkpoint. Unreachable storage: the earlier values."""
         if not self._folder:
             return None, None
         step, checkpoint = 0, self._attempts[-1].checkpoint if self._attempts else None
         with suppress(OSError, IndexError):
             lines = (self._folder / "metrics.jsonl").read_text("utf-8", "replace")
-            # A line without its end was cut off when the run was killed.
+            # An incomplete line was truncated when the run was killed.
             step = int(re.findall(r'^\{"step": ?(\d+).*\}$', lines, re.MULTILINE)[-1])
         with suppress(OSError):
             matches = [re.fullmatch(r"global_step_(\d+)", name) for name in os.listdir(self._folder)]
@@ -184,19 +183,19 @@ class Supervisor:
         try:
             if self._folder:
                 with open(self._folder / "attempts.jsonl", "a", encoding="utf-8") as file:
-                    # With the earlier attempts that ended before the run had a folder.
+                    # Including earlier attempts that ended before the run had a folder.
                     file.writelines(json.dumps(asdict(end)) + "\n" for end in self._attempts[self._num_written :])
                 self._num_written = len(self._attempts)
         except OSError as error:
             _say(f"{self._folder}/attempts.jsonl cannot be written: {error}")
 
     def _end_processes_left_behind(self) -> None:
-        """End the processes that the command has left behind: they may hold devices, ports and the run folder."""
+        """End the processes that the command has left: they may hold devices, ports and the run folder."""
         started = self._clock.monotonic()
         while left := descendants(os.getpid()):
             waited = self._clock.monotonic() - started
             if waited > (2 * _LEAVE_S if self._asked else _LEFT_S):
-                # They never run another line of code. The next attempt reports devices that they still hold.
+                # They will not run any more code. The next attempt reports devices that they still hold.
                 pids = ", ".join(map(str, left))
                 _say(f"these do not end by SIGKILL (stuck storage or driver?) and are left: pid {pids}")
                 return
@@ -208,18 +207,18 @@ class Supervisor:
 
 
 def stalled(attempts: list[Attempt]) -> list[Attempt]:
-    """Return the newest attempts, from the one that made the newest checkpoint on."""
+    """Return the newest attempts, starting with the one that wrote the newest checkpoint."""
     saved = [attempt.checkpoint or 0 for attempt in attempts]
     return attempts[max((i for i in range(1, len(saved)) if saved[i] > max(saved[:i])), default=0) :]
 
 
 def crash_loop(attempts: list[Attempt], give_up: int) -> str:
-    """Return the reason to stop if the newest attempts end by one cause without a new checkpoint; empty if not."""
-    # Pids and times differ between two ends by one cause.
+    """Return the reason to stop if the newest attempts have the same cause and no new checkpoint; else ""."""
+    # Ignore digits: pids and times differ between two ends with the same cause.
     ends = [(end.exit_code, re.sub(r"\d+", "0", end.cause)) for end in stalled(attempts)]
     number, last = len(list(takewhile(ends[-1].__eq__, reversed(ends)))), attempts[-1]
     may_pass = last.passing and last.uptime - attempts[-number].uptime < _AWAY_S
-    # Nodes other than the head know neither step nor cause: the head decides for them.
+    # Nodes other than the head have neither step nor cause: the head decides for them.
     if number < give_up or may_pass or (last.step is None and not last.cause):
         return ""
     return f"it has ended {number} times without a new checkpoint by the same cause, fix it first"
@@ -233,7 +232,7 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # a terminal that is gone does not end the supervisor
+    with suppress(OSError):  # a closed terminal must not end the supervisor
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} supervise: {text}\n")
         sys.stderr.flush()
 

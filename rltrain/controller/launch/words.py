@@ -1,4 +1,4 @@
-"""The arguments and variables of scripts/ray_start.sh on one node."""
+"""Arguments and environment variables of scripts/ray_start.sh on one node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.config.schema.arguments import read_arguments
 from rltrain.config.schema.fields import key
 
-# What `ray start` takes by default: the dashboard, the client's server, the agent of each node; and the workers.
+# Default ports of `ray start`: dashboard, client server, agent of each node; and the workers.
 _PORTS_OF_RAY = (8265, 10001, 52365)
 _PORTS_OF_WORKERS = range(10002, 20000)
 _USAGE = """ray_start.sh [head | worker [ADDRESS] | stop [ADDRESS]] [options] [-- COMMAND]"""
@@ -24,30 +24,30 @@ _SOURCES = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What the arguments and variables of one node say."""
+    """Settings of a node, from arguments and environment variables."""
 
     role: str
     rank: int | None
-    """0 of a head."""
+    """0 for a head."""
     address: str
-    """Of the head; empty where the file says it."""
+    """Address of the head; empty if the file contains it."""
     file: Path | None
-    """Where the head leaves its address, and beside it the token."""
+    """File for the head's address, next to the token's file."""
     port: str
     job: str
-    """What tells this run from others of its folder, by the scheduler; empty without one."""
+    """Scheduler's job id, which distinguishes runs in one folder; empty without one."""
     wait_s: float
     num_nodes: int | None
     devices: int | None
-    """Devices that every node has to have; None: as many as the head."""
+    """Minimum devices per node; None: as many as the head."""
     arguments: list[str]
-    """Those of `ray start`."""
+    """Arguments of `ray start`."""
     command: list[str]
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers among arguments and variables, with the defaults of missing ones."""
+    """Numbers among arguments and variables, with their defaults."""
 
     RANK: int = key(-1, least=0)
     NNODES: int = key(0, least=1)
@@ -90,8 +90,8 @@ def read(argv: list[str]) -> Launch:
     if role == "head":
         _check_port(numbers.RAY_PORT, rest)
     file = first_set("HEAD_FILE")
-    # As the folder one works in is shared more often than not, nothing has to be said in the simplest case. With an
-    # address nothing has to be shared, and what lies here may be another head's.
+    # The working folder is usually shared, so the simplest case needs no settings. With an address nothing must be
+    # shared, and a file here may be another head's.
     default = (rank or role == "stop") and not (address and role != "stop") and os.access(".", os.W_OK)
     return Launch(
         role=role,
@@ -109,7 +109,7 @@ def read(argv: list[str]) -> Launch:
 
 
 def _check_port(port: int, ray_words: list[str]) -> None:
-    """Raise ConfigError if Ray, started with these arguments, uses the port itself: it would end with a traceback."""
+    """Raise ConfigError if a Ray started with these arguments uses this port itself: it would fail with a traceback."""
     moved = any(word.startswith(("--min-worker-port", "--max-worker-port", "--worker-port-list")) for word in ray_words)
     if port in _PORTS_OF_RAY or (port in _PORTS_OF_WORKERS and not moved):
         first, last = _PORTS_OF_WORKERS[0], _PORTS_OF_WORKERS[-1]

@@ -1,9 +1,8 @@
-"""Who answers the policy between two turns, in the words of the chat template.
+"""Replies to the policy between two turns, in the format of the chat template.
 
-Problem: what a turn says has to be read, acted on and answered in tokens, and all processes of a replica must go on
-alike. Choice: every process reads the turn, so all know whether it is answered; the leader alone asks the hosts
-(`agents.hosts`), and the others get the tokens that it makes of what they say. Left out: what is done with the tokens
-(`Conversations`).
+Problem: a turn must be parsed, executed and answered in tokens, with the same result on all processes of a replica.
+Choice: every process parses the turn, so all know if it gets a reply; only the leader calls the hosts (`agents.hosts`),
+and the others receive the tokens of its replies. Left out: the use of these tokens (`Conversations`).
 """
 
 from __future__ import annotations
@@ -38,34 +37,34 @@ from rltrain.data.turns.seam import Seam
 from rltrain.workers.rollout.contract import Key
 from rltrain.workers.rollout.queue import Replica
 
-# With several processes, how many times the engine asks before they agree on what has arrived: that costs a broadcast.
+# With several processes, the number of engine polls per agreement on new replies, which costs a broadcast.
 _ASKS_PER_LOOK = 4
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a turn was answered with, by tools, an environment or an agent."""
+    """Reply of tools, an environment or an agent to a turn."""
 
     tokens: NDArray[np.int32] | None
-    """What stands between it and the next turn; None: there is none, the trajectory has ended."""
+    """Tokens between the turn and the next; None: the trajectory has ended."""
     images: PromptImages | None = None
-    """Those among the tokens."""
+    """Images in the tokens."""
     messages: list[Message] = field(default_factory=list)
-    """Without the files of images."""
+    """Messages without image files."""
     counts: Counter[str] = field(default_factory=Counter)
-    """`columns.OF_TURNS`, and ``tool_ms``: of the slowest call."""
+    """`columns.OF_TURNS`, and ``tool_ms``: time of the slowest call."""
     rewards: list[float] = field(default_factory=list)
-    """What tools and environment say of the turn."""
+    """Rewards of the turn from tools and environment."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """``score``, if the trajectory gives itself one, and others."""
+    """``score``, if the trajectory scores itself, and other numbers."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What tools of verl's tell the scorer."""
+    """Data of verl tools for the scorer."""
     failed: str = ""
-    """Why the trajectory cannot go on, through no fault of the policy."""
+    """Error that ended the trajectory and was not the policy's fault."""
 
 
 class Trajectory(Protocol):
-    """What is known of an answer, see `conversations.Conversation`."""
+    """Trajectory as far as known here, see `conversations.Conversation`."""
 
     num_turns: int
     counts: Counter[str]
@@ -77,14 +76,14 @@ class Trajectory(Protocol):
 
 @dataclass
 class _Open:
-    """A trajectory whose last turn is being answered."""
+    """Trajectory whose last turn waits for a reply."""
 
     end_token: int | None
     said: Parsed
 
 
 class Answering:
-    """Tools, environments and agents of a run for one engine. hosts: at the process that leads its replica."""
+    """Tools, environments and agents of a run for one engine. hosts: on the leader of the replica only."""
 
     def __init__(
         self,
@@ -97,38 +96,38 @@ class Answering:
     ) -> None:
         self.max_model_len = max_model_len
         self._cfg, self._encoder, self._format = cfg, encoder, call_format
-        # They keep nothing, so a turn without calls is the last, and nobody has to be told of it.
+        # Without state a turn without calls is the last, and no tool must be notified of it.
         self._stateless = not (cfg.environment or cfg.tool_config_path)
         self._replica, self._hosts = replica, hosts
         self._seam = Seam(encoder, encoder.tools, call_format)
         self.stop_token_ids = self._seam.stop_token_ids
-        """Every token that ends a turn."""
+        """All tokens that end a turn."""
         self._row: Callable[[int], PromptRow]
         self._seeds: NDArray[np.uint64]
-        # By answer: trajectories that hosts know, and of them those whose last turn is being answered.
+        # By trajectory: numbers at the hosts, and trajectories whose last turn waits for a reply.
         self._numbers: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._open: dict[Key, _Open] = {}
         self._num_looks = 0
 
     def begin(self, row: Callable[[int], PromptRow], seeds: NDArray[np.uint64]) -> None:
-        """A task begins. row: by place of the prompt; seeds [places]: of what happens beside the policy."""
-        # To make a row took more than to read a turn, and every turn asks for its own.
+        """Start a task. row: by prompt index; seeds [prompts]: for random numbers of environments."""
+        # Cached: building a row took longer than parsing a turn, and every turn needs it.
         self._row, self._seeds = cache(row), seeds
         self.forget()
 
     def forget(self) -> None:
-        """No trajectory waits any more."""
+        """Drop all trajectories."""
         self._open, self._numbers, self._keys = {}, {}, {}
         if self._hosts:
             self._hosts.close_all()
 
     def printed(self) -> str:
-        """What tools and agents have printed since the last call."""
+        """Return the output that tools and agents have printed since the last call."""
         return self._hosts.printed() if self._hosts else ""
 
     def ask(self, key: Key, trajectory: Trajectory, reason: str) -> bool:
-        """A turn has ended: whether somebody answers it, if only with the end of the trajectory.
+        """Request a reply to a turn that has ended. Returns True if one will come, possibly only to end the trajectory.
 
         reason: `Turn.reason`.
         """
@@ -144,7 +143,7 @@ class Answering:
             if finish != "stop" or not (said.calls or said.problems):
                 self.give_up(key)
                 return False
-        # A turn that a stop text has ended lacks the token that ends one.
+        # A turn ended by a stop text lacks the end token.
         ended = reason == "stop" and tokens and tokens[-1] in self.stop_token_ids
         self._open[key] = _Open(tokens[-1] if ended else None, said)
         if self._hosts:
@@ -159,7 +158,7 @@ class Answering:
         (text,) = self._encoder.decode_batch([tokens], special=True)
         call_format = self._format if tools else NO_CALLS
         said, most = call_format.parse(text, tools), self._cfg.max_assistant_turns
-        if reason == "length":  # half a call is none
+        if reason == "length":  # an incomplete call is ignored
             return Parsed([], [], said.text, said.reasoning), "length"
         return said, "turns" if most is not None and num_turns >= most else "stop"
 
@@ -176,7 +175,7 @@ class Answering:
             self._numbers[key], self._keys[number] = number, key
 
     def no_room(self, key: Key) -> bool:
-        """What was said to a turn leaves no room for another: whether the trajectory still has to tell its end."""
+        """Handle a reply without room for another turn. Returns True if the trajectory must still report its end."""
         if self._ends_by_itself(self._encoder.row_tools.agent_of(self._row(key[0]))):
             self.give_up(key)
             return False
@@ -186,16 +185,16 @@ class Answering:
         return True
 
     def give_up(self, key: Key) -> None:
-        """Nobody wants the rest of a trajectory."""
+        """Discard the rest of a trajectory."""
         number = self._numbers.pop(key, None)
         if number is not None and self._hosts:
             del self._keys[number]
             self._hosts.close(number)
 
     def arrived(self, wait_s: float = 0.0) -> list[tuple[Key, Reply]]:
-        """The turns that were answered by now. All processes of a replica get the same.
+        """Return the replies that have arrived; all processes of a replica get the same.
 
-        Raises ConfigError where no turn can be answered: what the user has written cannot be imported.
+        Raises ConfigError if no turn can get a reply because user code cannot be imported.
         """
         self._num_looks += 1
         if not self._open or (self._replica.size > 1 and not wait_s and self._num_looks % _ASKS_PER_LOOK):
@@ -228,9 +227,9 @@ class Answering:
         return Reply(text.tokens, text.images, shown, counts, rewards)
 
     def _opened(self, messages: Sequence[Message], counts: Counter[str]) -> tuple[list[Message], list[Any]]:
-        """The messages, and their images as the processor takes them.
+        """Return the messages, and their images as processor input.
 
-        A tool's image that cannot be used becomes a text that says so. Raises DataError for a user's.
+        An invalid image of a tool is replaced by an error text. Raises DataError for a user's image.
         """
         kept: list[Message] = []
         pictures: list[Any] = []
@@ -249,10 +248,10 @@ class Answering:
         return kept, pictures
 
     def _calls(self, said: Parsed, messages: Sequence[Message]) -> list[Call]:
-        """The calls that results among the messages answer."""
+        """Return the calls that the results among the messages belong to."""
         if not any(message["role"] == "tool" for message in messages):
             return []
-        # In the place of a call that could not be read stands one of the template's own kind, as results need one.
+        # A call that could not be parsed is replaced by a placeholder call, because every result needs one.
         return [*said.calls, *(Call("unreadable", {}) for _ in said.problems)]
 
 

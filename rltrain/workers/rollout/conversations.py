@@ -1,13 +1,12 @@
-"""Conversations: what stands between the jobs of a task and the engine that works on them.
+"""Conversations: the layer between the jobs of a task and the engine that runs them.
 
-An answer is a conversation of the policy with whatever answers back: tokens that are only ever appended, of which some
-were sampled and the others were not. An engine knows jobs and turns alone; here a turn that has ended becomes part of
-its conversation, and here it is decided what follows. Without tools nothing does: a conversation is over with its
-first turn. Where tools answer (`Answering`), `Conversations.ended` asks them, `take` hands out the next turn of a
-conversation in front of the queue's jobs (a `Job` of one sample, ``given`` all its tokens so far), and `wait` waits for
-one.
+A response is a conversation of the policy with tools, an environment or an agent: tokens that are only ever appended,
+some of them sampled. An engine knows only jobs and turns. This module appends ended turns to their conversation and
+decides if another turn follows. Without tools a conversation ends with its first turn. With tools (`Answering`),
+`Conversations.ended` requests the reply, `take` returns next turns before the jobs of the queue (a `Job` of one sample,
+``given`` all its tokens so far), and `wait` waits for replies.
 
-An answer that an earlier step has begun (``carry_over``) is a conversation that is already some tokens long.
+A response carried over from an earlier step (``carry_over``) is a conversation that already has tokens.
 """
 
 from __future__ import annotations
@@ -31,47 +30,47 @@ from rltrain.workers.rollout.answering import Answering, Reply
 from rltrain.workers.rollout.contract import Job, Key, Turn
 from rltrain.workers.rollout.queue import JobQueue
 
-# How long an engine with nothing to do waits for a tool before it looks whether it is to stop.
+# Longest wait for a tool in seconds, after which an idle engine checks for a stop.
 _WAIT_S = 0.05
 
 
 @dataclass
 class Conversation:
-    """One answer to a prompt, as far as it is."""
+    """One response to a prompt, so far."""
 
     place: int
-    """Of the prompt in the task."""
+    """Prompt index in the task."""
     sample: int
-    """Its number among the answers to the prompt."""
+    """Sample number of the prompt."""
     prompt: NDArray[np.int32]
     """Token ids [p]."""
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """[t]: what follows the prompt."""
+    """[t]: tokens after the prompt."""
     mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-    """[t]: the policy sampled it."""
+    """[t]: True if the policy sampled the token."""
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """[mask.sum()]: of the sampled tokens (`Turn.log_probs`)."""
+    """[mask.sum()]: log-probs of the sampled tokens (`Turn.log_probs`)."""
     experts: list[NDArray[np.integer[Any]]] = field(default_factory=list)
-    """Where the tokens of prompt and answer went, as far as an engine has computed them (`Turn.experts`)."""
+    """Routing of the prompt's and the response's tokens, as far as computed (`Turn.experts`)."""
     images: PromptImages | None = None
-    """Those among ``tokens``, which have come from tools, an environment or an agent."""
+    """Images in ``tokens``, from tools, an environment or an agent."""
     truncated: bool = False
-    """Its last turn ended for want of room, not by an end token."""
+    """True if its last turn ended at the length limit, not with an end token."""
     aborted: bool = True
-    """Its last turn has not ended by itself."""
+    """True if its last turn is incomplete."""
     seconds: float = 0.0
-    """When its last turn ended, since the call of the engine."""
+    """End of its last turn, in seconds since the engine's call."""
 
     num_turns: int = 0
-    """That the policy has ended."""
+    """Turns that the policy has ended."""
     counts: Counter[str] = field(default_factory=Counter)
-    """`Reply.counts`, added up."""
+    """`Reply.counts`, summed."""
     rewards: list[float] = field(default_factory=list)
-    """`Reply.rewards`, of all replies."""
+    """`Reply.rewards` of all replies."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """Their sum by turn, from 1; a turn that nobody has paid for has none."""
+    """Their sums by turn, from 1; turns without rewards are missing."""
     said: list[list[Message]] = field(default_factory=list)
-    """Behind each turn that another has followed."""
+    """Messages after each turn that another turn has followed."""
     numbers: dict[str, float] = field(default_factory=dict)
     """`Reply.numbers`."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -80,14 +79,14 @@ class Conversation:
     """`Reply.failed`."""
 
     def hear(self, reply: Reply) -> None:
-        """Note what was said to a turn."""
+        """Record a reply to a turn."""
         self.counts += reply.counts
         self.rewards += reply.rewards
         self.turn_rewards[self.num_turns] = self.turn_rewards.get(self.num_turns, 0.0) + sum(reply.rewards)
         self.numbers, self.extra, self.failed = reply.numbers, reply.extra, reply.failed
 
     def add_context(self, context: EncodedPrompt, messages: list[Message]) -> None:
-        """Append what the policy did not sample."""
+        """Append tokens that the policy did not sample."""
         self.said.append(messages)
         self._append(context)
         self.mask = np.concatenate([self.mask, np.zeros(len(context.tokens), dtype=np.bool_)])
@@ -97,29 +96,29 @@ class Conversation:
         self.tokens, self.images = whole.tokens, whole.images
 
     def is_in_first_turn(self, waiting: Container[Key]) -> bool:
-        """Whether nobody has been asked yet. waiting: those of which somebody is."""
+        """Return True if no reply was requested yet. waiting: conversations that wait for one."""
         return bool(self.mask.all()) and (self.place, self.sample) not in waiting
 
     def forget(self) -> None:
-        """Be as before the first token."""
+        """Reset to the start of the response."""
         empty = Conversation(self.place, self.sample, self.prompt)
         self.tokens, self.images, self.mask, self.log_probs = empty.tokens, None, empty.mask, empty.log_probs
         self.experts = []
 
     def went_to(self, turn: Turn) -> None:
-        """Note where the tokens that a turn has computed went, in the place of what was noted of them before."""
+        """Record the routing of the tokens that a turn has computed, replacing earlier entries for them."""
         if turn.experts:
             before = np.concatenate(self.experts)[: turn.num_reused] if turn.num_reused else None
             self.experts = [*([] if before is None else [before]), *turn.experts]
 
     @property
     def last_turn(self) -> NDArray[np.int32]:
-        """Token ids of the last turn, an earlier step's among them."""
+        """Token ids of the last turn, including its tokens from an earlier step."""
         context = np.flatnonzero(~self.mask)
         return self.tokens[context[-1] + 1 if len(context) else 0 :]
 
     def add_sampled(self, tokens: NDArray[np.int32], log_probs: NDArray[np.float32]) -> None:
-        """Append what the policy sampled."""
+        """Append tokens that the policy sampled."""
         self._append(EncodedPrompt(tokens))
         self.mask = np.concatenate([self.mask, np.ones(len(tokens), dtype=np.bool_)])
         self.log_probs = np.concatenate([self.log_probs, log_probs])
@@ -127,22 +126,24 @@ class Conversation:
 
 @dataclass
 class _Started:
-    """A job that an engine has taken."""
+    """Job that an engine has taken."""
 
     job: Job
-    """Without its images: it is known until the call ends, and pixels are large."""
+    """Without its images: it is kept until the call ends, and pixels are large."""
     conversations: list[Conversation]
     num_running: int
 
 
 class Conversations:
-    """The `Source` of an engine: jobs of ``queue``, whose answers are kept.
+    """`Source` of an engine: jobs of ``queue``, whose responses are kept.
 
-    begun: conversations that go on, by place and sample. vocabulary: the number of token ids. finished: called when
-    the last conversation of a job is over, if none of them was given up: those that were are begun anew or go on in a
-    later step. A turn with a token outside the vocabulary or a log-prob that is not finite is left out of its
-    conversation, which ends, and counted. answering: who answers a turn (None: nobody), with the most tokens of an
-    answer. images: of a prompt, by its place, while a job of it runs.
+    begun: conversations to continue, by prompt index and sample. vocabulary: number of token ids. finished: called when
+    the last conversation of a job ends, unless one was aborted, which a later step restarts or continues. answering:
+    replies to turns (None: single turn), with the maximum tokens of a response. images: of a prompt, by its index,
+    while one of its jobs runs.
+
+    A turn with a token outside the vocabulary or a non-finite log-prob is not appended; its conversation ends, and it
+    is counted.
     """
 
     def __init__(
@@ -155,17 +156,17 @@ class Conversations:
         images: Callable[[int], PromptImages | None] = lambda place: None,
     ) -> None:
         self.num_damaged = 0
-        """Turns that were left out."""
+        """Turns that were not appended."""
         self.num_unknown = 0
         """Tokens outside the vocabulary."""
         self.num_follow_up_tokens = 0
-        """With which turns behind the first began, prompts included."""
+        """Context tokens at the start of turns after the first, including prompts."""
         self.num_reused_tokens = 0
-        """Of these, those that the engine did not compute again."""
+        """Follow-up tokens that the engine did not recompute."""
         self.waited_s = 0.0
-        """In which the engine had nothing running, because its conversations waited to be answered."""
+        """Seconds in which the engine was idle because its conversations waited for replies."""
         self.all: list[Conversation] = []
-        """In the order in which the engine took them."""
+        """All conversations, in the order in which the engine took them."""
         self._queue = queue
         self._vocabulary = vocabulary
         self._begun = begun or {}
@@ -173,13 +174,13 @@ class Conversations:
         self._images = images
         self._answering = answering[0] if answering else None
         self._max_tokens = answering[1] if answering else 0
-        # Those that a tool is at work for, and of them those whose next turn may begin, the first to be answered first.
+        # Conversations that wait for a tool, and the ones among them with a reply, in order of arrival.
         self._waiting: dict[Key, tuple[_Started, Conversation]] = {}
         self._ready: list[Key] = []
         self._running: dict[Key, tuple[_Started, Conversation]] = {}
 
     def take(self, most: int) -> list[Job]:
-        """The next turns of conversations, then as `JobQueue.take`."""
+        """Return next turns of conversations, then jobs as `JobQueue.take`."""
         self._listen()
         ready, self._ready = self._ready[:most], self._ready[most:]
         return [*map(self._next_turn, ready), *self._take_new(most - len(ready))]
@@ -216,7 +217,7 @@ class Conversations:
             self._over(started)
 
     def _is_answered(self, started: _Started, conversation: Conversation, turn: Turn, *, whole: bool) -> bool:
-        """Whether somebody answers the turn, so that the conversation goes on or its end is still to be told."""
+        """Request a reply. Returns True if the conversation continues, or still has to report its end."""
         if self._answering is None:
             return False
         key = turn.place, turn.sample
@@ -225,7 +226,7 @@ class Conversations:
             return False
         if not self._answering.ask(key, conversation, turn.reason):
             return False
-        # Where the engine is stopped meanwhile, it has not ended.
+        # If the engine stops before the reply, the conversation is incomplete.
         conversation.aborted = True
         self._waiting[key] = started, conversation
         return True
@@ -238,7 +239,7 @@ class Conversations:
                 conversation.add_context(EncodedPrompt(reply.tokens, reply.images), reply.messages)
                 self._ready.append(key)
                 continue
-            # An answer ends with a token of the policy.
+            # A response ends with a token of the policy.
             conversation.truncated |= reply.tokens is not None
             if reply.tokens is None or not self._answering.no_room(key):  # type: ignore[union-attr]
                 del self._waiting[key]
@@ -246,13 +247,13 @@ class Conversations:
                 self._over(started)
 
     def goes_on(self, place: int, sample: int) -> bool:
-        """Whether a conversation waits for its next turn."""
+        """Return True if a conversation waits for its next turn."""
         _, conversation = self._waiting.get((place, sample), (None, None))
-        # Behind a turn that was cut off, and words that leave no room, only the end is waited for.
+        # After a truncated turn, or a reply that leaves no room, only the end is pending.
         return conversation is not None and not conversation.truncated
 
     def _room(self, conversation: Conversation) -> int:
-        """Tokens that the answer may still get, as engines count them."""
+        """Return the tokens that the response may still get, as engines count them."""
         assert self._answering
         most = min(self._max_tokens, self._answering.max_model_len - len(conversation.prompt))
         return most - len(conversation.tokens)
@@ -273,7 +274,7 @@ class Conversations:
                 self._finished(started.job, started.conversations)
 
     def wait(self) -> bool:
-        """Whether a conversation waits for tools. A little of the wait is spent here."""
+        """Return True if conversations wait for tools, after waiting up to _WAIT_S."""
         if not self._waiting or self._queue.stopped():
             return False
         if not self._ready:
@@ -283,8 +284,8 @@ class Conversations:
         return bool(self._waiting)
 
     def begin_anew(self) -> int:
-        """Take the tokens of trajectories that were given up behind their first turn: nobody keeps their tools and
-        environments. How many there are."""
+        """Reset trajectories that were aborted after their first turn, because their tools and environments are not
+        kept. Returns their number."""
         gone = [answer for answer in self.all if answer.aborted and not answer.is_in_first_turn(self._waiting)]
         for answer in gone:
             answer.forget()
@@ -301,9 +302,9 @@ class Conversations:
 
 
 def begun_conversations(batch: Batch, prompts: Sequence[NDArray[np.int32]], num_samples: int) -> list[Conversation]:
-    """Those of answers that have some tokens already. batch: `columns.ANSWER`, and ``slot`` (place * n + sample).
+    """Return the conversations of partial responses. batch: `columns.ANSWER`, and ``slot`` (prompt index * n + sample).
 
-    prompts: by place.
+    prompts: by prompt index.
     """
     columns = [batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK, c.ROLLOUT_LOG_PROBS)]
     conversations = []
@@ -314,7 +315,7 @@ def begun_conversations(batch: Batch, prompts: Sequence[NDArray[np.int32]], num_
 
 
 def payload_of(conversations: Sequence[Conversation]) -> Batch:
-    """Prompts and `columns.ANSWER` of conversations (at least one) that stand in the order of their places."""
+    """Return prompts and `columns.ANSWER` of conversations (at least one), which are sorted by prompt index."""
     places, prompts = zip(*{answer.place: answer.prompt for answer in conversations}.items(), strict=True)
     index = np.searchsorted(places, [answer.place for answer in conversations])
     rows = _ragged([np.array(prompt, dtype=np.int32) for prompt in prompts])
@@ -329,9 +330,9 @@ def payload_of(conversations: Sequence[Conversation]) -> Batch:
 
 
 def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
-    """`columns.ROUTED_EXPERTS` of conversations. Where one was given up, or damaged, zeros stand for what is not there.
+    """Return `columns.ROUTED_EXPERTS` of conversations. Missing tokens of aborted or damaged ones are zeros.
 
-    Raises RuntimeError where an engine has not told of all others.
+    Raises RuntimeError if the routing of any other token is missing.
     """
     told = next((answer.experts[0] for answer in conversations if answer.experts), np.zeros((0, 0, 0), dtype=np.uint8))
     shape, dtype = told.shape[1:], told.dtype
@@ -349,7 +350,7 @@ def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
 
 
 def answer_numbers(conversations: Sequence[Conversation], num_samples: int) -> dict[str, NDArray[Any]]:
-    """What the driver gets of every answer, a value per conversation. num_samples: answers per prompt."""
+    """Return the numbers of every response for the driver, one value per conversation. num_samples: per prompt."""
     policy_tokens = np.array([len(answer.log_probs) for answer in conversations], dtype=np.int64)
     return {
         c.SLOT: np.array([answer.place * num_samples + answer.sample for answer in conversations]),
@@ -364,7 +365,7 @@ def answer_numbers(conversations: Sequence[Conversation], num_samples: int) -> d
 
 
 def turn_numbers(conversations: Sequence[Conversation]) -> dict[str, NDArray[Any]]:
-    """`columns.OF_SEVERAL_TURNS`, a value per conversation."""
+    """Return `columns.OF_SEVERAL_TURNS`, one value per conversation."""
     counts = [answer.counts for answer in conversations]
     numbers: dict[str, NDArray[Any]] = {name: np.array([each[name] for each in counts]) for name in c.OF_TURNS}
     seconds = np.array([each["tool_ms"] / 1e3 for each in counts], dtype=np.float32)

@@ -1,7 +1,7 @@
-"""The images of a task's prompts, read by the process whose engine answers them.
+"""Images of a task's prompts, loaded by the process whose engine runs them.
 
-Opening and scaling an image takes tens of milliseconds of a core, and an engine asks for many prompts at once. So
-several are read at the same time; only the replica that takes a job reads its images.
+Opening and scaling an image takes tens of milliseconds of a core, and an engine takes many prompts at once. So several
+images are loaded in parallel, only by the replica that takes the job.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from rltrain.workers.rollout.contract import Job
 
 
 class PicturesOfTask:
-    """Gives jobs their prompts with images. rows: of the task's prompts in the store. seconds: spent so far.
+    """Loader of the prompts' images. rows: of the task's prompts in the store. seconds: total time spent.
 
-    keep: the pixels are wanted after the last job of a prompt has ended.
+    keep: keep the pixels after the last job of a prompt has ended.
     """
 
     def __init__(self, store: PromptStore, rows: NDArray[np.int32], *, keep: bool) -> None:
         self.seconds = 0.0
         self._store, self._rows, self._keep = store, rows, keep
         self._num_running: Counter[int] = Counter()
-        # By place: several jobs may answer one prompt, and the trainer then gets its pixels once.
+        # By prompt index: several jobs may share a prompt, and the trainer gets its pixels once.
         self._read: dict[int, PromptImages | None] = {}
 
     def of(self, place: int) -> PromptImages | None:
-        """What the trainer gets of a prompt that a job has been taken for."""
+        """Return the images of a prompt that a job was taken for."""
         return self._read.get(place)
 
     def prepare(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs, those of prompts with images with these."""
+        """Add images to the jobs whose prompts have some."""
         started = time.perf_counter()
         self._num_running.update(job.place for job in jobs)
         seeing = {job.place for job in jobs if self._store.num_images[self._rows[job.place]]}
         new = np.array(sorted(seeing - self._read.keys()), dtype=np.int64)
         if len(new):
-            # A batch takes rows from all over a file, and each row group should be read once.
+            # Sorted by position in the file, so that each row group is read once.
             assert self._store.pictures is not None
             new = new[self._store.pictures.as_they_stand(self._rows[new])]
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:
@@ -55,7 +55,7 @@ class PicturesOfTask:
         return [replace(job, images=self.of(job.place)) for job in jobs]
 
     def ended(self, job: Job) -> None:
-        """A job that was prepared here has ended."""
+        """Record the end of a job that was prepared here."""
         self._num_running[job.place] -= 1
         if not self._keep and not self._num_running[job.place]:
             self._read.pop(job.place, None)

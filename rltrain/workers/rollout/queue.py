@@ -1,8 +1,8 @@
-"""The jobs of one task, shared by the engine replicas.
+"""Jobs of one task, shared by the engine replicas.
 
-Problem: answers differ in length, so equal shares leave replicas idle. Choice: as many jobs as fill all replicas are
-dealt out in advance; a replica with room pulls further ones by a counter in the process group's store. Left out:
-taking a running job from another replica.
+Problem: responses differ in length, so equal shares leave replicas idle. Choice: as many jobs as fill all replicas are
+dealt in advance; a replica with room pulls further ones by a counter in the process group's store. Left out: stealing a
+running job from another replica.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _GIVEN_UP = "rollout/given_up"
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine: ``size`` neighbouring ranks."""
+    """Engine replica: ``size`` neighbouring ranks."""
 
     number: int
     count: int
     member: int
-    """This rank's place in it."""
+    """Index of this rank in the replica."""
     size: int
     group: Any = None
-    """Its members (None if alone)."""
+    """Process group of its members (None for a single rank)."""
 
     @property
     def leads(self) -> bool:
         return self.member == 0
 
     def agree(self, found: Any) -> Any:
-        """The leader's value (small, picklable) on all members."""
+        """Broadcast the leader's value (small, picklable) to all members."""
         if self.size == 1:
             return found
         box = [found]
@@ -45,7 +45,7 @@ class Replica:
         return box[0]
 
     def gather(self, found: Any) -> list[Any]:
-        """The members' values (small, picklable) at the leader; nothing at the others. The leader waits for all."""
+        """Gather the members' values (small, picklable) on the leader, which waits for all; others get nothing."""
         if self.size == 1:
             return [found]
         box = [None] * self.size if self.leads else None
@@ -54,10 +54,10 @@ class Replica:
 
 
 def make_replica(size: int) -> Replica:
-    """The replica of this rank (a collective over all ranks)."""
+    """Return the replica of this rank (a collective over all ranks)."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    # torch wants every rank to make every group, also those that it is not in. gloo, because small Python objects
-    # travel. Members of a replica that only its leader serves wait as long as it generates.
+    # torch requires every rank to create every group. gloo, because small Python objects are sent. If only the leader
+    # serves, the other members wait as long as it generates.
     groups = [
         dist.new_group(list(range(first, first + size)), COLLECTIVE_TIMEOUT, "gloo") if size > 1 else None
         for first in range(0, world, size)
@@ -66,9 +66,9 @@ def make_replica(size: int) -> Replica:
 
 
 def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_num_seqs: int) -> int:
-    """Answers per job: all of a prompt, or fewer where replicas would otherwise get unequal shares.
+    """Return the samples per job: all of a prompt, or fewer if replicas would otherwise get unequal shares.
 
-    An engine computes a prompt once per job, so prompts are cut only while there are fewer than four jobs per replica
+    An engine computes a prompt once per job, so prompts are split only if there are fewer than four jobs per replica
     and the replicas cannot get equally many.
     """
     for cut in range(1, num_samples + 1):
@@ -80,17 +80,17 @@ def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_n
 
 
 def give_up(store: dist.Store) -> None:
-    """No answers of any queue of this ``store`` are wanted any more."""
+    """Abort all queues of this ``store``."""
     store.add(_GIVEN_UP, 1)
 
 
 class JobQueue:
-    """The jobs of one replica: first its dealt jobs, then jobs from the common rest, one by one.
+    """Jobs of one replica: first its dealt jobs, then jobs from the shared rest, one by one.
 
-    jobs: those of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas back and
-    forth; if that is all of them, the assignment of jobs to replicas is deterministic. enough: stop when this many
-    prompts have all their answers, over all replicas, and the first ``must`` prompts are among them. prepare: what is
-    done to jobs when they are taken, such as reading the images of their prompts. can_end: stop after `give_up`.
+    jobs: of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas in alternating
+    directions; if these are all, the assignment is deterministic. enough: stop when this many prompts are complete over
+    all replicas, including the first ``must`` prompts. prepare: applied to jobs when they are taken, for example to
+    load their images. can_end: stop after `give_up`.
     """
 
     def __init__(
@@ -117,25 +117,25 @@ class JobQueue:
         self._prepare = prepare
         self._can_end = can_end
         self._jobs_of = Counter(job.place for job in jobs)
-        # A prompt whose answers are all there already has no job, so it never ends here and is not waited for.
+        # A prompt whose responses are all complete has no job, so it never ends here and must not be waited for.
         self._num_must = sum(place < must for place in self._jobs_of)
         self._mine = [place for place in range(num_dealt) if _dealt_to(place, replica.count) == replica.number]
         self._largest = max((len(job.samples) for job in jobs), default=0)
         self._empty = False
 
     def take(self, most: int) -> list[Job]:
-        """Jobs of at most ``most`` samples in all; none if none is left or wanted, or if the largest does not fit."""
+        """Return jobs of at most ``most`` samples in total; none if none is left or the largest does not fit."""
         if self._empty or most < self._largest or self.stopped():
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.leads else None)
         jobs = [self._jobs[number] for number in numbers]
-        self.taken += jobs  # as they are, because what preparing adds may be large
+        self.taken += jobs  # unprepared, because prepared jobs may be large
         return self._prepare(jobs)
 
     def _draw(self, most: int) -> tuple[list[int], bool]:
-        """Numbers of jobs, and whether no more follow."""
+        """Return numbers of jobs, and True if no more follow."""
         numbers: list[int] = []
-        # A number drawn from the counter cannot be put back, so none is drawn unless any job would fit.
+        # A number drawn from the counter cannot be returned, so none is drawn unless any job would fit.
         while most >= self._largest:
             number = self._mine.pop(0) if self._mine else self._num_dealt + self._store.add(self._key + "/next", 1) - 1
             if number >= len(self._jobs):
@@ -145,27 +145,27 @@ class JobQueue:
         return numbers, False
 
     def ended(self, job: Job) -> None:
-        """A job of this replica has ended."""
+        """Record the end of a job of this replica."""
         if self._enough is None or not self._replica.leads:
             return
         num_jobs, key = self._jobs_of[job.place], f"{self._key}/of/{job.place}"
         if num_jobs > 1:
             if self._store.add(key, 1) < num_jobs:
                 return
-            # Otherwise the store would keep such a key for every prompt of the run.
+            # Otherwise the store would keep a key for every prompt of the run.
             self._store.delete_key(key)
-        # Prompts that must complete are counted first, so that no replica sees the total without them.
+        # Count required prompts first, so that no replica sees the total without them.
         if job.place < self._must:
             self._store.add(self._key + "/must", 1)
         self._store.add(self._key + "/ended", 1)
 
     @property
     def may_stop(self) -> bool:
-        """Whether `stopped` can ever be true."""
+        """False if `stopped` is always False."""
         return self._can_end or self._enough is not None
 
     def stopped(self) -> bool:
-        """Whether enough prompts have all their answers, or none is wanted any more."""
+        """Return True if enough prompts are complete, or after `give_up`."""
         if not self.may_stop:
             return False
         return bool(self._replica.agree(self._is_over() if self._replica.leads else None))
@@ -181,12 +181,12 @@ class JobQueue:
         )
 
     def _count(self, key: str) -> int:
-        # `get` would wait for a counter that does not exist. Adding 0 makes the file of a store longer with each turn.
+        # `get` would wait for a missing counter. Adding 0 grows the file of a file store with each call.
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
 def _dealt_to(place: int, num_replicas: int) -> int:
-    # Every second turn goes backwards, because the longest answers stand in front: otherwise the first replica would
-    # get the longest of every turn.
+    # Alternate the direction, because the longest responses come first: otherwise the first replica would get the
+    # longest of every round.
     turn, seat = divmod(place, num_replicas)
     return seat if turn % 2 == 0 else num_replicas - 1 - seat

@@ -1,8 +1,7 @@
-"""What a rollout engine is built from, and the one place where it is built.
+"""Settings of a rollout engine, and the only place where engines are created.
 
 Every adapter takes the same record, so the table of engines (`rltrain.config.schema.engines`) can name adapters by
-strings. An adapter is imported only by a worker that uses it: vLLM and SGLang take seconds to import and need not be
-installed.
+strings. An adapter is imported only by a worker that uses it: vLLM and SGLang take seconds to import and are optional.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rltrain.workers.rollout.stops import StopTexts
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The model, the keys under ``actor_rollout_ref.rollout``, and this process's part of the run."""
+    """Model, keys under ``actor_rollout_ref.rollout``, and this process's part of the run."""
 
     rollout: RolloutConfig
     model: ModelSpec
@@ -32,38 +31,37 @@ class EngineSettings:
     device: Device
     replica: Replica
     eos_token_ids: Sequence[int]
-    """What ends an answer, whatever the model's files say."""
+    """Tokens that end a response, independent of the model's files."""
     max_model_len: int
-    """Tokens of prompt and answer."""
+    """Maximum tokens of prompt and response."""
     engines_sharing_memory: int = 1
-    """Engines of this node that share one memory (on a CPU; else 1)."""
+    """Engines of this node that share memory (on a CPU; else 1)."""
     images: bool = True
-    """Prompts may have some, each of at most ``max_pixels``."""
+    """True if prompts may have images, each of at most ``max_pixels``."""
     max_pixels: int | None = None
     section: str = "actor_rollout_ref.rollout"
     longest: str = "max_model_len"
-    """Both, for messages: where its keys are, and the name of the one that bounds a text."""
+    """section, longest: for messages, the section of the keys, and the name of the key that limits a text."""
     adapted: Mapping[str, int] = field(default_factory=dict)
-    """By layer the rank of adapters that come beside the weights of ``model``; empty where there are none, or they come
-    merged."""
+    """Rank by layer of adapters that the engine applies itself; empty without adapters, or if they come merged."""
     with_experts: bool = False
-    """`Turn.experts` are asked for."""
+    """True if `Turn.experts` are needed."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """The text of tokens, special ones included; None: no text ends an answer."""
+    """Decoder of tokens, including special ones; None: no stop texts."""
 
     def stop_texts(self, stops: Sequence[str]) -> StopTexts:
-        """What finds these texts."""
+        """Return a matcher for these texts."""
         assert self.decode or not stops, "an engine without a tokenizer has no stop texts"
         return StopTexts(stops, self.decode or (lambda tokens: ""))
 
     @property
     def eager(self) -> bool:
-        """Whether the engine makes no graphs. On a CPU compiling them would take longer than most runs there."""
+        """True if the engine captures no graphs. On a CPU compiling them would take longer than most runs."""
         return self.device.is_cpu if self.rollout.enforce_eager is None else self.rollout.enforce_eager
 
 
 def make_engine(settings: EngineSettings) -> RolloutEngine:
-    """The engine that ``rollout.name`` says."""
+    """Create the engine of ``rollout.name``."""
     module, _, name = ENGINES[settings.rollout.name].factory.partition(":")
     factory: Callable[[EngineSettings], RolloutEngine] = getattr(importlib.import_module(module), name)
     return factory(settings)

@@ -1,7 +1,7 @@
-"""Texts that end a turn (`rollout.stop`), found in the tokens as they come, whatever tokens a text is made of.
+"""Texts that end a turn (`rollout.stop`), matched in generated tokens, independent of their tokenisation.
 
-Engines look for them on detokenised text and cut that, while a trainer needs to know with which token a turn has ended.
-So the last tokens are read again with every new one: as many as a stop text can be made of.
+Engines match and truncate detokenised text, but a trainer needs the token that ended the turn. So with every new token
+the last tokens are decoded again: as many as a stop text can consist of.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# Tokens that are read besides, as some have no text of their own.
+# Extra tokens to decode, because some have no text.
 _MORE = 4
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # for a part of a character's bytes
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # of incomplete UTF-8
 
 
 class StopTexts:
-    """decode(tokens): their text, special tokens included."""
+    """Matcher of stop texts. decode(tokens): their text, including special tokens."""
 
     def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._stops, self._decode = stops, decode
-        # A token has a byte at least.
+        # A token has at least one byte.
         self._window = max((len(stop.encode()) for stop in stops), default=0) + _MORE
 
     def __bool__(self) -> bool:
         return bool(self._stops)
 
     def end_of(self, earlier: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], known: int) -> int | None:
-        """With how many of its tokens a turn has ended; None where it goes on.
+        """Return the number of tokens after which the turn ends; None if it continues.
 
-        earlier: tokens of the same turn, in which a stop text may begin but not end. known: so many tokens have not
-        ended it.
+        earlier: tokens of the same turn, in which a stop text may begin but not end. known: tokens already checked.
         """
         for count in range(known + 1, len(tokens) + 1) if self._stops else ():
             own = tokens[max(0, count - self._window) : count]

@@ -1,4 +1,4 @@
-"""What scorers, files and estimators over turns hear of trajectories besides their text."""
+"""Trajectory data for scorers, files and turn estimators, in addition to the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
 def told_texts(answers: Sequence[Conversation], decode: Decode) -> list[str]:
-    """The answers as texts, which bring what an `AnswerText` says of a trajectory. decode: token ids of several."""
+    """Return the responses as `AnswerText` with their trajectory data. decode: decodes a batch of token ids."""
     texts = decode([answer.tokens.tolist() for answer in answers])
     parts = [_turns(answer) for answer in answers]
     turns = iter(decode([turn for of_answer in parts for turn in of_answer]))
@@ -31,12 +31,12 @@ def told_texts(answers: Sequence[Conversation], decode: Decode) -> list[str]:
 
 
 def per_turn(answers: Sequence[Conversation]) -> dict[str, NDArray[np.object_]]:
-    """`columns.PER_TURN`, an array per conversation. An answer without a token of the policy has one empty turn."""
+    """Return `columns.PER_TURN`, an array per conversation. A response without policy tokens has one empty turn."""
     numbers = {name: np.empty(len(answers), dtype=object) for name in c.PER_TURN}
     for place, answer in enumerate(answers):
         edges = _edges(answer) or [0, 0]
         turns = list(pairwise(edges))[::2]
-        # In front of the first stands the prompt, which all answers of a group share.
+        # The first turn follows the prompt, which all samples of a group share.
         told = [b"", *(_shown(answer, start, end) for start, end in list(pairwise(edges))[1::2])]
         numbers[c.TURN_TOKENS][place] = np.array([end - start for start, end in turns])
         numbers[c.TURN_STATES][place] = np.array([_hash(context) for context in told])
@@ -46,7 +46,7 @@ def per_turn(answers: Sequence[Conversation]) -> dict[str, NDArray[np.object_]]:
 
 
 def _shown(answer: Conversation, start: int, end: int) -> bytes:
-    """Tokens of a context, and what its images show: two images of one size have the same tokens."""
+    """Return the tokens of a context with its pixels: images of equal size have equal tokens."""
     tokens, images = answer.tokens[start:end].tobytes(), answer.images
     if images is None:
         return tokens
@@ -60,12 +60,12 @@ def _hash(context: bytes) -> int:
 
 
 def _edges(answer: Conversation) -> list[int]:
-    """Where turns of the policy begin and end, by turns."""
+    """Return alternating start and end offsets of the policy's turns."""
     return np.flatnonzero(np.diff(answer.mask.astype(np.int8), prepend=0, append=0)).tolist()
 
 
 def _turns(answer: Conversation) -> list[list[int]]:
-    """Token ids of the turns of the policy."""
+    """Return the token ids of the policy's turns."""
     return [answer.tokens[start:end].tolist() for start, end in list(pairwise(_edges(answer)))[::2]]
 
 
@@ -76,7 +76,7 @@ def _told(answer: Conversation, turns: Sequence[str]) -> dict[str, Any]:
         messages += answer.said[place] if place < len(answer.said) else []
     told: dict[str, Any] = {
         **{name: value for name, value in answer.extra.items() if not name.startswith("agent_")},
-        # As verl counts: turns of the policy, what answers them, and the prompt.
+        # As in verl: turns of the policy, the replies to them, and the prompt.
         "num_turns": 2 * answer.num_turns,
         "tool_rewards": answer.rewards,
         "messages": messages,

@@ -1,1 +1,1 @@
-"""The engine that computes with the trained model itself."""
+"""Engine that generates with the trained model itself."""

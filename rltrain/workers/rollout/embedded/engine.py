@@ -1,10 +1,10 @@
-"""The embedded rollout engine: a decode loop over the Hugging Face model itself. It runs wherever torch runs.
+"""Embedded rollout engine: a decode loop over the Hugging Face model. It runs wherever torch runs.
 
-A CPU, a new device or a first try should need no inference server. transformers' own `generate` pads, waits for the
-longest answer and computes a prompt once per answer. So this engine batches continuously over a cache of its own
-(`kv`), computes a prompt once for all its answers and a next turn from where the last ended (`parked`), and with one
-process and equal dtypes generates with the training weights themselves. Left out: CUDA graphs and paged memory; on
-accelerators vLLM is the engine for speed.
+A CPU, a new device or a first try should need no inference server. transformers' `generate` pads, waits for the longest
+response and computes a prompt once per response. This engine uses continuous batching over its cache (`kv`), computes a
+prompt once for all its responses and a next turn from the end of the last (`parked`). With one process and equal dtypes
+it generates with the training weights themselves. Left out: CUDA graphs and paged memory; on accelerators vLLM is the
+fast engine.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ from rltrain.workers.rollout.settings import EngineSettings
 
 _ATTENTION = "rltrain_rollout"
 _CACHE = "rltrain_cache"
-# Ended rows stay in the batch until they are this share of it, because moving the others costs more.
+# Ended rows stay in the batch up to this share, because moving the others costs more.
 _DEAD = 0.05
 
 
 class HFRollout:
-    """Continuous batching over the model's own modules: one prefill per prompt; answers leave as they end, others
-    enter.
-    """
+    """Continuous batching over the model's modules: one prefill per prompt; ended responses leave, new ones enter."""
 
     names_in_memory = True
 
@@ -68,20 +66,22 @@ class HFRollout:
         self._is_end = np.zeros(config.get_text_config().vocab_size, dtype=bool)
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=settings.device.torch_device)
         self._never = never if len(never) else None
-        # A tokenizer may have end tokens beyond the model's vocabulary; they cannot be drawn.
+        # A tokenizer may have end tokens beyond the model's vocabulary; these cannot be sampled.
         self._is_end[[token for token in settings.eos_token_ids if token < len(self._is_end)]] = True
         self._block = self._device.cache_columns
         self._most_rows = self._row_bytes = self._cache_bytes = 0
 
     def wake_weights(self) -> None:
-        """Memory is taken weight by weight in `load_weights`."""
+        """Do nothing: memory is allocated by `load_weights`."""
 
     def wake_cache(self) -> None:
-        """Set how many answers run at once, so that the cache fits even if every answer reaches max_model_len and no
-        two share a prompt. Keys and values themselves live as long as a `generate`.
+        """Set the maximum number of running responses.
+
+        The cache then fits even if every response reaches max_model_len and no two share a prompt. Keys and values
+        themselves exist only during a `generate`.
         """
         self._cache_bytes = int(self._memory_share * self._device.free_memory_bytes())
-        # An answer may begin in the middle of a block, and then takes part of one block more.
+        # A response may begin in the middle of a block, and then uses part of one more block.
         longest = (self._max_model_len + self._block) * bytes_per_token(self.model.config, self._dtype)
         self._row_bytes = longest + bytes_per_row(self.model.config, self._dtype)
         self._most_rows = min(self._rollout.max_num_seqs, int(self._cache_bytes / ROOM / self._row_bytes))
@@ -91,12 +91,12 @@ class HFRollout:
         for name, values, _ in weights:
             path, _, leaf = name.rpartition(".")
             module, values = self.model.get_submodule(path), values.to(self._device.torch_device)
-            # The module gets the tensors themselves; a copy into tensors of its own would need room for a second model.
+            # The module gets the tensors themselves; copies would need memory for a second model.
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
             else:
                 module._buffers[leaf] = values
-        # Tied weights come once, under their first name.
+        # Tied weights are sent once, under their first name.
         self.model.tie_weights()
         if missing := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
             raise RuntimeError(
@@ -105,8 +105,8 @@ class HFRollout:
         self.holds_base = self._adapted
 
     def sleep(self) -> bool:
-        # Host memory is all that a CPU has, so weights that do not change stay. Elsewhere they come again, and in a run
-        # of one process they are the trainer's own.
+        # On a CPU unchanged weights stay, because there is only host memory. On other devices they are sent again; with
+        # one process they are the trainer's tensors.
         if self.holds_base and self._device.is_cpu:
             return False
         self.model.to("meta")
@@ -123,7 +123,7 @@ class HFRollout:
     def generate(self, source: Source, sampling: Sampling) -> None:
         kv, parked = KeyValues(self._device.torch_device, self._block), ParkedRows()
         turns = RunningTurns(sampling.max_tokens, self._max_model_len, source, self._stop_texts(sampling.stop))
-        # Which tokens stand before, per row, where that counts.
+        # Context tokens per row, for a repetition penalty.
         seen = self._seen_of([]) if sampling.repetition_penalty != 1 else None
         rows = np.zeros(0, dtype=np.int64)
         hidden = torch.empty(0, self.model.config.get_text_config().hidden_size, dtype=self._dtype)
@@ -156,7 +156,7 @@ class HFRollout:
                 seen = None if seen is None else seen[places]
             if len(rows):
                 kv.begin_step()
-                # Minus one, because the token that was just drawn is counted already and is the one to be computed.
+                # Minus one, because the token that was just sampled is counted already and is computed next.
                 columns = turns.prompt_lengths + turns.shifts + turns.lengths
                 positions = torch.from_numpy(columns[rows] - 1)
                 self._watch()
@@ -167,16 +167,16 @@ class HFRollout:
                 hidden = hidden[:0]
 
     def _park(self, ended: Sequence[EndedTurn], kv: KeyValues, parked: ParkedRows, source: Source) -> None:
-        """Keep what was computed of the turns that have ended, if another follows."""
+        """Offload the cache of ended turns, if another turn follows."""
         for turn in ended:
             if source.goes_on(*turn.key):
                 parked.put(turn, kv.copy_of(turn.row))
         self._trim(parked, kv, source)
 
     def _trim(self, parked: ParkedRows, kv: KeyValues, source: Source, num_new: int = 0) -> None:
-        """Drop parked rows that nobody waits for, and those that have no room beside the batch.
+        """Drop offloaded rows that are not needed any more or do not fit next to the batch.
 
-        num_new: rows that are about to enter it.
+        num_new: rows that are about to enter the batch.
         """
         if len(parked):
             parked.drop_over(source)
@@ -187,9 +187,9 @@ class HFRollout:
         return source.take(room) if room > 0 else []
 
     def _refuse_what_is_too_large(self, source: Source) -> None:
-        """Raise ConfigError where the source has no more work that fits, but has some."""
+        """Raise ConfigError if the source has work, but none that fits."""
         most = self._most_rows
-        # Asking with the limit of the settings tells whether there is any.
+        # Taking with the limit of the settings shows if there is any.
         if most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
             key = f"{self._section}."
             raise ConfigError(
@@ -203,7 +203,7 @@ class HFRollout:
     def _sample(
         self, hidden: Tensor, rows: NDArray[np.int64], turns: RunningTurns, sampling: Sampling, seen: Tensor | None
     ) -> tuple[Tensor, list[EndedTurn]]:
-        """One more token of each row [rows], written down, and the turns that it has ended."""
+        """Sample and record one token per row. Returns the tokens [rows], and the turns that ended."""
         noise = torch.from_numpy(random_numbers(turns.seeds[rows], (turns.given + turns.lengths)[rows])).to(
             hidden.device
         )
@@ -215,7 +215,7 @@ class HFRollout:
         return tokens, turns.write(rows, drawn, log_probs.cpu().numpy(), ends)
 
     def _seen_of(self, jobs: Sequence[Job]) -> Tensor:
-        """Whether each token stands in prompt or given tokens [answers, vocabulary]."""
+        """Return a mask of the tokens in prompt and given tokens [responses, vocabulary]."""
         texts = [text for job in jobs for text in job.begun or [job.asked] * len(job.samples)]
         seen = torch.zeros(len(texts), len(self._is_end), dtype=torch.bool)
         for row, text in zip(seen, texts, strict=True):
@@ -225,14 +225,14 @@ class HFRollout:
     def _prefill(
         self, jobs: Sequence[Job], kv: KeyValues, kept: Mapping[Key, KeptRow] | None = None
     ) -> tuple[Tensor, list[NDArray[np.integer[Any]]]]:
-        """Compute the prompts, as many at once as the settings allow. kept: what is there of their beginnings.
+        """Compute the prompts, in packs within the token budget. kept: cached beginnings of the prompts.
 
-        Last hidden state per answer's prompt [rows, h], and where that prompt's tokens went, if it is asked.
+        Returns the last hidden state of each response's context [rows, h], and the routing of its tokens if needed.
         """
         texts: list[EncodedPrompt] = []
         counts, begun = [], []
         for job in jobs:
-            # Answers that go on from given tokens share no text.
+            # Samples with given tokens share no text.
             parts = job.begun or [job.asked]
             texts += parts
             counts += [1] * len(parts) if job.given else [len(job.samples)]
@@ -253,7 +253,7 @@ class HFRollout:
             if (experts := self._went()) is not None:
                 for (number, _, _), part in zip(pack, np.split(experts, ends[:-1] + 1), strict=True):
                     went[number].append(part)
-            # Chunks keep the order of the prompts, so their last states come in that order as well.
+            # Chunks keep the order of the prompts, and so do their last states.
             last += [hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == lengths[number]]
         self._check_layers(kv)
         states = torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
@@ -263,14 +263,13 @@ class HFRollout:
     def _read(
         self, tokens: Tensor, parts: Sequence[tuple[EncodedPrompt, int, int]], arguments: dict[str, Any]
     ) -> Tensor:
-        """Last hidden states [total, h] of ``tokens`` [total]: parts (start, stop) of texts."""
+        """Return the last hidden states [total, h] of ``tokens`` [total]: parts (start, stop) of texts."""
         laid, spans, positions, end = [], [], [], 0
         for text, start, stop in parts:
             places = torch.arange(start, stop)
             images = text.images
             if images is not None:
-                # Of a text that was begun earlier the other places would be those of other parts, and its pixels in
-                # vain.
+                # Skip images outside of the part: their positions would be wrong, and encoding them wasted.
                 if ((images.places >= start) & (images.places < stop)).any():
                     laid.append((images, end - start))
                     spans.append(range(end, end + stop - start))
@@ -292,7 +291,7 @@ class HFRollout:
             self._routing.record()
 
     def _went(self) -> NDArray[np.integer[Any]] | None:
-        """Where the tokens of the forward since `_watch` went [tokens, layers, experts per token], if it is asked."""
+        """Return the routing of the forward pass since `_watch` [tokens, layers, experts per token], if needed."""
         return self._routing.recorded().cpu().numpy() if self._routing else None
 
     def _check_layers(self, kv: KeyValues) -> None:
@@ -307,8 +306,9 @@ class HFRollout:
             )
 
     def _packs(self, lengths: Sequence[int], begun: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Chunks (number, start, stop) of prompts that are computed together: all that is left of them behind the
-        tokens that were ``begun``, or part of a long one.
+        """Yield packs of prompt chunks (number, start, stop) to compute together.
+
+        A chunk is the part of a prompt after its first ``begun`` tokens, or a piece of a long one.
         """
         budget = self._rollout.max_num_batched_tokens
         pack: list[tuple[int, int, int]] = []
@@ -328,7 +328,7 @@ class HFRollout:
             yield pack
 
     def _forward(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
-        """[rows, tokens] -> last hidden states [rows, tokens, h]."""
+        """Run the model: [rows, tokens] -> last hidden states [rows, tokens, h]."""
         device = self._device.torch_device
         return trunk(self.model)(
             input_ids=tokens.to(device), position_ids=positions.to(device), use_cache=False, **arguments
@@ -348,7 +348,7 @@ def rollout_attention(
     rltrain_cache: KeyValues | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the cache; without a cache, and within whole prompts, the trainer's packed attention."""
+    """Compute attention over the cache. Without a cache, and in complete prompts, call the packed attention."""
     if rltrain_cache is not None:
         kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)
         layer = rltrain_cache.call_of(int(module.layer_idx))  # type: ignore[arg-type]
@@ -370,9 +370,9 @@ def _register() -> None:
 
 
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers that keep them."""
+    """Return the bytes of keys and values of one token, over all layers that have them."""
     text = config.get_text_config()
-    # Gemma 4 has heads of several sizes, and refuses to be asked for one.
+    # Gemma 4 has several head sizes, and raises when asked for one.
     layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
     recurrent = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ()]
     return dtype.itemsize * sum(_numbers_per_token(layer) for layer in layers[sum(recurrent) :])
@@ -381,6 +381,6 @@ def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
 def _numbers_per_token(layer: Any) -> int:
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    if getattr(layer, "qk_nope_head_dim", None):  # multi-head latent attention, whose keys are kept at full width
+    if getattr(layer, "qk_nope_head_dim", None):  # multi-head latent attention, whose keys are cached at full width
         heads, size = layer.num_attention_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim
     return heads * (size + (getattr(layer, "v_head_dim", None) or size))

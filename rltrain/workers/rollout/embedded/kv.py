@@ -1,14 +1,13 @@
-"""The key-value cache of the embedded engine: a prompt is kept once for all its answers, and answers decode in
-lockstep.
+"""KV cache of the embedded engine: a prompt is stored once for all its responses, which decode in lockstep.
 
-A cache padded per row would copy the prompt per answer; a paged one needs a kernel per device. Here every step writes
-one column for all rows, and a row's own columns are those since it was born. So a new token is one plain copy, and
-while all rows are of one age only the columns not yet written are masked. Columns are held in blocks of fixed width,
-and a product reads whole blocks: contiguous memory is worth a factor of two to four on a CPU against slices of a wider
-buffer. A block is made when its first column is written and dropped when no living row is so old.
+A cache padded per row would copy the prompt per response; a paged one needs a kernel per device. Here every step writes
+one column for all rows, and the columns of a row are those since it entered. So a new token is one plain copy, and
+while all rows have equal age only unwritten columns are masked. Columns are held in blocks of fixed width, and a
+product reads whole blocks: on a CPU contiguous memory is two to four times faster than slices of a wider buffer. A
+block is allocated when its first column is written and freed when no living row is so old.
 
-Attention is two groups of products under one softmax: with the prompts, where all answers to a prompt are queries of
-one product, and with the answers' own columns. Grouped-query attention and sliding windows fall out of the same form.
+Attention is two groups of products under one softmax: with the prompts, where all responses to a prompt are queries of
+one product, and with the responses' columns. Grouped-query attention and sliding windows fit the same form.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from rltrain.workers.rollout.embedded.parked import KeptRow
 from rltrain.workers.rollout.embedded.state import RowStates
 
 Ints = NDArray[np.int64]
-# (layer, call): some layers call attention more than once per forward.
+# (layer, call): some layers call attention more than once per forward pass.
 Call = tuple[int, int]
-# Memory of `KeyValues` relative to its rows at their longest: room to grow, and rows of answers that have ended.
+# Memory of `KeyValues` relative to its rows at full length: room to grow, and rows of ended responses.
 ROOM = 1.3
-# Prompts get room in steps of this many tokens, because each new width copies the prompts that are there.
+# Prompt width grows in steps of this many tokens, because each new width copies the existing prompts.
 _PROMPT_STEP = 32
-# Queries of a chunk of a long prompt are masked this many at a time.
+# Queries of a long prompt's chunk are masked in parts of this size.
 _QUERIES = 512
 
 
@@ -69,9 +68,9 @@ class _Layer:
 
 
 class KeyValues:
-    """The cache of one generation, for any number of layers; their shapes follow from the first prompt.
+    """Cache of one generation, for any number of layers; shapes follow from the first prompt.
 
-    Rows are numbered 0, 1, ...; `add` appends some, `keep` drops some and renumbers. block: columns per block.
+    Rows are numbered from 0; `add` appends some, `drop_dead_rows` drops some and renumbers. block: columns per block.
     """
 
     def __init__(self, device: torch.device, block: int) -> None:
@@ -96,29 +95,29 @@ class KeyValues:
 
     @property
     def num_layers(self) -> int:
-        """Layers that have stored anything."""
+        """Number of layers with stored data."""
         return len({layer for layer, _ in self._layers}) + self._states.num_layers
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all rows."""
+        """Memory of all rows in bytes."""
         pairs = (pair for layer in self._layers.values() for pair in (layer.prompts, *layer.blocks))
         return self._states.num_bytes + sum(tensor.nbytes for pair in pairs for tensor in pair)
 
     def call_of(self, layer: int) -> Call:
-        """Attention of ``layer`` is called, which some layers do more than once, with other keys or values."""
+        """Count an attention call of ``layer``. Some layers have several per forward pass, with other keys."""
         self._calls[layer] += 1
         return layer, self._calls[layer]
 
     def add(self, prompt_lengths: Sequence[int], num_rows: Sequence[int], kept: Sequence[KeptRow | None] = ()) -> range:
-        """Make room for new prompts and for the answers to each, behind the others. Returns the prompts' places.
+        """Append new prompts and the rows of their responses. Returns the prompts' places.
 
-        kept: what is there of each prompt's beginning (default: nothing of any).
+        kept: cached beginning of each prompt (default: none).
         """
         places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
         self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
         self._place_of_row = np.concatenate([self._place_of_row, np.repeat(np.asarray(places), num_rows)])
-        # The first column of a new row is the next that is written, whatever the others have behind them.
+        # The first column of a new row is the next one to be written.
         self._born = np.concatenate([self._born, np.full(sum(num_rows), self._column + 1)])
         self._width = max(self._width, -(-max(prompt_lengths) // _PROMPT_STEP) * _PROMPT_STEP)
         for layer in self._layers.values():
@@ -139,7 +138,7 @@ class KeyValues:
             self._states.keep_prompts(layer, [place], state)
 
     def copy_of(self, row: int) -> KeptRow:
-        """What is kept of a row, which changes no more with it."""
+        """Return a copy of a row's cache."""
         place, born = int(self._place_of_row[row]), int(self._born[row])
         prompt_length = int(self._prompt_lengths[place])
         pairs = {}
@@ -154,9 +153,9 @@ class KeyValues:
         return KeptRow(prompt_length + self._column + 1 - born, pairs, self._states.of_row(row))
 
     def drop_dead_rows(self, alive: NDArray[np.bool_]) -> Ints:
-        """Drop the rows that are not alive, and prompts without rows.
+        """Drop rows that are not alive, and prompts without rows.
 
-        Returns the old number of each row that is left.
+        Returns the old number of each remaining row.
         """
         rows = _without_holes(alive)
         self._states.enter()
@@ -187,7 +186,7 @@ class KeyValues:
         self._states.enter()
         self._column += 1
         self._masks = {}
-        # A row sees no column from before its birth, so nobody reads such a block any more.
+        # A row attends to no column from before it entered, so older blocks are unused.
         while self._first_column + self._block <= self._born.min():
             self._first_column += self._block
             for layer in self._layers.values():
@@ -200,7 +199,7 @@ class KeyValues:
         return bool(self._chunks)
 
     def store(self, layer: Call, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values [1, kv heads, tokens, d] of the announced chunks."""
+        """Store keys and values [1, kv heads, tokens, d] of the announced chunks."""
         if layer not in self._layers:
             places = len(self._prompt_lengths)
             empty = (new.new_zeros(places, new.shape[1], self._width, new.shape[3]) for new in (keys, values))
@@ -213,13 +212,11 @@ class KeyValues:
 
     @property
     def continues(self) -> bool:
-        """Whether any of the announced chunks has a beginning that was computed before."""
+        """True if any announced chunk continues a cached beginning."""
         return any(chunk.start for chunk in self._chunks)
 
     def state_before(self, layer: int) -> State | None:
-        """What a recurrent layer goes on from: the states of the rows, or of the announced chunks; None where all of
-        them begin.
-        """
+        """Return a recurrent layer's initial states of the rows or announced chunks; None if all chunks are starts."""
         if not self.is_prefill:
             return self._states.of_rows(layer)
         if not self.continues:
@@ -227,31 +224,31 @@ class KeyValues:
         return self._states.of_prompts(layer, [chunk.place if chunk.start else None for chunk in self._chunks])
 
     def keep_state(self, layer: int, state: State) -> None:
-        """What a recurrent layer has come to."""
+        """Store the final states of a recurrent layer."""
         if self.is_prefill:
             self._states.keep_prompts(layer, [chunk.place for chunk in self._chunks], state)
         else:
             self._states.keep_rows(layer, state)
 
     def places(self, device: torch.device) -> Tensor:
-        """Of the tokens of this forward pass in their samples [tokens] or [rows]."""
+        """Return the positions of this forward pass's tokens in their samples [tokens] or [rows]."""
         if self.is_prefill:
             return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in self._chunks]).to(device)
         assert self._seats is not None
         return self._seats.prompt_lengths + self._column - self._seats.born
 
     def prefill_rest(self, layer: Call, query: Tensor, kind: Kind) -> Tensor:
-        """Attention of chunks of prompts, each to all of its prompt up to itself.
+        """Compute attention of prompt chunks, each to all of its prompt up to itself.
 
         query [1, heads, n, d] -> [1, n, heads, d'].
         """
         queries = query.split([chunk.length for chunk in self._chunks], 2)
         outputs = [self._rest(layer, *part, kind) for part in zip(self._chunks, queries, strict=True)]
-        # Some models ask for a view of it.
+        # Contiguous, because some models call view on it.
         return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
     def _rest(self, layer: Call, chunk: PromptChunk, query: Tensor, kind: Kind) -> Tensor:
-        """query [1, heads, n, d] of one chunk -> [1, heads, n, d']."""
+        """Compute attention of one chunk: query [1, heads, n, d] -> [1, heads, n, d']."""
         keys, values = (part[chunk.place : chunk.place + 1, :, : chunk.stop] for part in self._layers[layer].prompts)
         everywhere = torch.arange(chunk.stop, device=query.device)
         grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
@@ -268,15 +265,14 @@ class KeyValues:
         return torch.cat(parts, 2).transpose(2, 3).flatten(1, 2)
 
     def decode(self, layer: Call, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
-        """One token per row: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
+        """Decode a step: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
         assert self._seats is not None
         rows, kv_heads = key.shape[:2]
         cache = self._layers[layer]
         number, column = divmod(self._column - self._first_column, self._block)
         if number == len(cache.blocks):
             cache.blocks.append(
-                # Zeros, because a masked column enters the product with weight 0, and 0 times a NaN in unwritten memory
-                # is NaN.
+                # Zeros: a masked column has weight 0 in the product, and 0 times a NaN in unwritten memory is NaN.
                 Pair(*(new.new_zeros(rows, kv_heads, self._block, new.shape[3]) for new in (key, value)))
             )
         for whole, new in zip(cache.blocks[-1], (key, value), strict=True):
@@ -284,7 +280,7 @@ class KeyValues:
         queries = (query * kind.scale(query.shape[3])).reshape(rows, kv_heads, -1, query.shape[3])
         prompts = Pair(*(part[: len(self._prompt_lengths)] for part in cache.prompts))
         blocks = [Pair(*(part[:rows] for part in block)) for block in cache.blocks]
-        # Products with prompt and own columns stand side by side, because they share one softmax.
+        # Products with the prompt's and the row's columns are concatenated, because they share one softmax.
         products = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
         products += [queries @ block.keys.mT for block in blocks]
         scores = capped(torch.cat(products, -1), kind.softcap).add_(self._mask(kind, key.dtype))
@@ -295,8 +291,8 @@ class KeyValues:
         return output.reshape(rows, 1, -1, value.shape[3])
 
     def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """0 where a row sees a column (first those of its prompt), else -inf: [rows, 1, 1, columns]."""
-        # Made once per step, as all layers that see equally far use it.
+        """Return 0 where a row sees a column (first the prompt's), else -inf: [rows, 1, 1, columns]."""
+        # Built once per step for all layers with the same window.
         name = kind.window, kind.chunk
         if name not in self._masks:
             assert self._seats is not None
@@ -338,18 +334,18 @@ class _Seats:
         return cls(len(prompt_lengths), *tensors)
 
     def to_prompts(self, rows: Tensor) -> Tensor:
-        """[rows, kv heads, g, d] -> [prompts, kv heads, seats * g, d]."""
+        """Rearrange [rows, kv heads, g, d] -> [prompts, kv heads, seats * g, d]."""
         seated = rows[self.rows].unflatten(0, (self.num_prompts, -1)).transpose(1, 2)
         return seated.reshape(*seated.shape[:2], -1, rows.shape[-1])
 
     def to_rows(self, seated: Tensor) -> Tensor:
-        """The way back: [prompts, kv heads, seats * g, d] -> [rows, kv heads, g, d]."""
+        """Invert `to_prompts`: [prompts, kv heads, seats * g, d] -> [rows, kv heads, g, d]."""
         num_seats = len(self.rows) // self.num_prompts
         return seated.unflatten(2, (num_seats, -1)).transpose(1, 2).flatten(0, 1)[self.seats]
 
 
 def _without_holes(alive: NDArray[np.bool_]) -> Ints:
-    """Numbers of the living rows, of which the last have moved into the places of the dead."""
+    """Return the numbers of alive rows; the last ones fill the gaps of the dropped ones."""
     count = int(alive.sum())
     order = np.arange(count)
     order[~alive[:count]] = count + np.flatnonzero(alive[count:])
@@ -366,7 +362,7 @@ def _move(pairs: Sequence[Pair], order: Ints) -> None:
 
 
 def _enlarged(pair: Pair, count: int, width: int) -> Pair:
-    """The same content with room for at least ``count`` times ``width``."""
+    """Return a pair with the same content and room for at least ``count`` times ``width``."""
     have, _, columns, _ = pair.keys.shape
     if have >= count and columns >= width:
         return pair

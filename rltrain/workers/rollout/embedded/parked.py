@@ -1,8 +1,8 @@
-"""Keys and values of conversations that wait to be answered, so that a next turn computes only what is new.
+"""KV offload of conversations that wait for a reply, so that the next turn computes only new tokens.
 
-The text of a next turn begins with all that the row has computed. Its keys, values and states are copied out of the
-batch, where the row's place goes to another, and copied back in front of the new tokens. Nobody depends on a copy: it
-may be dropped at any time, and the text is then computed as that of a new prompt.
+The text of the next turn begins with all tokens that the row has computed. Its keys, values and states are copied out
+of the batch so that another sequence can use the slot, and copied back before the new tokens. A copy may be dropped at
+any time; the text is then computed like a new prompt.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from rltrain.workers.rollout.embedded.running import EndedTurn
 
 @dataclass(frozen=True)
 class KeptRow:
-    """What a cache keeps of one row."""
+    """Copy of a row's cache."""
 
     length: int
-    """Its first tokens, prompt included, that it is kept of."""
+    """Number of cached tokens, including the prompt."""
     pairs: Mapping[tuple[int, int], tuple[Tensor, Tensor]]
     """Keys and values [kv heads, length, d] by layer and call."""
     states: Mapping[int, State]
-    """Of recurrent layers, behind these tokens."""
+    """States of recurrent layers after these tokens."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of it."""
+        """Memory in bytes."""
         parts = [*self.pairs.values(), *self.states.values()]
         return sum(tensor.nbytes for part in parts for tensor in part)
 
 
 class ParkedRows:
-    """Rows of a `generate` whose conversations wait, the one that waits longest first."""
+    """Offloaded rows of a `generate`, longest waiting first."""
 
     def __init__(self) -> None:
         self._rows: dict[Key, tuple[NDArray[np.int32], KeptRow]] = {}
@@ -51,22 +51,22 @@ class ParkedRows:
         self._rows[turn.key] = turn.tokens, row
 
     def take(self, jobs: Sequence[Job]) -> dict[Key, KeptRow]:
-        """The rows that samples of these jobs go on from, which are no longer parked."""
+        """Remove and return the rows that these jobs continue."""
         kept = {}
         for job in jobs:
             for sample, given in zip(job.samples.tolist(), job.given or [], strict=bool(job.given)):
                 tokens, row = self._rows.pop((job.place, sample), (None, None))
-                # Of any other text its keys and values would be wrong.
+                # For any other text the keys and values would be wrong.
                 if row and np.array_equal(given[: len(tokens)], tokens):  # type: ignore[arg-type]
                     kept[job.place, sample] = row
         return kept
 
     def drop_over(self, source: Source) -> None:
-        """Drop the rows of conversations that do not go on."""
+        """Drop the rows of conversations that have no next turn."""
         self._rows = {key: kept for key, kept in self._rows.items() if source.goes_on(*key)}
 
     def fit(self, room_bytes: int) -> None:
-        """Drop those that wait longest, until the others take at most so much memory."""
+        """Drop the longest waiting rows until the rest fits in this memory."""
         total = sum(row.num_bytes for _, row in self._rows.values())
         while self._rows and total > room_bytes:
             _, row = self._rows.pop(next(iter(self._rows)))

@@ -1,4 +1,4 @@
-"""The turns that the embedded engine is working on, as arrays for its loop and as lists for whoever asked."""
+"""Running turns of the embedded engine, as arrays for its loop and as `Turn` objects for the source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 class EndedTurn(NamedTuple):
-    """A turn that has ended with its last token. row: in the batch. tokens: all behind its prompt."""
+    """Turn that has ended. row: in the batch. tokens: all tokens after its prompt."""
 
     row: int
     key: Key
@@ -30,9 +30,9 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 class RunningTurns:
     """All turns of a call, numbered in the order in which their jobs were taken.
 
-    Per turn: seeds, prompt_lengths (given tokens included), shifts (of its positions: `EncodedPrompt.position_shift`),
-    given (tokens it began with), lengths (new tokens), ended. max_model_len: most tokens of prompt and answer together.
-    source: is told of every turn that has ended. stops: texts that end one.
+    Per turn: seeds, prompt_lengths (including given tokens), shifts (of positions: `EncodedPrompt.position_shift`),
+    given (tokens it began with), lengths (new tokens), ended. max_model_len: maximum tokens of prompt and response.
+    source: receives every turn that ends. stops: texts that end one.
     """
 
     def __init__(self, max_tokens: int, max_model_len: int, source: Source, stops: StopTexts) -> None:
@@ -49,16 +49,16 @@ class RunningTurns:
         self._turns: dict[int, tuple[Turn, NDArray[np.int32]]] = {}
 
     def add(self, jobs: Sequence[Job], reused: Mapping[Key, int] | None = None) -> Ints:
-        """The numbers of the turns of these jobs. reused: `Turn.num_reused` of those that reuse anything.
+        """Add the turns of these jobs and return their numbers. reused: `Turn.num_reused` of turns that reuse a cache.
 
-        Raises DataError for a prompt that leaves no room for an answer.
+        Raises DataError for a prompt that leaves no room for a response.
         """
         counts = [len(job.samples) for job in jobs]
         total, before = sum(counts), len(self.ended)
         prompt_lengths = np.repeat([len(job.prompt) for job in jobs], counts)
         parts = [part for job in jobs for part in job.given or [_NOTHING] * len(job.samples)]
         given = np.array([len(part) for part in parts], dtype=np.int64)
-        # Both limits count given tokens: they are part of the answer, and the model sees them.
+        # Both limits count given tokens: they are part of the response, and the model sees them.
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
@@ -82,7 +82,7 @@ class RunningTurns:
         return np.arange(before, before + total)
 
     def went_to(self, numbers: Ints, experts: Iterable[NDArray[np.integer[Any]]]) -> None:
-        """Add to `Turn.experts` of these turns, those of one after the other."""
+        """Append to `Turn.experts` of these turns, in order."""
         for number, part in zip(numbers.tolist(), experts, strict=True):
             if number in self._turns:
                 self._turns[number][0].experts.append(part)
@@ -90,9 +90,9 @@ class RunningTurns:
     def write(
         self, numbers: Ints, tokens: NDArray[np.int64], log_probs: NDArray[np.float32], ends: NDArray[np.bool_]
     ) -> list[EndedTurn]:
-        """Append a token per turn; turns that have ended stay unchanged. ends: whether it is an end token.
+        """Append a token per turn; ended turns stay unchanged. ends: True for end tokens.
 
-        Returns those that have ended now, which the source was told of.
+        Returns the turns that ended now, after reporting them to the source.
         """
         running = ~self.ended[numbers]
         rows = np.flatnonzero(running)
@@ -111,19 +111,19 @@ class RunningTurns:
         ended = []
         for row, number, end in zip(rows[over].tolist(), numbers[over].tolist(), ends[over].tolist(), strict=True):
             turn, given = self._turns[number]
-            # An end token at the last possible place still ends the answer: it is whole, not cut.
+            # An end token at the last position still completes the response: it is not truncated.
             turn.reason = "stop" if end else "length"
             ended.append(EndedTurn(row, (turn.place, turn.sample), np.array([*given, *turn.tokens], dtype=np.int32)))
             self._tell(number)
         return ended
 
     def give_up(self) -> None:
-        """Tell of all that are still running."""
+        """Abort all running turns and report them."""
         for number in list(self._turns):
             self._tell(number)
 
     def _tell(self, number: int) -> None:
-        # The lists end here: whoever asked has copied them.
+        # The lists are released: the source has copied them.
         turn, _ = self._turns.pop(number)
         turn.seconds = time.perf_counter() - self._started
         self._source.ended(turn)

@@ -1,6 +1,6 @@
-"""What recurrent layers keep of the embedded engine's rows (`models.attention.recurrent`).
+"""States of recurrent layers for the rows of the embedded engine (`models.attention.recurrent`).
 
-A prompt's state is computed once. Unlike keys and values it is changed by the first token of an answer, so every row
+A prompt's state is computed once. Unlike keys and values it is changed by the first token of a response, so every row
 gets a copy when the rows of the prompt enter the batch.
 """
 
@@ -15,7 +15,7 @@ from rltrain.models.attention.recurrent import State
 
 
 class RowStates:
-    """States of all recurrent layers, row by row; of prompts whose rows have not entered yet, place by place."""
+    """States of all recurrent layers by row; by place for prompts whose rows have not entered yet."""
 
     def __init__(self) -> None:
         self._rows: dict[int, State] = {}
@@ -24,20 +24,20 @@ class RowStates:
 
     @property
     def num_layers(self) -> int:
-        """Layers that have kept anything."""
+        """Number of layers with a state."""
         return len(self._rows.keys() | self._prompts.keys())
 
     def add(self, places: Sequence[int], num_rows: Sequence[int]) -> None:
-        """Prompts at these places will be read, and have so many rows."""
+        """Register prompts at these places, and their numbers of rows."""
         self._entering += zip(places, num_rows, strict=True)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the rows' states."""
+        """Memory of the rows' states in bytes."""
         return sum(value.nbytes for state in self._rows.values() for value in state)
 
     def of_prompts(self, layer: int, places: Sequence[int | None]) -> State:
-        """The states behind what was read of prompts, at least one; None for one of which nothing was."""
+        """Return the states after the computed part of prompts (at least one); zeros for None."""
         read = self._prompts[layer]
         nothing = State(
             *(torch.zeros_like(value) for value in read[next(place for place in places if place is not None)])
@@ -46,25 +46,25 @@ class RowStates:
         return State(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
     def keep_prompts(self, layer: int, places: Iterable[int], state: State) -> None:
-        """Keep the states of prompts, in the order of the places."""
+        """Store the states of prompts, in the order of ``places``."""
         parts = zip(*(value.split(1) for value in state), strict=True)
         self._prompts.setdefault(layer, {}).update(zip(places, map(State._make, parts), strict=True))
 
     def of_rows(self, layer: int) -> State:
-        """Of all rows."""
+        """Return the states of all rows."""
         return self._rows[layer]
 
     def of_row(self, row: int) -> dict[int, State]:
-        """Copies of a row's, by layer."""
+        """Return copies of a row's states, by layer."""
         self.enter()
         return {layer: State(*(value[row : row + 1].clone() for value in state)) for layer, state in self._rows.items()}
 
     def keep_rows(self, layer: int, state: State) -> None:
-        """Of all rows."""
+        """Store the states of all rows."""
         self._rows[layer] = state
 
     def enter(self) -> None:
-        """Let the rows of the prompts that were read join the others, behind them."""
+        """Append the rows of the new prompts to the batch."""
         for layer, read in self._prompts.items():
             new = [[value.expand(count, *value.shape[1:]) for value in read[place]] for place, count in self._entering]
             old = [self._rows[layer]] if layer in self._rows else []
@@ -72,6 +72,6 @@ class RowStates:
         self._prompts, self._entering = {}, []
 
     def select_rows(self, order: Tensor) -> None:
-        """The rows with these numbers, in this order."""
+        """Keep the rows with these numbers, in this order."""
         for layer, state in self._rows.items():
             self._rows[layer] = State(*(value.index_select(0, order.to(value.device)) for value in state))

@@ -1,1 +1,1 @@
-"""SGLang as the engine."""
+"""SGLang engine."""

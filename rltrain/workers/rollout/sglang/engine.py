@@ -1,13 +1,13 @@
-"""SGLang as rollout engine: it computes in processes of its own, one per device, which one worker of a replica starts.
+"""SGLang as rollout engine: it runs in separate processes, one per device, started by the leader of a replica.
 
-SGLang cannot run inside the worker as vLLM does, so tokens and weights are handed to its processes. An engine of
-several devices belongs to the replica's first worker (the leader), which shows it the devices of all: the others get no
-prompts. Every member hands over weights, because a process can take over, without a copy, only what lies on its own
-device; the leader passes one handle per device on. Left out: SGLang's way over nodes, an engine process per node.
+SGLang cannot run inside the worker as vLLM does, so tokens and weights are sent to its processes. An engine of several
+devices belongs to the replica's first worker (the leader), which gives it the devices of all members; the others get no
+prompts. Every member sends weights, because a process can import without a copy only tensors on its device; the leader
+forwards one handle per device. Left out: SGLang's multi-node mode, an engine process per node.
 
 Written against sglang 0.5.23 and run with it on the CPU, over one and two devices. Not run on CUDA or Ascend.
-Unverified there: that the engine gives memory back, that weights pass between processes without a copy, that it finds
-the devices of all members, and that an answer depends on its seed alone.
+Unverified there: the engine frees memory, weights pass between processes without a copy, the engine finds the devices
+of all members, and a response depends only on its seed.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.sglang.weights import load_weights, report_refused
 
-# The engine's own process imports the functions that take over weights by these names.
+# Names by which the engine's process imports the functions that load weights.
 _LOAD, _REPORT = (f"{function.__module__}.{function.__name__}" for function in (load_weights, report_refused))
-# The two parts of its memory, by SGLang's names.
+# SGLang's names of the two parts of its memory.
 _WEIGHTS, _CACHE = "weights", "kv_cache"
-# The source is asked this often whether answers are still wanted, because the engine does not report single tokens.
+# Interval of checks for a stop, because the engine does not report single tokens.
 _POLL_S = 0.05
-# The engine needs this much room behind the longest sequence, and is idle at the latest so long after its last answer.
+# Extra tokens that the engine needs after the longest sequence; longest time until it is idle after its last response.
 _SPARE_TOKENS, _IDLE_WITHIN_S = 2, 60.0
-# Added to a logit: a token that is never drawn.
+# Bias added to a logit so that the token is never sampled.
 _NEVER = -1e4
 
 
 class SGLangRollout:
-    """The engine of a replica, or at members other than the leader their part of it: handing over weights, and waiting.
+    """Engine of a replica; on members other than the leader only their part: sending weights, and waiting.
 
-    On the CPU the engine draws from a generator of its own, so that answers do not repeat (its seeded sampling needs
-    Triton). Where both are set, top_p is a share of all tokens, not of the ``top_k`` likeliest.
+    On the CPU the engine uses an unseeded generator, so responses are not reproducible (its seeded sampling needs
+    Triton). If both are set, top_p is a share of all tokens, not of the ``top_k`` likeliest.
     """
 
     names_in_memory = False
@@ -65,22 +65,22 @@ class SGLangRollout:
         self._max_model_len = settings.max_model_len
         self._bucket_bytes = rollout.update_weights_bucket_megabytes << 20
         self._sleeps = rollout.free_cache_engine
-        # Tokens of images, for which a model that reads texts has no features. Unlike in the other engines they leave
-        # the softmax of the log-probs too.
+        # Image tokens, for which a text-only model has no features. Unlike in the other engines they are also excluded
+        # from the softmax of the log-probs.
         self._bias = {str(token): _NEVER for token in placeholder_ids(settings.model.load_config())}
         self._released: set[str] = set()
         length = settings.max_model_len + _SPARE_TOKENS
         arguments = {
             "model_path": settings.model.path,
             "skip_tokenizer_init": True,
-            # Random weights suffice, because the first sync comes before the first answer.
+            # Random weights suffice, because the first sync precedes the first response.
             "load_format": "dummy",
             "dtype": str(settings.dtype).removeprefix("torch."),
             "device": device.kind,
             "tp_size": settings.replica.size,
-            # Between generations its processes would each keep a core busy.
+            # Otherwise each of its processes keeps a core busy between generations.
             "sleep_on_idle": True,
-            # Where requests have no seeds of their own (on the CPU), replicas must not draw the same numbers.
+            # Without seeds per request (on the CPU), replicas must not draw the same numbers.
             "random_seed": settings.replica.number,
             "context_length": length,
             "max_running_requests": rollout.max_num_seqs,
@@ -92,7 +92,7 @@ class SGLangRollout:
             "enable_memory_saver": self._sleeps and not device.is_cpu,
             "enable_deterministic_inference": not device.is_cpu,
             "custom_weight_loader": [_LOAD, _REPORT],
-            # rltrain decides what ends an answer, not the model's files.
+            # rltrain sets the end tokens, not the model's files.
             "json_model_override_args": json.dumps(
                 dict(settings.model.override) | {"eos_token_id": list(settings.eos_token_ids)}
             ),
@@ -101,23 +101,23 @@ class SGLangRollout:
         }
         if device.is_cpu:
             arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
-            # Room for all that can run at once, instead of a share of the machine's memory.
+            # Room for all sequences that can run at once, instead of a share of the machine's memory.
             arguments["max_total_tokens"] = rollout.max_num_seqs * length
-        # On the CPU the engine's processes ask the members for weights, who let in only those that know their key.
+        # On the CPU the engine's processes fetch weights from the members, which only accept this key.
         current = multiprocessing.current_process()
         current.authkey = settings.replica.agree(bytes(current.authkey))
-        devices = settings.replica.gather(_own_device(settings))  # and all have made room
+        devices = settings.replica.gather(_own_device(settings))  # also a barrier: all members have freed memory
         arguments |= ENGINES["sglang"].handed_on(rollout.engine_kwargs.get("sglang") or {})
         self.engine: Any = _start(arguments, device.kind, devices) if settings.replica.leads else None
         self.sleep()
 
     def close(self) -> None:
-        """End the engine's processes (SGLang ends every child process of this one)."""
+        """Terminate the engine's processes (SGLang terminates every child process of this one)."""
         if self.engine:
             self.engine.shutdown()
 
     def wake_weights(self) -> None:
-        self._replica.gather(None)  # all have made room
+        self._replica.gather(None)  # barrier: all members have freed memory
         self._resume(_WEIGHTS)
 
     def wake_cache(self) -> None:
@@ -130,7 +130,7 @@ class SGLangRollout:
             self._forget()  # SGLang must be idle
             self.engine.release_memory_occupation(tags=[_CACHE, _WEIGHTS])
             self._released = {_CACHE, _WEIGHTS}
-        self._replica.agree(None)  # a member may fill its device only now
+        self._replica.agree(None)  # barrier: a member may fill its device only now
         return self._sleeps
 
     def _resume(self, tag: str) -> None:
@@ -139,7 +139,7 @@ class SGLangRollout:
             self._released.remove(tag)
 
     def _forget(self) -> None:
-        """Reset the prefix cache; waits until the engine is idle."""
+        """Reset the prefix cache after waiting until the engine is idle."""
         if not self._clock.poll(lambda: self.engine.flush_cache().success, _IDLE_WITHIN_S, 0.01):
             raise SyncError(f"SGLang did not reset its cache within {_IDLE_WITHIN_S:.0f} s: requests are still running")
 
@@ -150,7 +150,7 @@ class SGLangRollout:
             self._send(handful, _LOAD)
         with tempfile.TemporaryDirectory() as folder:
             self._send([(folder, torch.zeros(1, device=self._device.torch_device))], _REPORT)
-            # One of each of the engine's processes; they are at the leader alone.
+            # One report per process of the engine, on the leader only.
             reports = [json.loads(file.read_text("utf-8")) for file in Path(folder).iterdir()]
         if self.engine:
             _expect(self.engine.end_weight_update())
@@ -165,7 +165,7 @@ class SGLangRollout:
             )
 
     def _send(self, named: list[tuple[str, Tensor]], loader: str) -> None:
-        # A tensor on the CPU would be moved into shared memory; on an accelerator the engine reads it where it is.
+        # A CPU tensor would be moved into shared memory; on an accelerator the engine reads it in place.
         handed: Any = [(name, values.clone() if self._device.is_cpu else values) for name, values in named]
         # The engine reads from another process, which does not wait for the kernels of this one.
         self._device.synchronize()
@@ -193,10 +193,10 @@ class SGLangRollout:
     def generate(self, source: Source, sampling: Sampling) -> None:
         if self.engine:
             self.engine.loop.run_until_complete(self._serve(source, sampling))
-        self._replica.agree(None)  # the engine computes on the devices of all
+        self._replica.agree(None)  # the engine computes on the devices of all members
 
     async def _serve(self, source: Source, sampling: Sampling) -> None:
-        """Keep the engine full until the source has no more."""
+        """Keep the engine full until the source is empty."""
         started = time.perf_counter()
         running: dict[asyncio.Future[None], Turn] = {}
         stopped = False
@@ -213,7 +213,7 @@ class SGLangRollout:
                 return
             finished, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
-                task.result()  # raises what the engine raised
+                task.result()  # re-raise the engine's errors
                 source.ended(running.pop(task))
 
     async def _answer(self, job: Job, number: int, sampling: Sampling, turn: Turn, started: float) -> None:
@@ -243,7 +243,7 @@ class SGLangRollout:
 
 
 def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Names and values of ``most_bytes`` together: every call to the engine costs it milliseconds."""
+    """Yield lists of names and values up to ``most_bytes``: every call to the engine costs it milliseconds."""
     handful: list[tuple[str, Tensor]] = []
     for name, values, in_checkpoint in weights:
         if handful and sum(tensor.nbytes for _, tensor in handful) + values.nbytes > most_bytes:
@@ -256,11 +256,11 @@ def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple
 
 
 def _own_device(settings: EngineSettings) -> str:
-    """This member's device, as the variable that chooses devices names it; "" where the engine needs no others."""
+    """Return this member's device id for the visible-devices variable; "" if the engine needs no other devices."""
     device = settings.device
     if device.is_cpu or settings.replica.size == 1:
         return ""
-    # torch counts devices once: now, while the variable names this member's alone.
+    # torch counts devices once: now, while the variable contains only this member's.
     chosen, count = chosen_devices(device.kind), device.count
     if len(chosen) != 1 or count != 1:
         raise ConfigError(
@@ -272,25 +272,25 @@ def _own_device(settings: EngineSettings) -> str:
 
 
 def _handle(values: Tensor) -> bytes:
-    """What the engine's process on the device of ``values`` finds them by."""
+    """Serialise a handle by which the engine's process on this device finds the tensor."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-    if not values.is_cpu:  # with it, tensors on the CPU cannot be serialized
-        # A device is called by its UUID, because each process numbers what it sees itself.
+    if not values.is_cpu:  # otherwise CPU tensors cannot be serialised
+        # Identify the device by its UUID, because each process numbers its visible devices.
         monkey_patch_torch_reductions()
     return MultiprocessingSerializer.serialize(values)
 
 
 def _by_device(handles: Sequence[bytes]) -> Any:
-    """A weight for all processes of an engine, each of which takes its own handle."""
+    """Return a weight for all processes of an engine, each of which uses one handle."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 
     return LocalSerializedTensor(values=list(handles))
 
 
 def _start(arguments: Mapping[str, Any], device: str, devices: Sequence[str]) -> Any:
-    """An engine. devices: those that it gets, in the order of its processes ([""]: the one of this process)."""
+    """Start an engine. devices: for its processes, in order ([""]: this process's device)."""
     prepare_sglang(len(devices))
     try:
         from sglang import Engine
@@ -307,6 +307,6 @@ def _start(arguments: Mapping[str, Any], device: str, devices: Sequence[str]) ->
 
 
 def _expect(answer: tuple[bool, str]) -> None:
-    """Raises SyncError where SGLang refused a request that changes weights."""
+    """Raise SyncError if SGLang rejected a request that changes weights."""
     if not answer[0]:
         raise SyncError(f"SGLang did not take over the weights: {answer[1]}")

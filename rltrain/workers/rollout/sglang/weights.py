@@ -1,11 +1,11 @@
-"""The functions that SGLang's own process runs when weights arrive (its ``custom_weight_loader``).
+"""Functions that SGLang's process runs to load weights (its ``custom_weight_loader``).
 
 SGLang imports functions by name and calls them, in the process of every device, with its part of the model and some
-named tensors. It drops what they return, and an exception ends its process and ours without a message. So weights go
-through the model's own loader, which knows its fused layout and which rows are its own, and exceptions are kept until
-the end of the sync. Then one more call has every process write its own into a folder, whose path is the name of the
-only tensor: a tensor's name is the only text that can be handed over. Left out: what the models say they have loaded,
-because most of SGLang's say nothing; the canary sees what is missing.
+named tensors. It ignores their return values, and an exception terminates its process and ours without a message. So
+weights go through the model's loader, which knows its fused layout and its rows, and exceptions are kept until the end
+of the sync. Then one more call makes every process write them into a folder, whose path is the name of the only tensor:
+a tensor's name is the only text that can be passed. Left out: the loaded names that models return, because most SGLang
+models return none; the canary detects missing weights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch import Tensor
 from rltrain.base import stacks
 from rltrain.base.device import device_of
 
-# During one sync: the weights that the model did not take, and why.
+# Weights that the model rejected during one sync, with the reason.
 _REFUSED: dict[str, str] = {}
 
 
 def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Hand weights to the model's loader: together, and one by one where it refuses, so that a refusal can be told by
-    name and keeps no other weight out.
+    """Load weights with the model's loader: together, or one by one if it rejects them.
+
+    So a rejection can be reported by name, and does not block other weights.
     """
     stacks.offer()
     if len(named_tensors) > 1 and not _refused(model, named_tensors):
@@ -49,7 +50,7 @@ def _refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> Excepti
 
 
 def report_refused(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """End a sync: write a JSON of ``refused`` (weight -> why) into the folder that the only tensor is named after."""
+    """End a sync: write ``refused`` (weight -> reason) as JSON into the folder that the only tensor is named after."""
     file = Path(named_tensors[0][0]) / str(os.getpid())
     file.write_text(json.dumps({"refused": _REFUSED, "model": type(model).__name__}), encoding="utf-8")
     _REFUSED.clear()

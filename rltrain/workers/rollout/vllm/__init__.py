@@ -1,1 +1,1 @@
-"""vLLM as the engine."""
+"""vLLM engine."""

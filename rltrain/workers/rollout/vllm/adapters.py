@@ -1,12 +1,11 @@
-"""Adapters beside the weights of vLLM's model (``actor_rollout_ref.model.lora.merge=False``): one slot, filled by every
-sync.
+"""Adapters that vLLM applies itself (``actor_rollout_ref.model.lora.merge=False``): one slot, filled by every sync.
 
-vLLM reads adapters from folders when a request names them. Here they come from memory, so the slot is filled ahead, by
-the parts that vLLM itself fills it with, and every request names what is there already. The name never changes: what
-the prefix cache holds of earlier adapters is dropped at every sync, as after any other (`VLLMRollout.wake_cache`).
+vLLM loads adapters from folders when a request names them. Here they come from memory: the slot is filled in advance,
+by the functions that vLLM itself uses, and every request names the existing adapter. Its name never changes, because
+the prefix cache is dropped at every sync anyway (`VLLMRollout.wake_cache`).
 
-vLLM has slots of certain ranks, and leaves out adapters for which it has no layer without a word; that is an error
-here. Run with vllm 0.32 on the CPU. Not run on CUDA; vllm-ascend has kernels of its own and is refused.
+vLLM has slots of fixed ranks, and silently ignores adapters for which it has no layer; that is an error here. Run with
+vllm 0.32 on the CPU. Not run on CUDA; vllm-ascend has different kernels and is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from rltrain.base.errors import ConfigError, SyncError
 from rltrain.models.weights.names import ADAPTER, Weight
 
-# `MaxLoRARanks` in vllm.config.lora.
+# Values of `MaxLoRARanks` in vllm.config.lora.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _KEY = "actor_rollout_ref.model.lora.merge=False"
 _MERGE = "Leave it out: adapters then come merged into the weights."
@@ -27,7 +26,7 @@ _NUMBER = 1
 
 
 def slot_rank(adapted: Mapping[str, int]) -> int:
-    """The rank of a slot for adapters of these ranks, by layer. Raises ConfigError where none is large enough."""
+    """Return the slot's rank for adapters of these ranks, by layer. Raises ConfigError if they are too large."""
     rank = max(adapted.values())
     if rank > _RANKS[-1]:
         raise ConfigError(f"{_KEY}: vLLM holds adapters of rank {_RANKS[-1]} at most, and these have {rank}. {_MERGE}")
@@ -35,21 +34,21 @@ def slot_rank(adapted: Mapping[str, int]) -> int:
 
 
 def adapter_arguments(adapted: Mapping[str, int]) -> dict[str, Any]:
-    """Arguments of vLLM's LLM for a slot of these layers, by name, with their ranks."""
+    """Return arguments of vLLM's LLM for a slot with these layers, by name, with their ranks."""
     return {
         "enable_lora": True,
         "max_lora_rank": slot_rank(adapted),
         "max_loras": 1,
-        # Slots of other layers would take memory, and that of the head another way to compute logits.
+        # Slots of other layers would take memory, and a slot of the head would change how logits are computed.
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
     }
 
 
 def refuse_adapters(adapted: Mapping[str, int], beyond: Sequence[str], config: Any, device: str, dtype: Any) -> None:
-    """Raises ConfigError for adapters that vLLM cannot hold, or with which it would compute something else.
+    """Raise ConfigError for adapters that vLLM cannot hold or would compute differently.
 
-    adapted: ranks by layer. beyond: those of these layers that are no part of the language model. config: of the model.
-    device: its kind. dtype: of the engine.
+    adapted: ranks by layer. beyond: layers outside the language model. config: of the model. device: its kind. dtype:
+    of the engine.
     """
     slot_rank(adapted)
     why = ""
@@ -66,7 +65,7 @@ def refuse_adapters(adapted: Mapping[str, int], beyond: Sequence[str], config: A
 
 
 def set_aside(weights: Iterable[Weight], adapters: list[Weight]) -> Iterator[Weight]:
-    """Weights as they come, without the adapters among them, which are put into ``adapters``."""
+    """Yield weights without adapters, which are appended to ``adapters``."""
     for weight in weights:
         if ADAPTER in weight.name:
             adapters.append(weight)
@@ -75,7 +74,7 @@ def set_aside(weights: Iterable[Weight], adapters: list[Weight]) -> Iterator[Wei
 
 
 class AdapterSlot:
-    """The slot of a vLLM worker. request: what requests for answers name."""
+    """Adapter slot of a vLLM worker. request: for the requests of a generation."""
 
     def __init__(self, runner: Any) -> None:
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -83,15 +82,15 @@ class AdapterSlot:
 
         if not hasattr(BaseLayerWithLoRA, "load_weights"):
             raise ConfigError(f"{_KEY}: this vLLM takes no new weights under adapters; 0.32 does. {_MERGE}")
-        # No path that exists: an adapter that is not there is an error, and not looked for on the hub.
+        # A path that does not exist: a missing adapter is an error, and is not searched on the hub.
         self.request = LoRARequest("policy", _NUMBER, "/in memory")
         self._runner = runner
         self._manager = runner.lora_manager._adapter_manager
 
     def load(self, adapters: Iterable[Weight]) -> None:
-        """Put adapters (LAYER.lora_A.weight, LAYER.lora_B.weight) in the place of those that are there.
+        """Replace the adapters in the slot (LAYER.lora_A.weight, LAYER.lora_B.weight).
 
-        Raises SyncError naming those for which vLLM has no layer.
+        Raises SyncError that names adapters for which vLLM has no layer.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -99,7 +98,7 @@ class AdapterSlot:
         tensors: dict[str, torch.Tensor] = {weight.name: weight.values for weight in adapters}
         rank = max(values.shape[0] for name, values in tensors.items() if name.endswith("A.weight"))
         mapper = getattr(self._runner.get_model(), "hf_to_vllm_mapper", None)
-        # B comes times its scale, so that there is none: lora_alpha / r = 1.
+        # B is already multiplied by its scale, so lora_alpha / r = 1.
         lora = LoRAModel.from_lora_tensors(
             _NUMBER,
             tensors,
@@ -111,7 +110,7 @@ class AdapterSlot:
         manager = self._manager
         manager.remove_adapter(_NUMBER)
         manager.add_adapter(lora)
-        # Layers that vLLM computes together are together now, under the name of its own layer.
+        # Layers that vLLM fuses are now merged under the name of the fused layer.
         if lost := sorted(lora.loras.keys() - manager.modules.keys()):
             raise SyncError(
                 f"{_KEY}: vLLM's {type(self._runner.get_model()).__name__} has no place for the adapters of "

@@ -1,9 +1,8 @@
-"""vLLM (and vllm-ascend, which is a plug-in of it) as rollout engine: in this process, one tensor-parallel rank per
-worker.
+"""vLLM (and its plug-in vllm-ascend) as rollout engine: in this process, one tensor-parallel rank per worker.
 
-A vLLM server would hold devices of its own, and weights would travel between processes. Inside the worker both sides
-share the device: vLLM sleeps while the trainer works, and takes weights over from memory. The price is that some of its
-inner parts are addressed here: its step loop, its sampler (`vllm_sampler`) and the loaders of its weights.
+A vLLM server would need separate devices, and weights would be sent between processes. Inside the worker both share the
+device: vLLM sleeps during training, and loads weights from memory. The price is that some vLLM internals are used here:
+its step loop, its sampler (`sampler`) and its weight loaders.
 
 Written against vllm 0.32 and run with it on the CPU; the parts used are also in vllm 0.23, on which vllm-ascend 0.23
 builds. Not run on CUDA or Ascend hardware.
@@ -42,7 +41,7 @@ from rltrain.workers.rollout.vllm.images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm.sampler import CountedSampler, RandomStream
 from rltrain.workers.rollout.vllm.weights import WeightLoader, derived_weights, refuse_on_npu
 
-# Steps between two questions whether answers are still wanted, because asking waits for other processes.
+# Steps between two checks for a stop, because a check waits for other processes.
 _ASK_EVERY = 16
 
 
@@ -52,9 +51,9 @@ class _Running(NamedTuple):
 
 
 class VLLMRollout:
-    """One engine replica, or this rank's part of it; all ranks of a replica make the same calls.
+    """Engine replica, or this rank's part of it; all ranks of a replica make the same calls.
 
-    The default process group must exist; replicas are neighbouring ranks, as vLLM cuts the world itself.
+    The default process group must exist; replicas are neighbouring ranks, because vLLM splits the world that way.
     """
 
     names_in_memory = False
@@ -67,28 +66,28 @@ class VLLMRollout:
         self._max_model_len = settings.max_model_len
         if device.kind == "npu":
             refuse_on_npu(config)
-        # vLLM refuses its sleep mode on a CPU.
+        # vLLM has no sleep mode on a CPU.
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)
         sees = takes_images(config)
         arguments = {
             "model": settings.model.path,
-            # What it makes of a model with a vision tower at its start needs the tokenizer.
+            # vLLM's start-up of a model with a vision tower needs the tokenizer.
             "skip_tokenizer_init": not sees,
-            "load_format": "dummy",  # the trainer's weights come before the first answer
+            "load_format": "dummy",  # the trainer's weights come before the first response
             "dtype": str(settings.dtype).removeprefix("torch."),
-            # Nothing is drawn with it: `CountedSampler` counts its own numbers.
+            # Unused: `CountedSampler` computes its random numbers.
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
             "enable_expert_parallel": rollout.expert_parallel_size > 1,
-            # It looks for the devices of other ranks, and every worker sees only its own.
+            # It looks for the devices of other ranks, but every worker sees only one device.
             "disable_custom_all_reduce": True,
-            # NCCL's ten minutes would end a process that waits for a late one, which then could not be named.
+            # NCCL's default of ten minutes would kill a process that waits for a late one, before that can be named.
             "distributed_timeout_seconds": int(COLLECTIVE_TIMEOUT.total_seconds()),
             "max_model_len": settings.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
-            # vLLM refuses a budget of less than a token per sequence.
+            # vLLM rejects a budget of less than a token per sequence.
             "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "enable_prefix_caching": rollout.enable_prefix_caching,
@@ -96,7 +95,7 @@ class VLLMRollout:
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
-            # By default vLLM returns log-probs before the temperature; these are those of `CountedSampler`, after it.
+            # By default vLLM returns log-probs before the temperature; these are `CountedSampler`'s, after it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
             "hf_overrides": split_by_owner(config, settings.model.override)
@@ -104,14 +103,14 @@ class VLLMRollout:
             "trust_remote_code": settings.model.trust_remote_code,
         }
         if device.is_cpu and derived_weights(config) == "latent attention":
-            # Where a CPU has matrix units vLLM prefers a kernel that takes half precision alone.
+            # On CPUs with matrix units vLLM prefers a kernel that supports half precision only.
             arguments["attention_backend"] = "CPU_MLA"
         if settings.adapted:
             arguments |= adapter_arguments(settings.adapted)
         with _own_shared_memory(replica):
             arguments |= ENGINES["vllm"].handed_on(rollout.engine_kwargs.get("vllm") or {})
             self.llm = _make_llm(arguments, settings if sees else None)
-        # The call returns the worker object of this process itself.
+        # The call returns the worker object of this process.
         self.worker = self.llm.collective_rpc(lambda worker: worker)[0]
         if has_fp32_head(config) and settings.dtype != torch.float32:
             _refuse_half_head(self.worker.model_runner.get_model())
@@ -149,20 +148,20 @@ class VLLMRollout:
             self.llm.wake_up(tags=["kv_cache"])
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
-        # Features of images were computed with earlier weights as well.
+        # Image features were also computed with earlier weights.
         for name in ("reset_mm_cache", "reset_encoder_cache"):
             if hasattr(self.llm.llm_engine, name):
                 getattr(self.llm.llm_engine, name)()
 
     def sleep(self) -> bool:
         if self._sleeps:
-            # Level 2 drops the weights, which come anew with every sync. Level 1 copies them to the host, from where
-            # those under adapters come back.
+            # Level 2 drops the weights, which every sync sends again. Level 1 copies them to the host, from which
+            # weights under adapters are restored.
             self.llm.sleep(level=1 if self._slot else 2)
         return self._sleeps
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
-        # vLLM generates one token at least; only the log-probs of the text are read.
+        # vLLM generates at least one token; only the log-probs of the text are read.
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self._sampler.set_sampling(Sampling(1))
         self._num_calls += 1
@@ -188,7 +187,7 @@ class VLLMRollout:
         step = 0
         while True:
             for job in source.take(self._max_num_seqs - len(running)):
-                # A place means another prompt in the next call.
+                # The same prompt index is another prompt in the next call.
                 prompt = f"{self._num_calls}/{job.place}"
                 names = [f"{prompt}/{number}" for number in range(len(job.images or ()))]
                 images = self._images_of(job.asked, names)
@@ -213,7 +212,7 @@ class VLLMRollout:
                     del running[output.request_id]
                     turn.seconds = time.perf_counter() - started
                     source.ended(turn)
-            # All ranks of the replica ask here, after the same step, so they agree to stop at the same token.
+            # All ranks of the replica check here after the same step, so they stop at the same token.
             if running and source.may_stop and step % _ASK_EVERY == 0 and source.stopped():
                 engine.abort_request(list(running))
                 for turn, *_ in running.values():
@@ -222,7 +221,7 @@ class VLLMRollout:
                 return
 
     def _continue(self, output: Any, running: _Running, stops: StopTexts) -> bool:
-        """Append what vLLM has sampled of a turn. Returns whether it has ended."""
+        """Append the newly sampled tokens of a turn. Returns True if it has ended."""
         turn, _ = running
         known = len(turn.tokens)
         turn.tokens += output.outputs[0].token_ids
@@ -245,9 +244,9 @@ class VLLMRollout:
         return self._image_input.of(text.tokens, text.images, names)
 
     def _params_of(self, job: Job, stream: RandomStream, sampling: Sampling, *, deltas: bool) -> Any:
-        """Of one answer of a job that begins, or goes on."""
-        # top_k, top_p and min_p are not handed on: `CountedSampler` applies them itself, after the log-probs are taken.
-        # logprobs=0 asks for the log-prob of the sampled token alone.
+        """Return the parameters for one sample of a job."""
+        # top_k, top_p and min_p are not passed: `CountedSampler` applies them after computing the log-probs. logprobs=0
+        # requests the log-prob of the sampled token only.
         return self._params(
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(job.prompt)) - stream.start,
             temperature=0.0 if sampling.greedy else sampling.temperature,
@@ -263,7 +262,7 @@ class VLLMRollout:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # Output per token is needed only where a stop may cut answers short; otherwise once, at the end, is cheaper.
+        # Output per token is needed only if a stop may truncate responses; otherwise one output at the end is cheaper.
         kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
         return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=kind, **settings)
 
@@ -277,7 +276,7 @@ class VLLMRollout:
                 params,
                 lora_request=self._slot and self._slot.request,
             )
-        except Exception as error:  # of a class that differs from version to version
+        except Exception as error:  # its class depends on the version
             if not images:
                 raise
             raise ConfigError(
@@ -288,8 +287,8 @@ class VLLMRollout:
 
 
 def _refuse_half_head(model: Any) -> None:
-    """Raise ConfigError where no part of vLLM's ``model`` multiplies with its head in float32: earlier versions do not
-    read ``head_dtype``, and some devices have no such kernel."""
+    """Raise ConfigError if no module of vLLM's ``model`` computes its head in float32: earlier versions ignore
+    ``head_dtype``, and some devices have no such kernel."""
     dtypes = {getattr(part, "head_dtype", None) for part in model.modules()}
     if torch.float32 not in dtypes:
         raise ConfigError(
@@ -324,12 +323,12 @@ def _make_llm(arguments: dict[str, Any], seeing: EngineSettings | None) -> Any:
 
 @contextmanager
 def _own_shared_memory(replica: Replica) -> Iterator[None]:
-    """Inside, shared memory of vLLM's CPU ranks has a name that belongs to this replica alone.
+    """Give the shared memory of vLLM's CPU ranks a name that is unique to this replica, inside the context.
 
-    vLLM gives it the same name in every run on a machine, and a killed run leaves it there. At the end the name is
-    removed: the ranks have opened the memory by then. This name and those of queues between ranks have the session of
-    Ray in them, by which `controller/sweep.py` removes what a killed run leaves; in a cluster that it has joined they
-    stay.
+    vLLM uses the same name in every run on a machine, and a killed run does not remove it. At the end the name is
+    unlinked: the ranks have opened the memory by then. This name and the names of queues between ranks contain Ray's
+    session, by which `controller/sweep.py` cleans up after a killed run; in a cluster that the run joined they are not
+    removed.
     """
     session = first_set(SESSION)
     token = replica.agree(f"{session}-{uuid.uuid4().hex}")

@@ -1,8 +1,8 @@
-"""Which experts vLLM's tokens go to, noted request by request.
+"""Routing of vLLM's tokens, recorded per request.
 
-vLLM can return them itself, but only from its second model runner and through its prefix cache, and the sampler here
-stands in the first. So what its routers choose is noted where vLLM's own capturer notes it, and is told apart by the
-requests of the step. Graphs would run without these notes.
+vLLM can return it, but only from its second model runner and through its prefix cache, whereas the sampler here is in
+the first. So the routers' choices are recorded where vLLM's capturer records them, and split by the requests of the
+step. CUDA graphs would skip the recording.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ Experts = NDArray[np.integer[Any]]
 
 
 class ExpertNotes:
-    """Of every request that runs, where the tokens went that vLLM has computed. runner: vLLM's, with its model of
-    ``config``."""
+    """Routing of the computed tokens of every running request. runner: vLLM's, with its model of ``config``."""
 
     def __init__(self, runner: Any, config: Any) -> None:
         module: Any = None
@@ -38,18 +37,18 @@ class ExpertNotes:
             )
         self._runner = weakref.ref(runner)
         self._dtype = np.uint8 if num_experts(config) <= 256 else np.int16
-        # Of the forward that was last: by layer.
+        # Choices of the last forward pass, by layer.
         self._chosen: dict[int, Any] = {}
-        # By the random numbers of the request: vLLM gives it another name than it was asked under.
+        # By random stream, because vLLM changes the names of requests.
         self._parts: dict[Hashable, list[tuple[int, Experts]]] = defaultdict(list)
         module.bind_routed_experts_capturer(runner.get_model(), self)
 
     def capture(self, layer_id: int, topk_ids: Any) -> None:
-        """Called by vLLM's routers: [tokens, experts per token]."""
+        """Record a layer's choices [tokens, experts per token]. Called by vLLM's routers."""
         self._chosen[layer_id] = topk_ids
 
     def note(self, streams: Sequence[Hashable]) -> None:
-        """Tell the tokens of the forward that was last apart. Called once per step, before its tokens are drawn.
+        """Split the last forward pass by request. Called once per step, before its tokens are sampled.
 
         streams: the `RandomStream` of each request of the step.
         """
@@ -63,10 +62,10 @@ class ExpertNotes:
             self._parts[stream].append((int(start), chosen[first:end]))
 
     def of(self, stream: Hashable) -> list[Experts]:
-        """All tokens of a request that has ended, one part after the other, of which nothing is kept."""
+        """Remove and return the routing of a completed request, in parts."""
         whole, end = list[Experts](), 0
         for start, part in self._parts.pop(stream, []):
-            # What a request has lost its memory for is computed again, and drafts that were refused are too.
+            # Tokens of preempted requests and rejected drafts are computed again.
             if start < end:
                 whole = [np.concatenate(whole)[:start]]
             whole.append(part)
@@ -74,5 +73,5 @@ class ExpertNotes:
         return whole
 
     def forget(self) -> None:
-        """Drop what is noted of requests."""
+        """Drop the records of all requests."""
         self._parts.clear()

@@ -1,8 +1,8 @@
-"""Replaces vLLM's drawing by counted random numbers, the same as in every engine that can.
+"""Sampler for vLLM with counter-based random numbers, equal in every engine that supports them.
 
-vLLM seeds a generator per request, whose numbers depend on its kernels and on how often a draft was rejected. To make
-an answer depend on its seed alone, vLLM's sampler gets another drawing part, and its rejection sampler is replaced: a
-draft is accepted exactly where it is what would have been drawn. vLLM's model runner stays as it is.
+vLLM seeds a generator per request, whose numbers depend on its kernels and on rejected drafts. To make a response
+depend only on its seed, part of vLLM's sampler and its rejection sampler are replaced: a draft token is accepted
+exactly if it is the token that would have been sampled. vLLM's model runner is unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rltrain.workers.rollout.vllm.experts import ExpertNotes
 
 
 class RandomStream(NamedTuple):
-    """The random numbers of one request: those of ``seed`` from position ``start`` on. Travels in ``extra_args``."""
+    """Random stream of one request: numbers of ``seed`` from position ``start`` on. Passed in ``extra_args``."""
 
     seed: int
     start: int
@@ -33,35 +33,34 @@ class RandomStream(NamedTuple):
 
     @classmethod
     def of(cls, params: Any) -> RandomStream:
-        """Of the request's SamplingParams."""
+        """Return the stream of the request's SamplingParams."""
         return cls(*(params.extra_args or {}).get("rltrain", (0, 0)))
 
 
 class CountedSampler(nn.Module):
-    """Replaces vLLM's top-k/top-p sampler, and draws the whole batch at once. Returns log-probs before penalty, top-k,
-    top-p and min-p.
+    """Replacement of vLLM's top-k/top-p sampler for the whole batch.
 
-    never: ids that are never drawn. They keep their place in the log-probs, because the trainer's softmax has them too.
-    experts: is told of every step.
+    Returns log-probs before penalty, top-k, top-p and min-p. never: ids that are never sampled. They stay in the
+    log-probs, because the trainer's softmax includes them. experts: notified of every step.
     """
 
     def __init__(self, runner: Any, never: Tensor, experts: ExpertNotes | None) -> None:
         super().__init__()
         self._experts = experts
-        self._runner = weakref.ref(runner)  # it holds this, and an engine must end with its last reference
+        self._runner = weakref.ref(runner)  # it holds this, and an engine must be freed with its last reference
         self._never = never
-        # One for all requests of a call: vLLM's own top_k and top_p per request are not used.
+        # One setting for all requests of a call: vLLM's top_k and top_p per request are unused.
         self._sampling = Sampling(1)
-        # Of this step, before vLLM's penalty; None: there is none.
+        # Logits of this step before vLLM's penalty; None without a penalty.
         self._plain_logits: Tensor | None = None
-        # Of the requests of the last step, in the order of their rows.
+        # Requests of the last step, in the order of their rows.
         self._names: list[str] = []
         self._streams: list[RandomStream] = []
         self._seeds, self._starts = np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
 
     @classmethod
     def put_into(cls, runner: Any, never: Tensor, experts: ExpertNotes | None = None) -> CountedSampler:
-        """Replace the drawing parts of vLLM's model runner: of its sampler and of its judge of drafts."""
+        """Replace the sampling parts of vLLM's model runner: in its sampler and its rejection sampler."""
         sampler: Any = getattr(runner, "sampler", None)
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
             raise RuntimeError(
@@ -72,46 +71,45 @@ class CountedSampler(nn.Module):
         sampler.greedy_sample = lambda logits: greedy(counted._without_never(counted._noted(logits)))
         penalise, log_probs_of = sampler.apply_penalties, sampler.compute_logprobs
         sampler.apply_penalties = lambda logits, *rest: penalise(counted._remembered(logits), *rest)
-        # Of greedy answers, the one use of it that is left.
+        # The only remaining use: greedy responses.
         sampler.compute_logprobs = lambda logits: log_probs_of(counted._unpenalised(logits))
-        # vllm-ascend's ignores the mode it is asked for, and would compute log-probs that nobody reads.
+        # vllm-ascend ignores the requested mode, and would compute unused log-probs.
         sampler.logprobs_mode = "processed_logprobs"
         if hasattr(runner, "rejection_sampler"):
             runner.rejection_sampler = counted.verify
         return counted
 
     def set_sampling(self, sampling: Sampling) -> None:
-        """Draw as ``sampling`` says from now on."""
+        """Set the sampling parameters for the following steps."""
         self._sampling, self._plain_logits = sampling, None
 
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """logits [rows, vocabulary], divided by the temperature -> token ids [rows], log-probs [rows, vocabulary]."""
+        """Sample: logits [rows, vocabulary] / temperature -> token ids [rows], log-probs [rows, vocabulary]."""
         plain = self._unpenalised(logits)
         if plain is not logits:
             plain = plain / self._sampling.temperature
-        # First, as drawing overwrites the logits.
+        # First, because sampling overwrites the logits.
         log_probs = torch.log_softmax(plain, -1, dtype=torch.float32)
         return self._draw(logits), log_probs
 
     def _remembered(self, logits: Tensor) -> Tensor:
-        """The logits, of which the penalty overwrites its own."""
+        """Save a copy of the logits before the penalty overwrites them."""
         self._plain_logits = logits.clone() if self._sampling.repetition_penalty != 1 else None
         return logits
 
     def _unpenalised(self, logits: Tensor) -> Tensor:
-        """The logits [rows, vocabulary] as they were before the penalty and the temperature, or where there is no
-        penalty as they are."""
+        """Return the logits [rows, vocabulary] before penalty and temperature, or unchanged without a penalty."""
         plain, self._plain_logits = self._plain_logits, None
         return logits if plain is None else plain
 
     def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
-        """Replaces vLLM's rejection sampler: a draft is accepted while it is what would have been drawn without it.
+        """Accept a draft token if it equals the token that would have been sampled. Replaces vLLM's rejection sampler.
 
-        That is as often as rejection sampling accepts a draft that is sure of itself (Leviathan et al. 2023), and the
-        answer is the one without drafts. logits [per request its drafts and one more, vocabulary], not divided by the
-        temperature. Returns vLLM's SamplerOutput: -1 behind the accepted drafts and the first token that was not.
+        The acceptance rate equals that of rejection sampling with a deterministic draft (Leviathan et al. 2023), and
+        the response is the one without drafts. logits [per request its drafts and one more, vocabulary], not divided by
+        the temperature. Returns vLLM's SamplerOutput: -1 after the accepted drafts and the first rejected token.
         """
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
@@ -133,21 +131,21 @@ class CountedSampler(nn.Module):
         tokens = table(drawn, -1)
         tokens[:, 1:].masked_fill_(accepted[:, :-1] == 0, -1)
         ids = tokens.clamp(min=0).view(-1, 1).int()
-        ranks = torch.zeros_like(ids[:, 0])  # nobody reads them
+        ranks = torch.zeros_like(ids[:, 0])  # unused
         return SamplerOutput(tokens.int(), LogprobsTensors(ids, table(log_probs, 0.0).view(-1, 1), ranks))
 
     def _draw(self, logits: Tensor, requests: Any = slice(None), steps: NDArray[np.int64] | int = 0) -> Tensor:
-        """logits [rows, vocabulary], divided by the temperature -> token ids [rows]. Overwrites the logits.
+        """Sample: logits [rows, vocabulary] divided by temperature -> token ids [rows]. Overwrites the logits.
 
-        requests: the request of each row, where it has several. steps: how many of its tokens come before this row's.
+        requests: the request of each row, if it has several rows. steps: number of its tokens before this row's.
         """
         self._noted(logits)
         runner = self._runner()
         assert runner is not None
         batch = runner.input_batch
         count = len(self._names)
-        # Counted from the tokens that a request has, so a rejected draft uses up no number. With asynchronous
-        # scheduling tokens that the host has not seen yet are counted as well.
+        # Counted from the tokens of a request, so a rejected draft uses up no number. With asynchronous scheduling this
+        # includes tokens that the host has not seen yet.
         tokens = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
         numbers = random_numbers(self._seeds[requests], (self._starts + tokens)[requests] + steps)
         # There are no requests while vLLM profiles itself.
@@ -158,11 +156,11 @@ class CountedSampler(nn.Module):
         return choose(self._without_never(logits), noise_there, replace(self._sampling, temperature=1.0))[0]
 
     def _noted(self, logits: Tensor) -> Tensor:
-        """The logits as they are, of whose requests random numbers and experts are noted."""
+        """Return the logits unchanged, after recording random streams and routing of their requests."""
         runner = self._runner()
         assert runner is not None
         names = runner.input_batch.req_ids
-        if names != self._names:  # else every request keeps its row, and none is asked
+        if names != self._names:  # otherwise every request keeps its row
             self._names = list(names)
             self._streams = [RandomStream.of(runner.requests[name].sampling_params) for name in self._names]
             self._seeds = np.array([stream.seed for stream in self._streams], dtype=np.uint64)

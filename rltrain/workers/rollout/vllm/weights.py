@@ -1,12 +1,12 @@
-"""How weights get into vLLM's model: written in place, or by its own reload where it computes with something else.
+"""Weight loading into vLLM's model: written in place, or by vLLM's reload if the model computes with derived weights.
 
-vLLM packs the weights of its CPU kernels, lays those of experts out anew for some GPUs, and multiplies out a part of
-latent attention (MLA), once, when a model is loaded. What is derived so would stay as it was if the weights behind it
-were only overwritten. Its reload derives it anew, layer by layer, in the memory that graphs know; one layer is there
-twice meanwhile. Where nothing is derived, writing in place is quicker and needs no memory.
+When loading a model, vLLM packs weights for its CPU kernels, rearranges experts for some GPUs, and multiplies out a
+part of latent attention (MLA). Overwriting the original weights would not update these derived ones. vLLM's reload
+derives them again, layer by layer, in the memory that graphs use; one layer exists twice meanwhile. Without derived
+weights, writing in place is faster and needs no memory.
 
-vLLM drops weights whose names it does not know, without a word in some families. So what its model says it has loaded
-is compared with what it has. Not run on CUDA. On the NPU vllm-ascend has no reload that survives its sleep, so models
+vLLM drops weights with unknown names, silently in some families. So the names that its model reports as loaded are
+compared with its parameters. Not run on CUDA. On NPUs vllm-ascend has no reload that survives its sleep mode, so models
 with derived weights are refused there.
 """
 
@@ -23,7 +23,7 @@ from rltrain.models.weights.names import Weight
 
 
 def derived_weights(config: Any) -> str:
-    """What of a model vLLM computes from its weights when they are loaded: "experts", "latent attention", or ""."""
+    """Return the part of a model that vLLM derives when weights are loaded: "experts", "latent attention", or ""."""
     settings = config.get_text_config().to_dict()
     if settings.get("kv_lora_rank"):
         return "latent attention"
@@ -31,7 +31,7 @@ def derived_weights(config: Any) -> str:
 
 
 def refuse_on_npu(config: Any) -> None:
-    """Raises ConfigError for a model whose weights vllm-ascend derives at its start, and not again at a sync."""
+    """Raise ConfigError for a model whose weights vllm-ascend derives at its start, and not again at a sync."""
     if weights := derived_weights(config):
         raise ConfigError(
             f"actor_rollout_ref.rollout.name=vllm on an NPU does not take over new weights of {type(config).__name__}: "
@@ -40,7 +40,7 @@ def refuse_on_npu(config: Any) -> None:
 
 
 class WeightLoader:
-    """Brings weights under the names of checkpoints into the model of a vLLM worker."""
+    """Loader of weights with checkpoint names into the model of a vLLM worker."""
 
     def __init__(self, worker: Any, config: Any, *, on_cpu: bool) -> None:
         self.reload = on_cpu or bool(derived_weights(config))
@@ -51,17 +51,17 @@ class WeightLoader:
             self._rotate_all_heads()
 
     def load(self, weights: Iterator[Weight]) -> None:
-        """Raises SyncError naming what the engine has and did not get."""
+        """Load the weights. Raises SyncError that names parameters of the engine that were not loaded."""
         model = self._worker.model_runner.get_model()
         missing: set[str] = set()
         load = model.load_weights
 
         def checked(tensors: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-            # Asked here, because what a reload leaves behind may have other names. Tied weights come once.
-            # vLLM's layers with adapters keep the weight one level lower, and are named without it.
+            # Names are read here, because a reload may leave other names. Tied weights are listed once. vLLM's layers
+            # with adapters hold the weight one level deeper, and are named without it.
             names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
             loaded = load(tensors)
-            missing.update(names - (names if loaded is None else loaded))  # the canary alone sees what is not told
+            missing.update(names - (names if loaded is None else loaded))  # None: only the canary finds missing ones
             return loaded
 
         model.load_weights = checked
@@ -73,7 +73,7 @@ class WeightLoader:
             else:
                 model.load_weights(self._named(weights))
         finally:
-            del model.load_weights  # that of its class again
+            del model.load_weights  # restore the method of its class
         if missing:
             raise SyncError(
                 f"vLLM's {type(model).__name__} did not get {len(missing)} of its weights from the trainer: "
@@ -90,16 +90,15 @@ class WeightLoader:
                 yield "lm_head.weight", values
 
     def _rotate_all_heads(self) -> None:
-        """vLLM's CPU kernel of rotary positions rotates one head of latent attention, whose heads have a dimension of
-        their own. Its plain code rotates all.
-        """
+        """Use vLLM's plain rotary code, which rotates all heads of latent attention. Its CPU kernel rotates only
+        one, because their rotary dimension differs."""
         for module in self._worker.model_runner.get_model().modules():
             if hasattr(module, "rotary_dim") and hasattr(module, "_forward_method"):
                 module._forward_method = module.forward_native
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """vLLM packs experts for its CPU kernel when it makes that kernel; later ones it would write over them unpacked."""
+    """Drop vLLM's CPU expert kernel: it packs weights at creation, and would later be given unpacked ones."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:

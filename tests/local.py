@@ -122,8 +122,8 @@ _data_read: dict[tuple, Data] = {}
 
 
 def _data_of(cfg: Config) -> Data:
-    """`load_data`, once for all trainers over the same files, keys and model: nobody changes what it returns."""
-    model, data = cfg.actor_rollout_ref.model, cfg.data
+    """Return `load_data`, cached by files, keys and model: nothing changes the result. Tools are part of the prompts."""
+    model, data, rollout = cfg.actor_rollout_ref.model, cfg.data, cfg.actor_rollout_ref.rollout
     if data.custom_cls:  # may return others each time
         return load_data(cfg)
     paths = [
@@ -131,7 +131,8 @@ def _data_of(cfg: Config) -> Data:
     ]
     paths += sorted(Path(model.path).iterdir())
     marks = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths]
-    asked = (*marks, repr(data), repr(model), cfg.actor_rollout_ref.rollout.limit_images, cfg.trainer.val_only)
+    keys = (data, model, rollout.multi_turn, rollout.agent, rollout.limit_images, cfg.trainer.val_only)
+    asked = (*marks, *map(repr, keys))
     if asked not in _data_read:
         _data_read[asked] = load_data(cfg)
     return _data_read[asked]

@@ -41,6 +41,7 @@ say "three answers before and after"
 "$PYTHON" -m rltrain.view "$RUN" --compare -n 3
 say "done. What next (type 'source .venv/bin/activate' first):"
 cat <<TXT
+  the page     $RUN/report.html
   the answers  python -m rltrain.view $RUN --worst
   the curves   tensorboard --logdir $RUN/tensorboard
   your data    python -m rltrain.data_preprocess.jsonl --help        docs/data.md

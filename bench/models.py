@@ -291,7 +291,7 @@ def _adapters(folder: Path) -> str:
     layers = trunk(_plain(folder)).named_modules()
     targets = {name.rpartition(".")[2] for name, layer in layers if type(layer) is nn.Linear}
     verdict = _said(lambda: _train_adapters(folder, sorted(targets)))
-    return verdict if verdict != _WORKS else "works, not on experts"
+    return verdict if verdict != _WORKS else "works; experts if named"
 
 
 def _train_adapters(folder: Path, targets: Any) -> None:

@@ -101,9 +101,13 @@ def test_a_distance_over_all_tokens_needs_as_many_of_them(dry, another, tmp_path
         code, text = dry(**whole)
         assert code == 2
         assert words in text
-    code, text = dry(actor_rollout_ref__model__path=padded, **{REFERENCE: another})
-    assert "and the policy 64. Use a reference of at least as many." in text
-    assert code == 2
+    smaller = {"actor_rollout_ref__model__path": padded, REFERENCE: another}
+    for kl, size in (("low_var_kl", "at least as many"), ("full", "the same size")):
+        code, text = dry(**smaller, **{ACTOR + "kl_loss_type": kl})
+        assert f"and the policy 64. Use a reference of {size}." in text.replace(
+            ", and a full KL compares all of them", ""
+        )
+        assert code == 2
 
 
 def test_a_reference_that_moves_has_the_sizes_of_the_policy(dry, another, tmp_path):

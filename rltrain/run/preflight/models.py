@@ -359,7 +359,8 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
     if spec.role == ROLES["ref"].section and policy_size and (size < policy_size or (exact and size > policy_size)):
         yield f"{named} knows {size:,} tokens and the policy {policy_size:,}" + (
             ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."
-            if exact else ". Use a reference of at least as many."
+            if size > policy_size
+            else f". Use a reference of {'the same size' if exact else 'at least as many'}."
         )  # fmt: skip
 
 
